@@ -1,0 +1,132 @@
+# Everything a contributor runs. Needs make and Python 3.10 or newer; each target installs what it
+# needs into .venv on its first run, and again when pyproject.toml changes.
+#
+#   PYTHON=...       the interpreter for a new .venv (default: the first found that is new enough)
+#   TORCH=...        the torch to install, for instance TORCH=torch==2.7.1
+#   TORCH_INDEX=...  the package index to take torch from, for instance one with CPU builds only
+#   ARGS=...         further arguments for `make demo`, `make test` and `make bench`
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -qq
+
+.DEFAULT_GOAL := help
+# Two pips in one environment get in each other's way.
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help:
+	@echo "make demo    train a small language model over several workers"
+	@echo "make test    unit, simulation and multi-process tests"
+	@echo "make check   all that CI runs: format, lint, types, layers, tests, documentation"
+	@echo "make bench   Weft and torch.distributed.rpc side by side"
+	@echo "make docs    build the documentation into site/"
+	@echo "make clean   remove what the above made (distclean: .venv too)"
+
+# ------------------------------------------------------------------------------------ what to run
+
+.PHONY: demo
+demo: $(VENV)/.installed-demo
+	@$(PY) examples/language_model/train.py $(ARGS)
+
+.PHONY: test
+test: $(VENV)/.installed-test
+	@$(PY) -m pytest $(ARGS)
+
+.PHONY: format
+format: $(VENV)/.installed-dev
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+# Cheapest first.
+.PHONY: check
+check: lint types layers test docs
+	@echo "all checks passed"
+
+.PHONY: lint
+lint: $(VENV)/.installed-dev
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+
+.PHONY: types
+types: $(VENV)/.installed-dev
+	@$(PY) -m mypy
+
+.PHONY: layers
+layers: $(VENV)/.installed-dev
+	@$(VENV)/bin/lint-imports
+
+.PHONY: docs
+docs: $(VENV)/.installed-docs
+	@$(PY) -m sphinx -q -W --keep-going --fresh-env -b html docs site
+	@echo "documentation: site/index.html"
+
+.PHONY: bench
+bench: $(VENV)/.installed-core
+	@$(PY) -m benchmarks $(ARGS)
+
+.PHONY: clean distclean
+clean:
+	rm -rf site build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) src/*.egg-info
+
+# ----------------------------------------------------------------------------------------- set-up
+
+# Stamps: .made (the environment) <- .torch <- .installed-core, and one for each extra.
+.SECONDARY: $(VENV)/.made $(VENV)/.torch
+
+$(VENV)/.installed-core: pyproject.toml $(VENV)/.torch
+	@echo "setting up $(VENV): weft"
+	@$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml $(VENV)/.torch
+	@echo "setting up $(VENV): weft and what '$*' needs"
+	@$(INSTALL) --editable '.[$*]'
+	@touch $@
+
+# A torch that can be imported is kept. Otherwise the CPU build is preferred where the configured
+# package sources have one: the default build for Linux brings gigabytes of CUDA along.
+$(VENV)/.torch: $(VENV)/.made
+	@set -e; \
+	if version=$$($(PY) -c 'import torch; print(torch.__version__)' 2>/dev/null); then \
+	    echo "setting up $(VENV): keeping torch $$version"; \
+	else \
+	    wanted='$(TORCH)'; \
+	    index='$(TORCH_INDEX)'; \
+	    if [ -z "$$wanted$$index" ]; then \
+	        cpu=$$($(PIP) index versions torch 2>/dev/null | tr -s ' ,():' '\n' | grep '+cpu' | head -n 1 || true); \
+	        wanted=$${cpu:+torch==$$cpu}; \
+	        [ -n "$$wanted" ] || echo "no CPU build of torch found; taking the default one. To save gigabytes on Linux: make TORCH_INDEX=<address of PyTorch's index of CPU builds> ..."; \
+	    fi; \
+	    wanted=$${wanted:-torch>=2.6}; \
+	    echo "setting up $(VENV): $$wanted (the largest part, once)"; \
+	    $(INSTALL) $${index:+--index-url "$$index"} "$$wanted"; \
+	fi; \
+	touch $@
+
+# A candidate must run (a version manager's shim may not), be new enough, and able to make an
+# environment with pip in it (some distributions split that off).
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
+
+$(VENV)/.made:
+	@set -e; \
+	if ! $(PY) -c '' 2>/dev/null; then \
+	    found=; \
+	    for candidate in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.10); do \
+	        if $$candidate -c '$(USABLE)' 2>/dev/null; then found=$$candidate; break; fi; \
+	    done; \
+	    if [ -z "$$found" ]; then \
+	        echo "no Python 3.10 or newer with the modules venv and ensurepip found; name one: make PYTHON=/path/to/python3 ..." >&2; \
+	        exit 1; \
+	    fi; \
+	    echo "setting up $(VENV): $$($$found --version)"; \
+	    $$found -m venv --clear $(VENV); \
+	fi; \
+	$(PIP) --version >/dev/null 2>&1 || $(PY) -m ensurepip >/dev/null; \
+	touch $@

@@ -1,0 +1,1 @@
+"""Measurements of Weft beside what it replaces, both sides in one run."""

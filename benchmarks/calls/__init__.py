@@ -1,0 +1,1 @@
+"""Small calls: latency, throughput and CPU time beside torch RPC and a raw socket."""

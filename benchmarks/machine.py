@@ -1,0 +1,33 @@
+"""Says what a result was measured on: hardware and versions, nothing that names the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+
+def describe_machine() -> dict[str, str]:
+    """Returns processor, usable cores, kernel, Python and torch."""
+    return {
+        "processor": _processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "kernel": f"{platform.system()} {platform.release().split('-')[0]}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "weft": version("weft"),
+    }
+
+
+def load_of_others() -> int:
+    """Returns how many threads of the whole machine want a core now, this one not counted."""
+    running = Path("/proc/loadavg").read_text().split()[3].split("/")[0]
+    return max(0, int(running) - 1)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()

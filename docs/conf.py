@@ -1,0 +1,52 @@
+"""Settings of the documentation: pages in Markdown, the reference out of the docstrings."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed_version
+from types import ModuleType
+
+from sphinx.application import Sphinx
+
+project = "Weft"
+author = "The Weft authors"
+copyright = "The Weft authors"
+release = installed_version("weft")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+]
+source_suffix = {".md": "markdown"}
+myst_heading_anchors = 3  # so that a page can link to a section of another
+
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+html_theme = "furo"
+html_title = "Weft"
+
+
+def setup(app: Sphinx) -> None:
+    """Adds a table of all knobs to the page of their module."""
+    app.connect("autodoc-process-docstring", list_knobs)
+
+
+def list_knobs(
+    app: Sphinx, what: str, name: str, module: ModuleType, options: object, lines: list[str]
+) -> None:
+    """Appends each knob with its environment variable, default and meaning."""
+    if name != "weft.knobs":
+        return
+    lines += [".. list-table::", "   :header-rows: 1", ""]
+    lines += ["   * - variable", "     - default", "     - meaning"]
+    for knob in vars(module).values():
+        if isinstance(knob, module.Knob):
+            lines += [f"   * - ``{knob.variable}``", f"     - {knob.default}"]
+            lines += [f"     - {knob.meaning}"]
+    lines.append("")

@@ -1,0 +1,156 @@
+"""What a run can be told, on the command line and in a saved state."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import NoReturn
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that shapes the text, the model and its training.
+
+    Attributes:
+        data: Path of the text; None for the one that Python carries.
+        trainers: Workers that train.
+        batch: Columns of text that one trainer reads side by side (B).
+        window: Words of a column that are read in one step (T).
+        vocabulary: Most words that are told apart; the others are one unknown word.
+        embedding: Numbers that stand for a word (E).
+        hidden: Numbers that the LSTM puts out for a word (H).
+        dropout: Share of numbers left out at random while training.
+        learning_rate: Adam's.
+        seed: Where random numbers start.
+        logits_travel: Whether trainers compute the loss, of logits that the server sends.
+    """
+
+    data: str | None = None
+    trainers: int = 2
+    batch: int = 16
+    window: int = 32
+    vocabulary: int = 4000
+    embedding: int = 128
+    hidden: int = 128
+    dropout: float = 0.5
+    learning_rate: float = 3e-3
+    seed: int = 0
+    logits_travel: bool = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """One command line.
+
+    Attributes:
+        settings: What a new run is shaped by; a resumed one keeps its own.
+        epochs: How often the text is read.
+        minutes: Limit on the training time.
+        out: Folder for what the run leaves; None for one named after the time, under ``runs``.
+        resume: A saved state to go on from.
+    """
+
+    settings: Settings
+    epochs: int
+    minutes: float
+    out: Path | None
+    resume: Path | None
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, instead of after all options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (--help lists the options)\n")
+
+
+def parse_options(arguments: list[str] | None = None) -> Options:
+    """Reads the command line; ends the program with status 2 where it cannot be meant."""
+    parser = OneLineParser(
+        prog="train.py",
+        description="Trains a language model with its embedding table and decoder on a server "
+        "and LSTMs on several trainers.",
+    )
+    run = parser.add_argument_group("the run")
+    run.add_argument(
+        "--epochs",
+        type=whole_number(1),
+        default=20,
+        help="how often to read the text (default: %(default)s)",
+    )
+    run.add_argument(
+        "--minutes",
+        type=above_zero,
+        default=2.0,
+        help="limit on the training time (default: %(default)s)",
+    )
+    run.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to leave results in (default: runs/TIME)"
+    )
+    run.add_argument(
+        "--resume",
+        type=Path,
+        metavar="PATH",
+        help="go on from a saved state.pt, with the settings it was made with",
+    )
+    _add_settings(parser.add_argument_group("settings of a new run"))
+    given = parser.parse_args(arguments)
+    settings = Settings(**{field.name: getattr(given, field.name) for field in fields(Settings)})
+    return Options(settings, given.epochs, given.minutes, given.out, given.resume)
+
+
+def _add_settings(group: argparse._ArgumentGroup) -> None:
+    default = asdict(Settings())
+
+    def add(name: str, kind: Callable[[str], object], text: str) -> None:
+        option = "--" + name.replace("_", "-")
+        text += f" (default: {default[name]})"
+        group.add_argument(option, type=kind, default=default[name], metavar="N", help=text)
+
+    group.add_argument("--data", metavar="PATH", help="a UTF-8 text (default: Python's help)")
+    add("trainers", whole_number(1), "workers that train")
+    add("batch", whole_number(1), "columns of text that a trainer reads side by side")
+    add("window", whole_number(1), "words read in one step")
+    add("vocabulary", whole_number(2), "most words told apart")
+    add("embedding", whole_number(1), "numbers that stand for a word")
+    add("hidden", whole_number(1), "numbers that the LSTM puts out for a word")
+    add("dropout", share, "share of numbers left out while training")
+    add("learning_rate", above_zero, "learning rate of Adam")
+    add("seed", whole_number(0), "where random numbers start")
+    group.add_argument(
+        "--logits-travel",
+        action="store_true",
+        help="compute the loss on the trainers, to compare the traffic",
+    )
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Returns a reader of whole numbers from ``least`` up."""
+
+    def read(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if (number := int(text)) >= least:
+                return number
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from {least} up")
+
+    return read
+
+
+def above_zero(text: str) -> float:
+    """Reads a number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+
+
+def share(text: str) -> float:
+    """Reads a number from 0 up, below 1."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(text)) < 1:
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is not a number from 0 up and below 1")

@@ -1,0 +1,192 @@
+"""Trains a language model over several workers: ``python train.py``, or ``make demo``.
+
+The driver, which is this program, starts one server and several trainers, steps them together and
+shows how it goes. It never holds a parameter, and no gradient passes through it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint import UnusableState, load_checkpoint, save_checkpoint
+from data import Corpus, UnusableText, load_corpus
+from interrupt import Interrupt
+from progress import ProgressDisplay
+from report import History, draw_picture, make_figures, print_table, write_figures
+from rich.console import Console
+from settings import Options, Settings, parse_options
+from synchronous import SynchronousTraining
+
+import weft
+from weft.errors import WeftError
+
+SERVER = "server"
+
+
+class UnusableFolder(ValueError):
+    """Results cannot be left in a folder; the message is for the person who named it."""
+
+
+@dataclass
+class Run:
+    """One run of this program.
+
+    Attributes:
+        options: What it was told.
+        settings: What shapes it: a resumed run keeps those it was started with.
+        corpus: Its text.
+        history: Its figures so far.
+        folder: Where it leaves results.
+        model: The saved model that it goes on from, where it does.
+        saved_step: Steps done when the state was last saved; None where that was never.
+    """
+
+    options: Options
+    settings: Settings
+    corpus: Corpus
+    history: History
+    folder: Path
+    model: dict[str, Any] | None = None
+    saved_step: int | None = None
+
+    @property
+    def trainers(self) -> list[str]:
+        """Names of the trainers."""
+        return [f"trainer{number}" for number in range(self.settings.trainers)]
+
+    @property
+    def state_path(self) -> Path:
+        """Where the state is saved."""
+        return self.folder / "state.pt"
+
+    def save(self, training: SynchronousTraining) -> None:
+        """Saves the state of the run."""
+        save_checkpoint(self.state_path, self.settings, self.corpus.words, self.history, training)
+        self.saved_step = len(self.history.losses)
+
+    def last_state(self) -> str:
+        """Says where the last saved state is."""
+        if self.saved_step is None:
+            return "no state was saved yet"
+        path = self.state_path
+        return f"the state of step {self.saved_step:,} is in {path}; go on with --resume {path}"
+
+
+def prepare_run(options: Options) -> Run:
+    """Loads all that a run needs before its workers are started.
+
+    Raises:
+        UnusableText: The text cannot be trained on.
+        UnusableState: The state cannot be gone on from.
+        UnusableFolder: The folder for the results cannot be written to.
+    """
+    checkpoint = load_checkpoint(options.resume) if options.resume else None
+    settings = checkpoint.settings if checkpoint else options.settings
+    corpus = load_corpus(
+        None if settings.data is None else Path(settings.data),
+        trainers=settings.trainers,
+        batch=settings.batch,
+        window=settings.window,
+        vocabulary_limit=settings.vocabulary,
+    )
+    folder = make_folder(options.out or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S"))
+    if checkpoint is None:
+        return Run(options, settings, corpus, History(), folder)
+    if checkpoint.words != corpus.words:
+        raise UnusableState(f"{options.resume} was made with another text than {corpus.source} now")
+    return Run(options, settings, corpus, checkpoint.history, folder, checkpoint.model)
+
+
+def make_folder(path: Path) -> Path:
+    """Makes the folder for the results, or checks that it can be written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnusableFolder(f"{path} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise UnusableFolder(f"{path} cannot be written to")
+    return path
+
+
+def train_on_workers(run: Run, console: Console) -> None:
+    """Places the model on the workers and trains it.
+
+    Raises:
+        KeyboardInterrupt: Somebody pressed Ctrl-C; the state is saved, if there was time to.
+    """
+    training = SynchronousTraining(SERVER, run.trainers, run.corpus, run.settings)
+    if run.model is not None:
+        training.load(run.model)
+    with Interrupt() as interrupt:
+        train(run, training, interrupt, console)
+        run.save(training)
+    if interrupt.is_requested:
+        raise KeyboardInterrupt
+
+
+def train(run: Run, training: SynchronousTraining, interrupt: Interrupt, console: Console) -> None:
+    """Steps until all epochs are done, the time is up, or somebody wants to stop."""
+    per_epoch = len(training.rows)
+    steps = range(len(run.history.losses), run.options.epochs * per_epoch)
+    tokens_per_step = run.settings.batch * run.settings.window
+    ends_at = time.monotonic() + 60 * run.options.minutes
+    with ProgressDisplay(console, run.trainers, steps, tokens_per_step) as display:
+        for step in steps:
+            if interrupt.is_requested or time.monotonic() > ends_at:
+                break
+            report = training.step(training.rows[step % per_epoch])
+            run.history.add_step(report)
+            display.show_step(report)
+            if (step + 1) % per_epoch == 0:
+                perplexity = training.held_out_perplexity()
+                run.history.add_held_out(perplexity)
+                display.show_epoch((step + 1) // per_epoch, perplexity)
+                run.save(training)
+    if not interrupt.is_requested and not run.history.is_tested():
+        run.history.add_held_out(training.held_out_perplexity())
+
+
+def report(run: Run, wall_s: float, console: Console) -> None:
+    """Writes the run's figures and its picture, and prints the table."""
+    figures = make_figures(run.settings, run.corpus, run.history, wall_s)
+    write_figures(figures, run.folder / "figures.json")
+    print_table(console, figures)
+    left = "figures.json and state.pt"
+    try:
+        draw_picture(figures, run.folder / "loss.png")
+        left = "loss.png, " + left
+    except ImportError:
+        console.print("no picture was drawn: matplotlib is missing (pip install 'weft[demo]')")
+    console.print(f"{left} are in {run.folder}", highlight=False)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the program; returns its exit status."""
+    started = time.monotonic()
+    console = Console()
+    options = parse_options(arguments)
+    try:
+        run = prepare_run(options)
+    except (UnusableText, UnusableState, UnusableFolder) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        with weft.cluster(names=[SERVER, *run.trainers]):
+            train_on_workers(run, console)
+    except KeyboardInterrupt:
+        print(f"stopped; {run.last_state()}")
+        return 130
+    except WeftError as error:
+        print(f"error: {error}; {run.last_state()}", file=sys.stderr)
+        return 1
+    report(run, time.monotonic() - started, console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

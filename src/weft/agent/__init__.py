@@ -1,0 +1,1 @@
+"""The shell around the protocols: connections, threads, rendezvous, and the one current agent."""

@@ -1,0 +1,581 @@
+"""The agent: one worker's end of all connections, calls and threads.
+
+It moves frames and knows nothing of functions, gradients or references; the layers above tell
+it, by ``on``, what to do with each kind of message.
+
+A handler is *inline* or a *task*. Inline handlers run on the thread that reads the connection:
+they neither block nor run user code. Tasks run where the reactor finds a thread for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from weft import knobs
+from weft.agent.calls import PendingCall
+from weft.agent.housekeeper import Housekeeper, Job
+from weft.agent.peers import Connector, Peer, Unreachable
+from weft.agent.reactor import Reactor
+from weft.channel.memory import BufferPool
+from weft.channel.choice import describe
+from weft.channel.cma import Nonce
+from weft.errors import NotInitialized, ProtocolError, UnknownWorker, WorkerLost
+from weft.ids import WorkerInfo
+from weft.protocol.calls import CallTable
+from weft.protocol.membership import Directory
+from weft.transport.handshake import decode_greeting
+from weft.transport.link import READ_TICK_S, Link, LinkClosed
+from weft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from weft.wire.messages import Kind, encode_ints
+
+_log = logging.getLogger("weft")
+
+Handler = Callable[[Peer, Frame], None]
+Outgoing = list[Buffer] | Frame
+"""What to send: bytes to write, or, to oneself, a frame as it will be received."""
+_CLOSE_TIMEOUT_S = 5.0
+
+
+Part = TypeVar("Part")
+
+
+class _Route(NamedTuple):
+    handler: Handler
+    is_inline: bool
+
+
+class Traffic(NamedTuple):
+    """Bytes that this worker exchanged with all others, tensors and control alike."""
+
+    bytes_sent: int
+    bytes_received: int
+
+
+class Agent:
+    """One worker's end of everything.
+
+    Args:
+        directory: The group.
+        rank: Which of its workers this is.
+        peers: All workers of the group by rank, this one among them.
+        listeners: Listening sockets whose addresses the directory has; owned from here on.
+        worker_threads: How many tasks run at a time.
+        default_timeout_s: Time limit of calls that name none, in seconds; may be infinite.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        rank: int,
+        peers: list[Peer],
+        listeners: list[socket.socket],
+        worker_threads: int,
+        default_timeout_s: float,
+    ) -> None:
+        self.peers = peers
+        self.me = peers[rank]
+        self.info = self.me.info
+        self.calls: CallTable[PendingCall] = CallTable()
+        self.pool = BufferPool(knobs.POOL_LIMIT_BYTES.get())
+        self.pulled_bytes = 0
+        self.offered_bytes = 0
+        self.default_timeout_s = default_timeout_s
+        self.is_leaving = False
+        self.parts: dict[type, Any] = {}
+        self._by_name = {peer.name: peer for peer in peers}
+        self._by_info: dict[WorkerInfo, Peer] = {peer.info: peer for peer in peers}
+        self._routes: dict[int, _Route] = {}
+        self._on_lost: list[Callable[[Peer], None]] = []
+        self._on_departed: list[Callable[[Peer], None]] = []
+        self._listeners = listeners
+        self._links: list[tuple[Peer, Link]] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.reactor = Reactor(f"weft-{self.info.name}", worker_threads)
+        self._token = directory.token
+        self._nonce = Nonce()
+        self._connector = Connector(
+            rank,
+            self._token,
+            describe(self._nonce),
+            knobs.CONNECT_TIMEOUT_S.get(),
+            self._make_link,
+            self._adopt,
+        )
+        self.housekeeper: Housekeeper | None = None
+        self.on(Kind.REPLY, self._on_reply, inline=True)
+        self.on(Kind.PULLED, self._on_pulled, inline=True)
+        self.on(Kind.VERDICT, self._on_verdict, inline=True)
+
+    # Setting up
+
+    def on(self, kind: Kind, handler: Handler, *, inline: bool) -> None:
+        """Has ``handler`` called with the sender and each frame of ``kind``."""
+        self._routes[kind] = _Route(handler, inline)
+
+    def on_lost(self, callback: Callable[[Peer], None]) -> None:
+        """Has ``callback`` run as a task when a worker is lost."""
+        self._on_lost.append(callback)
+
+    def on_departed(self, callback: Callable[[Peer], None]) -> None:
+        """Has ``callback`` run as a task when a connection ends while the group is leaving."""
+        self._on_departed.append(callback)
+
+    def start(self, jobs: list[Job]) -> None:
+        """Begins to accept connections; all handlers are known by now."""
+        jobs = [self._expire_calls, self._help_stalled, *jobs]
+        self.housekeeper = Housekeeper(f"weft-{self.info.name}-clock", jobs)
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self.reactor.watch_reading(
+                listener.fileno(), functools.partial(self._on_connection, listener)
+            )
+
+    def part(self, part_type: type[Part]) -> Part:
+        """Returns the one object of ``part_type`` that a layer above has put into ``parts``."""
+        part: Part = self.parts[part_type]
+        return part
+
+    # Peers
+
+    def find(self, to: str | int | WorkerInfo) -> Peer:
+        """Returns the worker that a name, rank or ``WorkerInfo`` means.
+
+        Raises:
+            UnknownWorker: There is none; says who there is.
+        """
+        try:
+            if isinstance(to, str):
+                return self._by_name[to]
+            if isinstance(to, int):
+                if to >= 0:
+                    return self.peers[to]
+            elif isinstance(to, WorkerInfo):
+                return self._by_info[to]
+        except (KeyError, IndexError):
+            pass
+        known = ", ".join(f"{peer.name!r} ({peer.id})" for peer in self.peers[:16])
+        raise UnknownWorker(
+            f"there is no worker {to!r}; the group has {known}"
+            + (", ..." if len(self.peers) > 16 else "")
+        )
+
+    def traffic(self) -> Traffic:
+        """Returns the bytes exchanged with all other workers so far."""
+        with self._lock:
+            links = [link for _, link in self._links]
+        sent = sum(link.bytes_sent for link in links) + self.offered_bytes
+        received = sum(link.bytes_received for link in links) + self.pulled_bytes
+        return Traffic(sent, received)
+
+    def _make_link(self, connection: socket.socket, peer: Peer) -> Link:
+        parser = FrameParser(
+            self.pool.lease,
+            knobs.RECEIVE_BUFFER_BYTES.get(),
+            knobs.CONTROL_LIMIT_BYTES.get(),
+            knobs.FRAME_LIMIT_BYTES.get(),
+        )
+        return Link(connection, parser, lambda link: self.reactor.resume_writing(link.write_fd))
+
+    def _adopt(self, peer: Peer, link: Link) -> None:
+        with self._lock:
+            self._links.append((peer, link))
+        self.reactor.watch_writing(link.write_fd, lambda: self._on_writable(peer, link))
+        self.reactor.watch_reading(link.read_fd, lambda: self._on_readable(peer, link))
+
+    def _on_connection(self, listener: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            connection, _ = listener.accept()
+            self.reactor.submit(self._connector.accept, connection, self.peers)
+        self.reactor.resume_reading(listener.fileno())
+
+    # Sending
+
+    def send(self, peer: Peer, message: Outgoing) -> None:
+        """Sends one frame, connecting first if need be. May block until the socket has room.
+
+        Raises:
+            WorkerLost: The peer cannot be reached.
+            NotInitialized: This worker has shut down.
+        """
+        if isinstance(message, Frame):
+            self._check_open()
+            self.deliver(peer, message)
+            return
+        link = peer.link or self.connect(peer)
+        try:
+            link.send(message, may_block=True)
+        except LinkClosed as error:
+            self.lose(peer, str(error))
+            raise self._closed_error(peer) from error
+
+    def post(self, peer: Peer, message: Outgoing) -> None:
+        """Sends one frame without ever blocking; for inline handlers and housekeeping.
+
+        Nothing is raised if the peer is lost: those who wait for it are told otherwise.
+        """
+        link = peer.link
+        if peer.lost is not None or self._is_closed:
+            return
+        if isinstance(message, Frame):
+            self.deliver(peer, message)
+            return
+        if link is None:
+            self.reactor.submit(self._send_quietly, peer, message)
+            return
+        try:
+            link.send(message, may_block=False)
+        except LinkClosed as error:
+            self.lose(peer, str(error))
+
+    def post_ints(self, peer: Peer, kind: Kind, *values: int) -> None:
+        """Sends a small control message of integers without ever blocking."""
+        control = encode_ints(*values)
+        if peer.is_self:
+            self.post(peer, Frame(kind, 0, 0, control, ()))
+        else:
+            self.post(peer, encode_frame(kind, 0, 0, control))
+
+    def _send_quietly(self, peer: Peer, message: Outgoing) -> None:
+        with contextlib.suppress(WorkerLost, NotInitialized):
+            self.send(peer, message)
+
+    def _closed_error(self, peer: Peer) -> Exception:
+        if peer.lost is not None:
+            return peer.lost_error()
+        return NotInitialized(
+            f"worker {self.info.name!r} is shutting down; the call to {peer.name!r} was not made"
+        )
+
+    def connect(self, peer: Peer) -> Link:
+        """Returns the link to ``peer``, made now if there is none. Blocks for a limited time.
+
+        Raises:
+            WorkerLost: Nobody answers.
+            NotInitialized: This worker has shut down.
+        """
+        self._check_open()
+        try:
+            return self._connector.connect(peer)
+        except Unreachable as error:
+            self.lose(peer, str(error))
+            self._check_open()
+            raise peer.lost_error() from error
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise NotInitialized(
+                f"worker {self.info.name!r} has shut down; call init_rpc to join a group again"
+            )
+
+    # Receiving
+
+    def _on_readable(self, peer: Peer, link: Link) -> None:
+        if not link.reading.acquire(blocking=False):
+            return  # A caller reads this link itself, and arms it again when it is done.
+        try:
+            self._read(peer, link, may_block=False)
+        finally:
+            link.reading.release()
+        self.reactor.resume_reading(link.read_fd)
+
+    def _on_writable(self, peer: Peer, link: Link) -> None:
+        try:
+            link.flush()
+        except LinkClosed as error:
+            self.lose(peer, str(error))
+
+    def _read(
+        self, peer: Peer, link: Link, *, may_block: bool, awaited: PendingCall | None = None
+    ) -> None:
+        try:
+            frames = link.receive(may_block=may_block)
+            for frame in frames:
+                self._dispatch(peer, frame, awaited)
+        except LinkClosed as error:
+            self.lose(peer, str(error))
+        except ProtocolError as error:
+            _log.error("closing the connection to worker %r: %s", peer.name, error)
+            self.lose(peer, f"it sent what no worker sends: {error}")
+
+    def _dispatch(self, peer: Peer, frame: Frame, awaited: PendingCall | None) -> None:
+        if frame.kind == Kind.REPLY:
+            self._take_reply(peer, frame, awaited)
+            return
+        route = self._routes.get(frame.kind)
+        if route is None:
+            raise ProtocolError(f"message kind {frame.kind} is unknown")
+        if not route.is_inline:
+            self.reactor.tasks.append((route.handler, peer, frame))
+            return
+        try:
+            route.handler(peer, frame)
+        except ProtocolError:
+            raise
+        except Exception:
+            _log.exception("a message of worker %r could not be handled", peer.name)
+
+    def deliver(self, peer: Peer, frame: Frame) -> None:
+        """Handles a frame from this worker to itself, which touches no socket."""
+        had_tasks = len(self.reactor.tasks)
+        self._dispatch(peer, frame, None)
+        if len(self.reactor.tasks) > had_tasks:
+            self.reactor.wake()
+
+    def _take_reply(self, peer: Peer, frame: Frame, awaited: PendingCall | None) -> None:
+        call = self.calls.take(frame.id)
+        if call is None:
+            self.reactor.tasks.append((self._on_late_reply, peer, frame))
+            return
+        call.frame = frame
+        if call is awaited:
+            call.is_read_by_waiter = True
+            call.finish()
+        elif call.on_done is None:
+            call.finish()
+        else:
+            self.reactor.tasks.append((_run_on_done, call, None))
+
+    def _on_reply(self, peer: Peer, frame: Frame) -> None:
+        self._take_reply(peer, frame, None)
+
+    def _on_late_reply(self, peer: Peer, frame: Frame) -> None:
+        self.discard(peer, frame)
+
+    discard: Handler = staticmethod(lambda peer, frame: None)
+    """Called with replies that nobody waits for any more; a layer above may replace it."""
+
+    def _on_pulled(self, peer: Peer, frame: Frame) -> None:
+        peer.held.release(int.from_bytes(frame.control[:8], "little"))
+
+    def _on_verdict(self, peer: Peer, frame: Frame) -> None:
+        greeting = decode_greeting(bytes(frame.control), self._token)
+        peer.channels.confirm(greeting.facts.get("verdict"))
+
+    # Calls
+
+    def ask(self, peer: Peer, call: PendingCall, message_of: Callable[[int], Outgoing]) -> None:
+        """Opens ``call`` and sends its request; the answer completes it.
+
+        Args:
+            peer: Whom to ask.
+            call: The call.
+            message_of: Makes the frame, given the number of the call.
+
+        Raises:
+            WorkerLost: The peer cannot be reached; the call is closed again.
+        """
+        number = self.calls.add(call)
+        try:
+            self.send(peer, message_of(number))
+        except BaseException:
+            self.calls.take(number)
+            raise
+        # Lost between the two, nobody would have failed this call.
+        if peer.lost is not None and self.calls.take(number) is not None:
+            raise peer.lost_error()
+        if call.deadline_s < math.inf and self.housekeeper is not None:
+            self.housekeeper.nudge(call.deadline_s)
+
+    def ask_and_wait(
+        self, peer: Peer, call: PendingCall, message_of: Callable[[int], Outgoing]
+    ) -> None:
+        """Like ``ask`` and ``wait``, with the answer read by this thread wherever possible."""
+        link = None if peer.is_self else (peer.link or self.connect(peer))
+        if link is None or not link.reading.acquire(blocking=False):
+            self.ask(peer, call, message_of)
+            self.wait(call)
+            return
+        # From here on this thread is the reader. Paused before the request goes out, the link
+        # wakes no other thread when the answer comes.
+        self.reactor.pause_reading(link.read_fd)
+        try:
+            self.ask(peer, call, message_of)
+            self._read_until_done(peer, link, call)
+        finally:
+            link.reading.release()
+            self.reactor.resume_reading(link.read_fd)
+        self.wait(call)
+
+    def wait(self, call: PendingCall) -> None:
+        """Blocks until ``call`` is done. Its outcome is in ``call.frame`` or ``call.error``.
+
+        A call whose time is up is closed, with a ``CallTimeout`` as its error.
+        """
+        if not call.is_done:
+            self._read_for(call)
+        if not call.is_done:
+            self._wait_for_others(call)
+        if call.is_read_by_waiter and call.on_done is not None:
+            on_done, call.on_done = call.on_done, None
+            on_done(call)
+
+    def _read_for(self, call: PendingCall) -> None:
+        """Reads the link on which the answer will come, unless another thread does so already."""
+        peer = self.peers[call.worker]
+        link = peer.link
+        if link is None or not link.reading.acquire(blocking=False):
+            return
+        self.reactor.pause_reading(link.read_fd)
+        try:
+            self._read_until_done(peer, link, call)
+        finally:
+            link.reading.release()
+            self.reactor.resume_reading(link.read_fd)
+
+    def _read_until_done(self, peer: Peer, link: Link, call: PendingCall) -> None:
+        # A read may take longer than what is left in the end; others read on then.
+        limit_s = call.deadline_s - READ_TICK_S
+        self._read_until(peer, link, lambda: call.has_outcome, limit_s, call)
+
+    def _read_until(
+        self,
+        peer: Peer,
+        link: Link,
+        is_over: Callable[[], bool],
+        limit_s: float,
+        awaited: PendingCall | None = None,
+    ) -> None:
+        """Reads a link, whose ``reading`` this thread has, in place of the reactor."""
+        tasks = self.reactor.tasks
+        is_counted = self.reactor.begin_wait()
+        try:
+            while not is_over() and peer.lost is None and time.monotonic() < limit_s:
+                self._read(peer, link, may_block=True, awaited=awaited)
+                if tasks:
+                    self.reactor.wake()
+        finally:
+            if is_counted:
+                self.reactor.end_wait()
+
+    def _wait_for_others(self, call: PendingCall) -> None:
+        """Waits for another thread to complete ``call``, at most until its deadline."""
+        is_counted = self.reactor.begin_wait()
+        try:
+            if not call.wait(call.deadline_s - time.monotonic()):
+                # Either it is taken here, and fails, or somebody took it and completes it now.
+                self._expire_calls(time.monotonic())
+                call.wait(math.inf)
+        finally:
+            if is_counted:
+                self.reactor.end_wait()
+
+    def wait_for_signal(
+        self, signal: threading.Event, only_peer: Peer | None, deadline_s: float
+    ) -> bool:
+        """Blocks until ``signal`` is set; returns False when the deadline has passed first.
+
+        Args:
+            signal: Set by a handler of some message.
+            only_peer: The worker whose messages will have it set, if that can be no other; this
+                thread then reads its connection itself where it can.
+            deadline_s: By the clock of ``time.monotonic``.
+        """
+        link = only_peer.link if only_peer is not None else None
+        if link is not None and only_peer is not None and link.reading.acquire(blocking=False):
+            self.reactor.pause_reading(link.read_fd)
+            try:
+                self._read_until(only_peer, link, signal.is_set, deadline_s)
+            finally:
+                link.reading.release()
+                self.reactor.resume_reading(link.read_fd)
+        if signal.is_set():
+            return True
+        is_counted = self.reactor.begin_wait()
+        try:
+            return signal.wait(max(deadline_s - time.monotonic(), 0.0))
+        finally:
+            if is_counted:
+                self.reactor.end_wait()
+
+    def _expire_calls(self, now_s: float) -> float:
+        expired, earliest_s = self.calls.take_expired(now_s)
+        for call in expired:
+            self.fail(call, call.timeout_error())
+        return earliest_s
+
+    def fail(self, call: PendingCall, error: BaseException) -> None:
+        """Completes a call, already taken from the table, with an error."""
+        call.error = error
+        if call.on_done is None:
+            call.finish()
+        else:
+            self.reactor.submit(_run_on_done, call)
+
+    def cancel(self, call: PendingCall, error: BaseException) -> bool:
+        """Gives up a call: it fails with ``error``. Returns False where it has ended already."""
+        if not self.calls.take_entry(call):
+            return False
+        self.fail(call, error)
+        return True
+
+    def _help_stalled(self, now_s: float) -> float:
+        return now_s + self._stall_s if self.reactor.help_if_stalled() else math.inf
+
+    _stall_s = knobs.STALL_S.get()
+
+    # Loss and leaving
+
+    def lose(self, peer: Peer, cause: str) -> None:
+        """Declares a worker lost: all that waits for it fails, the layers above are told."""
+        link = peer.link
+        if link is not None:
+            self.reactor.forget(link.read_fd)
+            self.reactor.forget(link.write_fd)
+            link.hang_up()
+        if self._is_closed:
+            return
+        if self.is_leaving:
+            self._notify(self._on_departed, peer)
+            return
+        if peer.declare_lost(cause) is None:
+            return
+        for call in self.calls.take_of_worker(peer.id):
+            self.fail(call, peer.lost_error())
+        self._notify(self._on_lost, peer)
+
+    def _notify(self, callbacks: list[Callable[[Peer], None]], peer: Peer) -> None:
+        for callback in callbacks:
+            self.reactor.submit(lambda told, _, notify=callback: notify(told), peer)
+
+    def close(self) -> None:
+        """Leaves at once: ends connections and threads. What still waits gets an error.
+
+        Threads that run user code which does not return are left behind, with a warning.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            links = list(self._links)
+        for _, link in links:
+            link.drain(_CLOSE_TIMEOUT_S)
+        if self.housekeeper is not None:
+            self.housekeeper.close()
+        gone = NotInitialized(f"worker {self.info.name!r} shut down before the answer came")
+        for call in self.calls.take_all():
+            call.error = gone
+            _run_on_done(call, None)
+        stuck = self.reactor.close(_CLOSE_TIMEOUT_S)
+        if stuck:
+            _log.warning("threads still running user code at shutdown: %s", ", ".join(stuck))
+        for listener in self._listeners:
+            listener.close()
+        for _, link in links:
+            link.close() if not stuck else link.hang_up()
+        for peer in self.peers:
+            peer.held.close()
+
+
+def _run_on_done(call: PendingCall, _: object) -> None:
+    call.finish()
+    if call.on_done is not None:
+        call.on_done(call)

@@ -1,0 +1,106 @@
+"""A call that waits for its answer, on the caller's side."""
+
+from __future__ import annotations
+
+import math
+import time
+from _thread import allocate_lock
+from collections.abc import Callable
+from typing import Any
+
+from weft.errors import CallTimeout
+from weft.wire.frames import Frame
+
+
+class PendingCall:
+    """One open call: whom it asks, until when, and the answer once there is one.
+
+    Whoever takes the call out of the call table completes it, once: with the frame that answers
+    it or with an error. ``on_done``, where there is one, then runs as a task, or in the thread that
+    waits for the call if that thread read the answer itself.
+    """
+
+    __slots__ = (
+        "_done",
+        "deadline_s",
+        "error",
+        "frame",
+        "function",
+        "is_read_by_waiter",
+        "on_done",
+        "started_s",
+        "timeout_s",
+        "worker",
+        "worker_name",
+    )
+
+    def __init__(
+        self,
+        worker: int,
+        worker_name: str,
+        function: str | Callable[..., Any],
+        timeout_s: float,
+        on_done: Callable[[PendingCall], None] | None = None,
+    ) -> None:
+        self.worker = worker
+        self.worker_name = worker_name
+        self.function = function
+        self.timeout_s = timeout_s
+        self.started_s = time.monotonic()
+        self.deadline_s = self.started_s + timeout_s
+        self.on_done = on_done
+        self.is_read_by_waiter = False
+        self.frame: Frame | None = None
+        self.error: BaseException | None = None
+        self._done = allocate_lock()
+        self._done.acquire()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the call was completed, one way or the other."""
+        return not self._done.locked()
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether an answer or an error is here, though perhaps not yet looked at."""
+        return self.frame is not None or self.error is not None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the call was made."""
+        return time.monotonic() - self.started_s
+
+    def finish(self) -> None:
+        """Wakes those who wait. The outcome is in ``frame`` or ``error`` by now."""
+        self._done.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until done or for ``timeout_s``; returns whether it is done."""
+        bounded_s = -1 if math.isinf(timeout_s) else max(timeout_s, 0)
+        if not self._done.acquire(timeout=bounded_s):
+            return False
+        self._done.release()
+        return True
+
+    def timeout_error(self) -> CallTimeout:
+        """Returns the error of a call whose time is up."""
+        name = function_name(self.function)
+        return CallTimeout(
+            f"RPC ran for more than set timeout ({self.timeout_s * 1e3:.0f} ms) and will now be "
+            f"marked with an error: {name} on worker {self.worker_name!r}; the worker may still "
+            "be running it. Pass a longer timeout= if the function needs the time",
+            worker=self.worker_name,
+            call=name,
+            elapsed_s=self.elapsed_s,
+        )
+
+
+def function_name(function: str | Callable[..., Any]) -> str:
+    """Returns a readable name of a callable, for messages."""
+    if isinstance(function, str):
+        return function
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    module = getattr(function, "__module__", None)
+    if name is None:
+        return repr(function)
+    return f"{module}.{name}" if module else str(name)

@@ -1,0 +1,42 @@
+"""The one current agent of this process."""
+
+from __future__ import annotations
+
+from weft.agent.agent import Agent
+from weft.errors import AlreadyInitialized, NotInitialized
+
+_current: Agent | None = None
+
+
+def current() -> Agent:
+    """Returns the agent of this process.
+
+    Raises:
+        NotInitialized: ``init_rpc`` was not called, or the worker has shut down.
+    """
+    if _current is None:
+        raise NotInitialized(
+            "RPC has not been initialized: call weft.init_rpc(...) first, or use "
+            "'with weft.cluster(workers=3):'"
+        )
+    return _current
+
+
+def is_set() -> bool:
+    """Whether this process is a worker now."""
+    return _current is not None
+
+
+def check_unset() -> None:
+    """Raises AlreadyInitialized where this process is a worker already."""
+    if _current is not None:
+        raise AlreadyInitialized(
+            f"RPC is already initialized: this process is worker {_current.info.name!r}; "
+            "call weft.shutdown() before it joins another group"
+        )
+
+
+def install(agent: Agent | None) -> None:
+    """Makes ``agent`` the current one, or none."""
+    global _current
+    _current = agent

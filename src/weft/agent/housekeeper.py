@@ -1,0 +1,68 @@
+"""The one thread that looks at the clock: timeouts, ended references, stalled queues."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+_log = logging.getLogger("weft")
+
+Job = Callable[[float], float]
+"""Does what is due at a time and returns when it wants to be called next; infinity for never."""
+
+_LONGEST_SLEEP_S = 1.0
+
+
+class Housekeeper:
+    """Calls its jobs when they are due; an idle one wakes once a second.
+
+    Args:
+        name: Name of the thread.
+        jobs: What to do; each is given the time of ``time.monotonic``.
+    """
+
+    def __init__(self, name: str, jobs: list[Job]) -> None:
+        self._jobs = jobs
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._next_s = 0.0
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def nudge(self, due_s: float) -> None:
+        """Sees to it that the jobs are called at ``due_s`` at the latest. Safe in a finalizer."""
+        if due_s < self._next_s:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Ends the thread. Not from within a job."""
+        self._is_closing = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        os.close(self._wake_fd)
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        while not self._is_closing:
+            now_s = time.monotonic()
+            due_s = min(_called(job, now_s) for job in self._jobs)
+            self._next_s = min(due_s, now_s + _LONGEST_SLEEP_S)
+            delay_s = self._next_s - time.monotonic()
+            if delay_s > 0 and poller.poll(math.ceil(delay_s * 1e3)):
+                os.eventfd_read(self._wake_fd)
+
+
+def _called(job: Job, now_s: float) -> float:
+    try:
+        return job(now_s)
+    except Exception:
+        _log.exception("housekeeping failed; it is tried again in a second")
+        return now_s + 1.0

@@ -1,0 +1,256 @@
+"""The threads of a worker, and how a message finds one without a hand-over.
+
+The obvious shape, one thread that reads every socket and a queue to a pool, costs a thread
+switch a message: 10-20 us, several times that across cores. Here every idle thread waits in the
+same ``epoll_wait``, each connection armed for one event at a time. The kernel wakes exactly one
+thread; it reads the connection, arms it again, and runs the call itself, while the other threads
+go on waiting. Nothing is handed over unless several calls arrive at once.
+
+Rules of this file:
+
+* At most ``limit`` threads run tasks. One more waits for events, always, so that answers are
+  read also when every runner is busy. A runner that blocks in a remote wait does not count.
+* Tasks of one read run one after the other in the thread that read them. If the queue makes no
+  progress within ``stall_s``, the housekeeper wakes another thread (``help_if_stalled``). Waking
+  helpers at once would have them fight for the interpreter lock over calls that take no time.
+* A handler of an event never blocks and never runs user code; tasks do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+_log = logging.getLogger("weft")
+
+Task = tuple[Callable[..., None], Any, Any]
+
+_READ = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+_WRITE = select.EPOLLOUT | select.EPOLLONESHOT
+# Without EPOLLONESHOT a closed connection would be reported over and over while paused.
+_PAUSED = select.EPOLLONESHOT
+_SPARE_THREADS = 4
+
+
+class Reactor:
+    """Waits for events on many descriptors with many threads, and runs tasks on them.
+
+    Args:
+        name: Prefix of the threads' names.
+        limit: Number of tasks that run at a time.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self.tasks: deque[Task] = deque()
+        self._name = name
+        self._limit = limit
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        self._started = 0
+        self._waiting = 0
+        self._running = 0
+        self._completed = 0
+        self._completed_at_last_look = -1
+        self._is_closing = False
+        self._local = threading.local()
+        # Edge-triggered and never read: each write wakes one waiting thread.
+        self._wake_fd = os.eventfd(0)
+        self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
+        # Level-triggered and written once: wakes all of them.
+        self._close_fd = os.eventfd(0)
+        self._epoll.register(self._close_fd, select.EPOLLIN)
+        self._spawn()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether ``close`` has begun."""
+        return self._is_closing
+
+    @property
+    def activity(self) -> int:
+        """A number that changes whenever a task ends."""
+        return self._completed
+
+    @property
+    def busy(self) -> int:
+        """Number of tasks that run or wait to run."""
+        return self._running + len(self.tasks)
+
+    # Descriptors
+
+    def watch_reading(self, fd: int, handler: Callable[[], None]) -> None:
+        """Has ``handler`` called, on one thread, when ``fd`` is readable; then it is paused."""
+        self._handlers[fd] = handler
+        self._epoll.register(fd, _READ)
+
+    def resume_reading(self, fd: int) -> None:
+        """Arms ``fd`` for one more event."""
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.modify(fd, _READ)
+
+    def pause_reading(self, fd: int) -> None:
+        """Keeps ``fd`` from waking a thread: the caller reads it itself."""
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.modify(fd, _PAUSED)
+
+    def watch_writing(self, fd: int, handler: Callable[[], None]) -> None:
+        """Makes ``fd`` known; ``handler`` is called once after each ``resume_writing``."""
+        self._handlers[fd] = handler
+        self._epoll.register(fd, _PAUSED)
+
+    def resume_writing(self, fd: int) -> None:
+        """Arms ``fd`` for one event when it can be written."""
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.modify(fd, _WRITE)
+
+    def forget(self, fd: int) -> None:
+        """Stops watching ``fd``, before it is closed."""
+        self._handlers.pop(fd, None)
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.unregister(fd)
+
+    # Tasks
+
+    def submit(self, function: Callable[..., None], first: Any = None, second: Any = None) -> None:
+        """Has ``function(first, second)`` run on one of the threads. Never blocks."""
+        self.tasks.append((function, first, second))
+        self.wake()
+
+    def wake(self) -> None:
+        """Wakes one waiting thread to look at the queue."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake_fd, 1)
+
+    def begin_wait(self) -> bool:
+        """Stops counting this thread as running a task, before it blocks in a remote wait.
+
+        Returns:
+            Whether it was counted; then ``end_wait`` must follow.
+        """
+        if not getattr(self._local, "is_running", False):
+            return False
+        with self._lock:
+            self._running -= 1
+        if self.tasks:
+            self.wake()
+        return True
+
+    def end_wait(self) -> None:
+        """Counts this thread again. For a moment there may be more than the limit."""
+        with self._lock:
+            self._running += 1
+
+    def help_if_stalled(self) -> bool:
+        """Wakes one more thread if tasks wait and none ended since the last look.
+
+        Returns:
+            Whether tasks are waiting, so that looking again makes sense.
+        """
+        if not self.tasks:
+            self._completed_at_last_look = -1
+            return False
+        if self._completed == self._completed_at_last_look:
+            self.wake()
+        self._completed_at_last_look = self._completed
+        return True
+
+    # Threads
+
+    def _spawn(self) -> None:
+        with self._lock:
+            self._waiting += 1
+            self._started += 1
+            thread = threading.Thread(
+                target=self._serve, name=f"{self._name}-{self._started}", daemon=True
+            )
+            self._threads.add(thread)
+        thread.start()
+
+    def _serve(self) -> None:
+        poll = self._epoll.poll
+        handlers = self._handlers
+        while not self._is_closing:
+            for fd, _ in poll(-1, 1):
+                handler = handlers.get(fd)
+                if handler is not None:
+                    _guarded(handler)
+            if self.tasks and not self._work():
+                break
+        with self._lock:
+            self._threads.discard(threading.current_thread())
+
+    def _work(self) -> bool:
+        """Runs tasks until none waits; returns whether this thread is still needed."""
+        while self.tasks:
+            with self._lock:
+                if self._running >= self._limit:
+                    return True
+                self._running += 1
+                self._waiting -= 1
+                is_last_waiting = self._waiting == 0
+            if is_last_waiting:
+                self._spawn()
+            self._run_tasks()
+            with self._lock:
+                self._running -= 1
+                if self._waiting > _SPARE_THREADS and not self.tasks:
+                    return False
+                self._waiting += 1
+        return True
+
+    def _run_tasks(self) -> None:
+        self._local.is_running = True
+        try:
+            while True:
+                try:
+                    function, first, second = self.tasks.popleft()
+                except IndexError:
+                    return
+                try:
+                    function(first, second)
+                except Exception:
+                    _log.exception("a message could not be handled")
+                self._completed += 1
+                # What is held here must not outlive the task: references count.
+                del function, first, second
+                if self._running > self._limit:
+                    return  # Others came back from a wait; this one makes room.
+        finally:
+            self._local.is_running = False
+
+    def close(self, timeout_s: float) -> list[str]:
+        """Ends all threads; returns the names of those that did not end in time.
+
+        Those run user code that does not return. They are daemons and end with the process.
+        """
+        self._is_closing = True
+        os.eventfd_write(self._close_fd, 1)
+        me = threading.current_thread()
+        with self._lock:
+            threads = [thread for thread in self._threads if thread is not me]
+        share_s = timeout_s
+        for thread in threads:
+            thread.join(share_s)
+            if thread.is_alive():
+                share_s = 0.0
+        stuck = [thread.name for thread in threads if thread.is_alive()]
+        if not stuck:
+            self._epoll.close()
+            os.close(self._wake_fd)
+            os.close(self._close_fd)
+        return stuck
+
+
+def _guarded(handler: Callable[[], None]) -> None:
+    try:
+        handler()
+    except Exception:
+        _log.exception("an event could not be handled")

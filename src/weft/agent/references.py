@@ -1,0 +1,346 @@
+"""The shell of the reference protocol: the owned values, and the machine's events and actions.
+
+See ``docs/protocols/references.md`` for the protocol. A finalizer may run at any point of any
+thread, also inside the lock of this module; so it only appends to a queue, which the housekeeper
+empties a little later. Messages of the protocol are collected for the same short while and go
+out as one frame a peer.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from _thread import allocate_lock
+from collections import defaultdict, deque
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from weft import knobs
+from weft.agent.agent import Agent
+from weft.agent.peers import Peer
+from weft.errors import OwnerLost, ReferenceGone, WeftError
+from weft.ids import ReferenceId
+from weft.protocol import references as protocol
+from weft.wire.frames import Frame, encode_frame
+from weft.wire.messages import HandedReference, Kind
+from weft.wire.references import Message, decode, encode
+
+_log = logging.getLogger("weft")
+
+
+class OwnedValue:
+    """A value that this worker owns, perhaps still being made.
+
+    It becomes a value or an error once; who waits, waits for that.
+    """
+
+    __slots__ = ("_callbacks", "_lock", "_ready", "error", "is_being_made", "value")
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.is_being_made = False
+        self._callbacks: list[Callable[[OwnedValue], None]] | None = []
+        self._lock = allocate_lock()
+        self._ready = allocate_lock()
+        self._ready.acquire()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is a value or an error by now."""
+        return self._callbacks is None
+
+    def resolve(self, value: Any, error: BaseException | None = None) -> None:
+        """Makes it a value or an error, once, and calls back those who wait."""
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, None
+            if callbacks is None:
+                return
+            self.value, self.error = value, error
+        self._ready.release()
+        for callback in callbacks:
+            callback(self)
+
+    def when_ready(self, callback: Callable[[OwnedValue], None]) -> None:
+        """Calls ``callback`` with this, now or as soon as it is ready."""
+        with self._lock:
+            if self._callbacks is not None:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until ready or for ``timeout_s``; returns whether it is ready."""
+        if not self._ready.acquire(timeout=-1 if math.isinf(timeout_s) else max(timeout_s, 0)):
+            return False
+        self._ready.release()
+        return True
+
+
+class ReferenceKeeper:
+    """All remote references of one worker: those it holds and the values it owns. Thread-safe.
+
+    Args:
+        agent: The worker's agent; the keeper handles its ``REFERENCES`` messages.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._machine = protocol.References(agent.info.id, knobs.REFERENCE_RESEND_S.get())
+        self._batch_s = knobs.REFERENCE_BATCH_S.get()
+        self._lock = threading.Lock()
+        self._values: dict[ReferenceId, OwnedValue] = {}
+        self._confirmed: set[ReferenceId] = set()
+        self._dead: dict[ReferenceId, WeftError] = {}
+        self._sites: dict[ReferenceId, tuple[CodeType, int]] = {}
+        self._outgoing: defaultdict[int, list[Message]] = defaultdict(list)
+        self._ended: deque[ReferenceId] = deque()
+        self._due_s = math.inf
+        agent.parts[ReferenceKeeper] = self
+        agent.on(Kind.REFERENCES, self._on_message, inline=True)
+        agent.on_lost(self._on_lost)
+
+    # Values of this worker
+
+    def own(self, value: Any) -> ReferenceId:
+        """Takes up a value of this worker and returns a new reference to it, with one handle."""
+        owned = OwnedValue()
+        owned.resolve(value)
+        with self._lock:
+            reference = self._machine.owned()
+            self._values[reference] = owned
+        return reference
+
+    def create_here(self) -> tuple[ReferenceId, OwnedValue]:
+        """Returns a reference, with one handle, to a value that is yet to be made here."""
+        owned = OwnedValue()
+        with self._lock:
+            reference = self._machine.owned()
+            self._values[reference] = owned
+        return reference, owned
+
+    def created(self, reference: ReferenceId) -> OwnedValue | None:
+        """Notes that another worker's call to make a value has arrived.
+
+        Returns:
+            Where to put the value; None if it is not to be made (again).
+        """
+        with self._lock:
+            if not self._machine.created(reference):
+                return None
+            owned = self._values.setdefault(reference, OwnedValue())
+            owned.is_being_made = True
+        self._settle()
+        return owned
+
+    def value_of(self, reference: ReferenceId) -> OwnedValue:
+        """Returns what this worker owns under ``reference``, perhaps still to be made.
+
+        Raises:
+            ReferenceGone: The value was released.
+        """
+        with self._lock:
+            owned = self._values.get(reference)
+            if owned is None:
+                if not self._machine.is_awaited(reference):
+                    raise ReferenceGone(
+                        f"the value of {reference} was released; keep a reference to it alive"
+                    )
+                # Asked for before the call that makes it has come: calls have no order.
+                owned = self._values[reference] = OwnedValue()
+            return owned
+
+    # References of this worker
+
+    def creating(self, owner: Peer) -> ReferenceId:
+        """Names a value that a call to ``owner`` will make; counts one handle."""
+        with self._lock:
+            return self._machine.creating(owner.id)
+
+    def not_created(self, reference: ReferenceId) -> None:
+        """Takes back ``creating``: the call could not be sent."""
+        with self._lock:
+            self._machine.not_created(reference)
+        self._settle()
+
+    def note_site(self, reference: ReferenceId, site: tuple[CodeType, int]) -> None:
+        """Remembers where in the program, by code and line, a reference was made."""
+        self._sites[reference] = site
+
+    def end_handle(self, reference: ReferenceId) -> None:
+        """Notes that a handle is gone. For finalizers: it only enqueues."""
+        self._ended.append(reference)
+        self._nudge()
+
+    def hand_on(self, reference: ReferenceId, to: Peer) -> HandedReference:
+        """Begins to hand ``reference`` to worker ``to``; the result travels in the message."""
+        with self._lock:
+            return HandedReference(reference, self._machine.hand_on(reference, to.id))
+
+    def undeliverable(self, handed: HandedReference, to: Peer) -> None:
+        """Takes back ``hand_on``: the message could not be sent."""
+        with self._lock:
+            self._machine.undeliverable(handed.reference, handed.token, to.id)
+        self._settle()
+
+    def received(self, handed: HandedReference, sender: Peer) -> bool:
+        """Notes a reference that came in a message; returns whether it counts as a handle."""
+        with self._lock:
+            is_counted = self._machine.received(handed.reference, handed.token, sender.id)
+        self._settle()
+        return is_counted
+
+    def refused(self, handed: HandedReference, sender: Peer) -> None:
+        """Notes a reference in a message that nobody will read."""
+        with self._lock:
+            self._machine.refused(handed.reference, handed.token, sender.id)
+        self._settle()
+
+    def is_confirmed(self, reference: ReferenceId) -> bool:
+        """Whether the owner has said that it counts this worker as a user."""
+        return reference in self._confirmed or reference.owner == self._agent.info.id
+
+    def check_alive(self, reference: ReferenceId) -> None:
+        """Raises what happened to the value, if it is lost or was released."""
+        error = self._dead.get(reference)
+        if error is not None:
+            raise error
+
+    # Shutdown
+
+    def begin_settling(self) -> None:
+        """Drops all handles; what is left afterwards, when settled, is a leak."""
+        self._drain_ended()
+        with self._lock:
+            self._machine.drop_all()
+        self._settle()
+        self.flush()
+
+    def is_settled(self) -> bool:
+        """Whether nothing waits for an answer of another worker."""
+        with self._lock:
+            return self._machine.is_settled() and not self._outgoing
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many values are owned and how many references of others are held."""
+        with self._lock:
+            held = sum(1 for leak in self._machine.leaks() if leak.reference.owner != self._me)
+            return {"owned": len(self._values), "held": held}
+
+    def report_leaks(self) -> list[str]:
+        """Returns a line for every reference that something still keeps alive."""
+        with self._lock:
+            leaks = self._machine.leaks()
+        return [
+            f"{leak.reference} made at {self._site(leak.reference)}: "
+            f"{leak.handles} handles, {leak.handovers} messages, users {list(leak.users)}"
+            for leak in leaks
+        ]
+
+    def _site(self, reference: ReferenceId) -> str:
+        site = self._sites.get(reference)
+        return f"{site[0].co_filename}:{site[1]}" if site else "another worker"
+
+    # Events and actions
+
+    @property
+    def _me(self) -> int:
+        return self._agent.info.id
+
+    def _on_message(self, peer: Peer, frame: Frame) -> None:
+        messages = decode(frame.control)
+        with self._lock:
+            for message in messages:
+                self._machine.message(peer.id, message)
+        self._settle()
+
+    def _on_lost(self, peer: Peer) -> None:
+        with self._lock:
+            self._machine.peer_lost(peer.id)
+            self._outgoing.pop(peer.id, None)
+            orphans = [
+                owned
+                for reference, owned in self._values.items()
+                if reference.creator == peer.id and not owned.is_being_made
+            ]
+        self._settle()
+        for owned in orphans:
+            owned.resolve(None, peer.lost_error())
+
+    def tick(self, now_s: float) -> float:
+        """Does what is due; a job of the housekeeper."""
+        if self._due_s > now_s:
+            return self._due_s
+        self._due_s = math.inf
+        self._drain_ended()
+        with self._lock:
+            self._machine.tick(now_s)
+            is_waiting = not self._machine.is_settled()
+        self._settle()
+        self.flush()
+        # What was just sent may have to be sent again.
+        self._due_s = min(self._due_s, now_s + 1.0 if is_waiting else math.inf)
+        return self._due_s
+
+    def _drain_ended(self) -> None:
+        with self._lock:
+            while self._ended:
+                reference = self._ended.popleft()
+                self._machine.handle_dropped(reference)
+                if reference.owner != self._me:
+                    self._sites.pop(reference, None)
+                    self._confirmed.discard(reference)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Carries out what the machine asks for."""
+        with self._lock:
+            actions = self._machine.take_actions()
+            released = [value for action in actions if (value := self._act(action)) is not None]
+            has_outgoing = bool(self._outgoing)
+        if has_outgoing:
+            self._nudge()
+        # Outside the lock: the end of a value may run any code.
+        del actions
+        released.clear()
+
+    def _act(self, action: protocol.Action) -> OwnedValue | None:
+        if isinstance(action, protocol.Send):
+            self._outgoing[action.to].append(action.message)
+        elif isinstance(action, protocol.ReleaseValue):
+            self._sites.pop(action.reference, None)
+            return self._values.pop(action.reference, None)
+        elif isinstance(action, protocol.Confirmed):
+            self._confirmed.add(action.reference)
+        elif isinstance(action, protocol.ValueGone):
+            self._dead[action.reference] = ReferenceGone(f"{action.reference} has no value any more")
+        elif isinstance(action, protocol.OwnerLost):
+            self._dead[action.reference] = self._owner_lost(action.reference)
+        return None
+
+    def _owner_lost(self, reference: ReferenceId) -> OwnerLost:
+        lost = self._agent.peers[reference.owner].lost
+        assert lost is not None
+        return OwnerLost(
+            f"the value of {reference} is lost with its owner: {lost}",
+            worker=lost.worker,
+            since=lost.since,
+            cause=lost.cause,
+        )
+
+    def _nudge(self) -> None:
+        if self._due_s == math.inf:
+            self._due_s = time.monotonic() + self._batch_s
+            if self._agent.housekeeper is not None:
+                self._agent.housekeeper.nudge(self._due_s)
+
+    def flush(self) -> None:
+        """Sends the messages collected so far."""
+        with self._lock:
+            outgoing, self._outgoing = self._outgoing, defaultdict(list)
+        for to, messages in outgoing.items():
+            frame = encode_frame(Kind.REFERENCES, 0, 0, encode(messages))
+            self._agent.post(self._agent.peers[to], frame)

@@ -1,0 +1,308 @@
+"""The shell of the backward pass: messages in and out, and who runs what on which thread.
+
+The thread that calls ``backward`` leads the pass: it runs this worker's own part and, where only
+one other worker takes part, reads that worker's answers straight from the socket. All other work
+of a pass runs as tasks. What is for the driver never runs a graph, so the thread that reads a
+connection handles it at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from weft import knobs
+from weft.agent.agent import Agent
+from weft.agent.parcels import ParcelService
+from weft.agent.peers import Peer
+from weft.autograd import codec
+from weft.autograd.contexts import Contexts
+from weft.autograd.failures import operation_of
+from weft.autograd.graph import LocalPass
+from weft.errors import AutogradError, NotInitialized, ProtocolError
+from weft.ids import scoped_id, worker_of
+from weft.protocol import backward as protocol
+from weft.protocol.backward import PassKey
+from weft.protocol.tombstones import Tombstones
+from weft.serialize.exceptions import pack_error, unpack_error
+from weft.serialize.objects import pack, unpack
+from weft.wire.frames import Frame, encode_frame
+from weft.wire.messages import Kind, decode_ints, encode_ints
+
+_REMEMBERED_PASSES = 4096
+
+
+class Engine:
+    """Distributed autograd of one worker. Thread-safe.
+
+    Args:
+        agent: The worker's agent; the engine handles its autograd messages.
+        parcels: Seals and opens the gradients.
+    """
+
+    def __init__(self, agent: Agent, parcels: ParcelService) -> None:
+        self.contexts = Contexts(agent.info.id)
+        self._agent = agent
+        self._parcels = parcels
+        self._me = agent.info.id
+        self._pass_numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._led: dict[PassKey, _LedPass] = {}
+        self._parts: dict[PassKey, _Part] = {}
+        self._ended = Tombstones(_REMEMBERED_PASSES)
+        agent.on(Kind.BACKWARD, self._on_instruction, inline=False)
+        agent.on(Kind.BACKWARD_ANSWER, self._on_answer, inline=True)
+        agent.on(Kind.GRADIENTS, self._sort_gradients, inline=True)
+        agent.on(Kind.RELEASE_CONTEXT, self._on_release, inline=True)
+        agent.on_lost(self._on_lost)
+
+    # For users of this worker
+
+    def backward(
+        self,
+        context_id: int,
+        roots: Sequence[Tensor],
+        *,
+        retain_graph: bool = False,
+        fast: bool = False,
+    ) -> None:
+        """Runs a backward pass; see ``weft.autograd.backward``."""
+        context = self.contexts.get(context_id)
+        local = LocalPass(context)
+        frontier = local.walk_roots(roots)
+        key = PassKey(context_id, scoped_id(self._me, next(self._pass_numbers)))
+        driver = protocol.Driver(key, self._me, retain_graph)
+        led = _LedPass(driver)
+        part = _Part(protocol.Participant(key, self._me, self._me, context.known_workers), local)
+        with self._lock:
+            self._led[key] = led
+            self._parts[key] = part
+        try:
+            known = context.known_workers
+            with led.lock:
+                actions = driver.start_fast(known) if fast else driver.start(frontier)
+            self._drive(led, actions)
+            self._lead(led)
+        finally:
+            with self._lock:
+                self._led.pop(key, None)
+            self._close(key, part)
+
+    def release(self, context_id: int) -> None:
+        """Lets go of a context here, and tells the workers that know it."""
+        for worker in self.contexts.release(context_id):
+            peer = self._agent.peers[worker]
+            self._agent.post_ints(peer, Kind.RELEASE_CONTEXT, context_id)
+
+    # Leading
+
+    def _lead(self, led: _LedPass) -> None:
+        """Does this worker's part, and waits, until the pass is over."""
+        deadline_s = time.monotonic() + knobs.BACKWARD_TIMEOUT_S.get()
+        while not led.outcome:
+            self._do_own_part(led)
+            if led.outcome or led.own_messages:
+                continue
+            if not self._agent.wait_for_signal(led.signal, self._only_peer(led), deadline_s):
+                error = AutogradError("a backward pass took longer than WEFT_BACKWARD_TIMEOUT_S")
+                with led.lock:
+                    actions = led.driver.cancel(error)
+                self._drive(led, actions)
+            led.signal.clear()
+        outcome = led.outcome[0]
+        if isinstance(outcome, protocol.Fail):
+            raise self._failure(outcome)
+
+    def _do_own_part(self, led: _LedPass) -> None:
+        while led.own_messages:
+            self._take_part(self._me, led.own_messages.popleft())
+        while led.own_gradients:
+            self._on_gradients(*led.own_gradients.popleft())
+
+    def _only_peer(self, led: _LedPass) -> Peer | None:
+        others = [worker for worker in led.driver.participants if worker != self._me]
+        return self._agent.peers[others[0]] if len(others) == 1 else None
+
+    def _failure(self, fail: protocol.Fail) -> AutogradError:
+        if isinstance(fail.error, bytes):
+            fail.error = unpack_error(fail.error)
+        return protocol.failure_error(fail, self._agent.peers[fail.worker].name)
+
+    def _drive(self, led: _LedPass, actions: Iterable[protocol.Action]) -> None:
+        """Carries out what the driver of a pass asks for."""
+        for action in actions:
+            if isinstance(action, protocol.Send):
+                if action.to_worker == self._me:
+                    led.own_messages.append(action.message)
+                else:
+                    self._post(Kind.BACKWARD, action.to_worker, action.message)
+            else:
+                assert isinstance(action, (protocol.Complete, protocol.Fail))
+                led.outcome.append(action)
+        # The leader looks again: there may be work for it, or more workers to listen to.
+        led.signal.set()
+
+    def _on_answer(self, peer: Peer, frame: Frame) -> None:
+        self._tell_driver(peer.id, codec.decode(frame.control))
+
+    def _tell_driver(self, source: int, message: protocol.Message) -> None:
+        led = self._led.get(message.key)
+        if led is None:
+            return
+        with led.lock:
+            actions = led.driver.receive(source, message)
+        self._drive(led, actions)
+
+    # Taking part
+
+    def _on_instruction(self, peer: Peer, frame: Frame) -> None:
+        self._take_part(peer.id, codec.decode(frame.control))
+
+    def _sort_gradients(self, peer: Peer, frame: Frame) -> None:
+        """Leaves gradients for a pass of this worker to the thread that leads it."""
+        context_id, pass_id, _ = decode_ints(self._parcels.head_of(frame))
+        led = self._led.get(PassKey(context_id, pass_id))
+        if led is None:
+            self._agent.reactor.tasks.append((self._on_gradients, peer, frame))
+        else:
+            led.own_gradients.append((peer, frame))
+            led.signal.set()
+
+    def _on_gradients(self, peer: Peer, frame: Frame) -> None:
+        parcel = self._parcels.open(peer, frame)
+        context_id, pass_id, message_id = decode_ints(parcel.head)
+        gradients = unpack(parcel.payload, parcel.tensors(detached=True), ())
+        key = PassKey(context_id, pass_id)
+        self._take_part(peer.id, protocol.Gradients(key, message_id, gradients))
+
+    def _take_part(self, source: int, message: protocol.Message) -> None:
+        part = self._part_of(message.key)
+        if part is None:
+            return
+        with part.lock:
+            actions = part.machine.receive(source, message)
+        self._participate(part, actions)
+
+    def _part_of(self, key: PassKey) -> _Part | None:
+        """Returns this worker's part in a pass, made now if the pass is new; None if it is over."""
+        part = self._parts.get(key)
+        if part is not None:
+            return part
+        with self._lock:
+            if key.pass_id in self._ended:
+                return None
+            if key not in self._parts:
+                context = self.contexts.get_or_create(key.context_id)
+                driver = worker_of(key.pass_id)
+                known = context.known_workers
+                machine = protocol.Participant(key, self._me, driver, known)
+                self._parts[key] = _Part(machine, LocalPass(context))
+            return self._parts[key]
+
+    def _participate(self, part: _Part, actions: Iterable[protocol.Action]) -> None:
+        """Carries out what a participant asks for, and what follows from that."""
+        todo = deque(actions)
+        while todo:
+            action = todo.popleft()
+            try:
+                todo.extend(self._carry_out(part, action))
+            except Exception as error:
+                operation = operation_of(error)
+                with part.lock:
+                    todo.extend(part.machine.failed(operation, error))
+
+    def _carry_out(self, part: _Part, action: protocol.Action) -> list[protocol.Action]:
+        if isinstance(action, protocol.Send):
+            self._send(part, action)
+            return []
+        if isinstance(action, protocol.Close):
+            self._close(part.machine.key, part)
+            return []
+        if isinstance(action, protocol.Walk):
+            frontier = part.local.walk_sends(action.message_ids)
+            with part.lock:
+                return part.machine.walked(action.round, frontier)
+        if isinstance(action, protocol.Start):
+            outgoing = part.local.run(retain_graph=action.retain_graph, fast=action.fast)
+        else:
+            assert isinstance(action, protocol.Execute)
+            outgoing = []
+            for message_id, gradients in action.arrived:
+                assert isinstance(gradients, list)
+                outgoing += part.local.gradients_arrived(message_id, gradients)
+        is_done = part.local.is_done
+        with part.lock:
+            return part.machine.executed(outgoing, is_done)
+
+    def _send(self, part: _Part, action: protocol.Send) -> None:
+        message = action.message
+        if isinstance(message, protocol.Gradients):
+            self._send_gradients(action.to_worker, message)
+        elif action.to_worker == self._me:
+            self._tell_driver(self._me, message)
+        else:
+            self._post(Kind.BACKWARD_ANSWER, action.to_worker, message)
+
+    def _send_gradients(self, to_worker: int, message: protocol.Gradients) -> None:
+        peer = self._agent.peers[to_worker]
+        packed = pack(message.gradients, main_by_name=True)
+        head = encode_ints(*message.key, message.message_id)
+        self._agent.send(
+            peer,
+            self._parcels.seal(peer, Kind.GRADIENTS, 0, 0, head, packed.payload, packed.tensors),
+        )
+
+    def _post(self, kind: Kind, to_worker: int, message: protocol.Message) -> None:
+        if isinstance(message, protocol.Failed) and isinstance(message.error, BaseException):
+            message.error = pack_error(message.error, self._agent.info.name)
+        peer = self._agent.peers[to_worker]
+        self._agent.post(peer, encode_frame(kind, 0, 0, codec.encode(message)))
+
+    def _close(self, key: PassKey, part: _Part) -> None:
+        with self._lock:
+            self._parts.pop(key, None)
+            self._ended.add(key.pass_id)
+        part.local.close()
+
+    # The world outside
+
+    def _on_release(self, peer: Peer, frame: Frame) -> None:
+        (context_id,) = decode_ints(frame.control)
+        # The end of a graph may run any code, and takes its time.
+        self._agent.reactor.submit(lambda released, _: self.release(released), context_id)
+
+    def _on_lost(self, peer: Peer) -> None:
+        for led in list(self._led.values()):
+            with led.lock:
+                actions = led.driver.worker_lost(peer.id, peer.lost)
+            self._drive(led, actions)
+        for part in list(self._parts.values()):
+            with part.lock:
+                actions = part.machine.worker_lost(peer.id)
+            self._participate(part, actions)
+
+
+class _LedPass:
+    """A pass that a thread of this worker leads."""
+
+    def __init__(self, driver: protocol.Driver) -> None:
+        self.driver = driver
+        self.lock = threading.Lock()
+        self.signal = threading.Event()
+        self.own_messages: deque[protocol.Message] = deque()
+        self.own_gradients: deque[tuple[Peer, Frame]] = deque()
+        self.outcome: list[protocol.Complete | protocol.Fail] = []
+
+
+class _Part:
+    """This worker's part in a pass."""
+
+    def __init__(self, machine: protocol.Participant, local: LocalPass) -> None:
+        self.machine = machine
+        self.local = local
+        self.lock = threading.Lock()

@@ -1,0 +1,42 @@
+"""The one call that Weft makes to torch's autograd engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+# torch.autograd.grad checks shapes with the symbolic ones of torch.fx, whose first import takes
+# 0.3 s, and half of the time of a small call after that. The shapes are known to be right here.
+_engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+
+
+def gradients_at(
+    inputs: Iterable[GradientEdge],
+    roots: Sequence[tuple[GradientEdge, Tensor]],
+    *,
+    retain_graph: bool,
+) -> tuple[Tensor | None, ...]:
+    """Runs a graph from edges with gradients to other edges.
+
+    Args:
+        inputs: Where gradients are wanted; nothing behind them is run.
+        roots: Where the graph starts, and the gradients there, of the right shapes.
+        retain_graph: Whether what the nodes keep must survive.
+
+    Returns:
+        A gradient for each of ``inputs``, None where none arrives.
+    """
+    edges = tuple(edge for edge, _ in roots)
+    gradients = tuple(gradient for _, gradient in roots)
+    if _engine is None:
+        return torch.autograd.grad(
+            edges, tuple(inputs), gradients, retain_graph=retain_graph, allow_unused=True
+        )
+    captured: tuple[Tensor | None, ...] = _engine.run_backward(
+        edges, gradients, retain_graph, False, tuple(inputs), True, accumulate_grad=False
+    )
+    return captured

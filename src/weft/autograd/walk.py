@@ -1,0 +1,248 @@
+"""Walks through the graph of one worker: what live sends reach, and which of them share nodes.
+
+All walks end at placeholders, where the graph goes on at another worker, and at leaves. The
+loops here run once for each node of the user's graph, so they are written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from weft.autograd.contexts import ReceiveRecord
+
+Next = tuple[Node | None, int]
+
+
+class Reached(NamedTuple):
+    """What the members of one component reach; members are numbers that ``add`` returned."""
+
+    members: list[int]
+    leaves: dict[Node, Tensor]
+    receives: list[ReceiveRecord]
+
+
+class LiveGraph:
+    """The part of the graph that live sends reach; each node is visited once.
+
+    Args:
+        receive_of: Receives by placeholder node; may grow meanwhile.
+    """
+
+    def __init__(self, receive_of: Mapping[Node, ReceiveRecord]) -> None:
+        self._receive_of = receive_of
+        self._visitor: dict[Node, int] = {}
+        self._leaf_variables: dict[Node, Tensor] = {}
+        self._leaves: list[dict[Node, Tensor]] = []
+        self._receives: list[list[ReceiveRecord]] = []
+        self._parents: list[int] = []
+
+    def add(self, edges: Iterable[GradientEdge]) -> tuple[int, list[ReceiveRecord]]:
+        """Walks from the edges of one send.
+
+        Returns:
+            The number of this send here, and the receives that no earlier walk had reached.
+        """
+        member = len(self._parents)
+        self._parents.append(member)
+        self._leaves.append({})
+        self._receives.append([])
+        self._walk([(edge.node, edge.output_nr) for edge in edges], member)
+        return member, self._receives[member]
+
+    def _walk(self, seeds: Iterable[Next], member: int) -> None:
+        visitor, receive_of = self._visitor, self._receive_of
+        stack: list[Node] = []
+        push, pop, visitor_of = stack.append, stack.pop, visitor.get
+        edges = seeds
+        while True:
+            for node, _ in edges:
+                if node is None:
+                    continue
+                earlier = visitor_of(node)
+                if earlier is None:
+                    visitor[node] = member
+                    push(node)
+                elif earlier != member:
+                    self._meet(node, earlier, member)
+            if not stack:
+                return
+            node = pop()
+            edges = node.next_functions
+            if not edges:
+                self._visit_leaf(node, member)
+            elif node in receive_of:
+                self._receives[member].append(receive_of[node])
+                edges = ()
+
+    def _visit_leaf(self, node: Node, member: int) -> None:
+        variable = leaf_variable(node)
+        if variable is not None:
+            self._leaf_variables[node] = variable
+            self._leaves[member][node] = variable
+
+    def _meet(self, node: Node, earlier: int, member: int) -> None:
+        """Notes that two sends reach ``node``; leaves without hooks do not connect them."""
+        variable = self._leaf_variables.get(node)
+        if variable is not None and not has_hooks(variable):
+            self._leaves[member][node] = variable
+            return
+        first, second = self._root_of(earlier), self._root_of(member)
+        if first != second:
+            self._parents[max(first, second)] = min(first, second)
+
+    def _root_of(self, member: int) -> int:
+        parents = self._parents
+        while parents[member] != member:
+            parents[member] = parents[parents[member]]
+            member = parents[member]
+        return member
+
+    def components(self) -> list[Reached]:
+        """Groups the sends that share nodes or placeholders, directly or through others."""
+        by_root: dict[int, Reached] = {}
+        for member in range(len(self._parents)):
+            reached = by_root.setdefault(self._root_of(member), Reached([], {}, []))
+            reached.members.append(member)
+            reached.leaves.update(self._leaves[member])
+            reached.receives.extend(self._receives[member])
+        return list(by_root.values())
+
+
+def leaf_variable(node: Node) -> Tensor | None:
+    """Returns the leaf that ``node`` accumulates into, if it is that kind of node."""
+    variable: Tensor | None = getattr(node, "variable", None)
+    return variable
+
+
+def has_hooks(variable: Tensor) -> bool:
+    """Tells whether the user registered hooks for the gradient of a leaf."""
+    return bool(variable._backward_hooks)
+
+
+@dataclass(slots=True)
+class Group:
+    """The nodes with one signature, by what matters of them when they are run.
+
+    Attributes:
+        signature: The sends that reach these nodes, one bit for each.
+        leaves: Leaves that get gradients from nodes of the group; with hooks, those in it.
+        receives: Messages whose placeholders are in the group.
+        nodes: The others, a node always before those it leads to.
+    """
+
+    signature: int
+    leaves: dict[Node, Tensor] = field(default_factory=dict)
+    receives: list[ReceiveRecord] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+
+
+class Partition:
+    """The nodes that some sends reach, by signature.
+
+    Args:
+        seeds: For each send its bit and its edges.
+        receive_of: Receives by placeholder node.
+        leaves: All leaves that the sends reach.
+
+    Attributes:
+        groups: The groups that have not been run.
+    """
+
+    def __init__(
+        self,
+        seeds: Iterable[tuple[int, tuple[GradientEdge, ...]]],
+        receive_of: Mapping[Node, ReceiveRecord],
+        leaves: Mapping[Node, Tensor],
+    ) -> None:
+        seeds = list(seeds)
+        self._receive_of = receive_of
+        self._hooked = {leaf: tensor for leaf, tensor in leaves.items() if has_hooks(tensor)}
+        self._plain = {leaf: tensor for leaf, tensor in leaves.items() if leaf not in self._hooked}
+        self._edges = self._sorted_edges([edge.node for _, edges in seeds for edge in edges])
+        self._signatures = self._signatures_from(seeds)
+        self._place = {node: place for place, node in enumerate(self._edges)}
+        self.groups = self._grouped()
+
+    def signature_of(self, node: Node) -> int:
+        """Returns the sends that reach ``node``; none for a leaf without hooks, always ready."""
+        return self._signatures.get(node, 0)
+
+    def take_ready(self, arrived: int) -> list[Group]:
+        """Removes and returns the groups that may run now."""
+        ready = [group for group in self.groups if not group.signature & ~arrived]
+        self.groups = [group for group in self.groups if group.signature & ~arrived]
+        return ready
+
+    def before_cut(self, groups: Iterable[Group], arrived: int) -> list[Node]:
+        """Returns the nodes that lead out of ``groups`` to some that are not ready, sorted."""
+        nodes = sorted((node for group in groups for node in group.nodes), key=self._place.get)  # type: ignore[arg-type]
+        leading_out: set[Node] = set()
+        for node in reversed(nodes):
+            for target, _ in self._edges[node]:
+                if target is not None and (
+                    target in leading_out or self.signature_of(target) & ~arrived
+                ):
+                    leading_out.add(node)
+                    break
+        return [node for node in nodes if node in leading_out]
+
+    def _sorted_edges(self, seeds: Iterable[Node]) -> dict[Node, tuple[Next, ...]]:
+        """Returns the edges out of each node, a node always before those it leads to."""
+        entered: dict[Node, tuple[Next, ...]] = {}
+        finished: dict[Node, tuple[Next, ...]] = {}
+        stack = [seed for seed in seeds if seed not in self._plain]
+        while stack:
+            node = stack[-1]
+            if node in entered:
+                stack.pop()
+                # A node that several lead to may wait on the stack more than once.
+                finished.setdefault(node, entered[node])
+                continue
+            edges = () if node in self._receive_of else node.next_functions
+            entered[node] = edges
+            stack.extend(self._unplain(edges, entered))
+        return dict(reversed(finished.items()))
+
+    def _unplain(self, edges: Iterable[Next], entered: Mapping[Node, object]) -> Iterator[Node]:
+        for node, _ in edges:
+            if node is not None and node not in entered and node not in self._plain:
+                yield node
+
+    def _signatures_from(
+        self, seeds: Iterable[tuple[int, tuple[GradientEdge, ...]]]
+    ) -> dict[Node, int]:
+        signatures = dict.fromkeys(self._edges, 0)
+        plain = self._plain
+        for bit, edges in seeds:
+            for edge in edges:
+                if edge.node not in plain:
+                    signatures[edge.node] |= bit
+        for node, nexts in self._edges.items():
+            signature = signatures[node]
+            for target, _ in nexts:
+                if target is not None and target not in plain:
+                    signatures[target] |= signature
+        return signatures
+
+    def _grouped(self) -> list[Group]:
+        groups: dict[int, Group] = {}
+        for node, nexts in self._edges.items():
+            signature = self._signatures[node]
+            group = groups.get(signature)
+            if group is None:
+                group = groups[signature] = Group(signature)
+            if node in self._receive_of:
+                group.receives.append(self._receive_of[node])
+            elif node in self._hooked:
+                group.leaves[node] = self._hooked[node]
+            else:
+                group.nodes.append(node)
+                for target, _ in nexts:
+                    if target is not None and target in self._plain:
+                        group.leaves[target] = self._plain[target]
+        return list(groups.values())

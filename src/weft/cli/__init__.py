@@ -1,0 +1,1 @@
+"""The command ``weft``; each subcommand has a file of its own."""

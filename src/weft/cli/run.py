@@ -1,0 +1,112 @@
+"""``weft run``: one script in several worker processes on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from weft.errors import ConfigurationError
+from weft.launch.console import command_console
+from weft.launch.job import Job, module_job, program_job, script_job
+from weft.launch.run import run_workers
+from weft.launch.worker import worker_names
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Starts workers on this machine, each running the same script. A script joins its group with
+weft.init_rpc(), which finds RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and WEFT_WORKER_NAME in
+the environment. Output lines are marked with the worker's name. When a worker fails, the others
+are stopped, and its last lines are printed at the end."""
+
+EXAMPLES = """\
+examples:
+  weft run -n 4 train.py --epochs 3
+  weft run --names ps,trainer0,trainer1 train.py
+  weft run -n 2 -m package.train"""
+
+
+def add_parser(subcommands: Subparsers) -> argparse.ArgumentParser:
+    """Adds the command line of ``weft run``."""
+    parser = subcommands.add_parser(
+        "run",
+        help="run a script in several worker processes on this machine",
+        usage="weft run [-n N] [options] (SCRIPT | -m MODULE) [ARGUMENTS ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", "--workers", type=int, metavar="N", help="how many workers to start")
+    parser.add_argument("--names", help="the workers' names, separated by commas, by rank")
+    parser.add_argument(
+        "--name-prefix", default="worker", help="names are this and the rank (default: worker)"
+    )
+    parser.add_argument(
+        "--master-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="the port at which the workers meet (default: a free one)",
+    )
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="fork the workers from a process that has imported torch; they start sooner, but "
+        "what a script changes in the environment before it imports torch comes too late",
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Runs the workers and returns the exit status."""
+    names = _names(options)
+    if not 0 <= options.master_port < 1 << 16:
+        raise ConfigurationError(
+            f"--master-port is {options.master_port}; a port is a number from 1 to 65535"
+        )
+    return run_workers(
+        names,
+        _job(options),
+        console=command_console(),
+        master_port=options.master_port,
+        is_warm=options.warm,
+    )
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    names = None if options.names is None else options.names.split(",")
+    if options.workers is None and names is None:
+        raise ConfigurationError("say how many workers to start, for instance: weft run -n 2 ...")
+    count = len(names) if options.workers is None and names is not None else options.workers
+    return worker_names(count, names, options.name_prefix)
+
+
+def _job(options: argparse.Namespace) -> Job:
+    if not options.program:
+        missing = "module after -m" if options.is_module else "script"
+        raise ConfigurationError(f"there is no {missing}; write: weft run -n 2 train.py")
+    program, *arguments = options.program
+    if not options.is_module:
+        _check_script(program)
+    if options.warm:
+        return (module_job if options.is_module else script_job)(program, arguments)
+    mode = ["-m"] if options.is_module else []
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return program_job([sys.executable, *flags, *mode, program, *arguments])
+
+
+def _check_script(path: str) -> None:
+    if os.path.isdir(path):
+        raise ConfigurationError(f"{path!r} is a directory; name the script in it")
+    if not os.path.exists(path):
+        hint = "; options go before the script" if path.startswith("-") else ""
+        raise ConfigurationError(
+            f"there is no script {path!r} in {os.getcwd()}{hint or '; check the path'}"
+        )

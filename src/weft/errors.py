@@ -1,0 +1,227 @@
+"""The errors that Weft raises, in one tree.
+
+::
+
+    WeftError
+    ├── ConfigurationError (ValueError)        an argument or option is wrong: change it
+    ├── NotInitialized (RuntimeError)          call init_rpc first, or the worker has shut down
+    ├── AlreadyInitialized (RuntimeError)      init_rpc was called twice
+    ├── RendezvousError (RuntimeError)         the workers could not find each other
+    │   ├── RendezvousTimeout (TimeoutError)   somebody never came; says who
+    │   └── DuplicateName                      two workers took the same name
+    ├── UnknownWorker (RuntimeError, ValueError)   no worker has that name or rank
+    ├── CallError (RuntimeError)               one call failed; others are not affected
+    │   ├── CallTimeout (TimeoutError)         no answer within the call's timeout
+    │   ├── CallCancelled                      the caller gave it up
+    │   ├── CallRefused                        the callee would not start it
+    │   ├── SerializationError (TypeError)     an argument or result cannot travel
+    │   ├── UnknownFunction (AttributeError)   the callee has no function of that name
+    │   └── RemoteError                        the callee raised a type that cannot be rebuilt here
+    ├── WorkerLost (ConnectionError, RuntimeError)   a worker died or cannot be reached
+    │   └── OwnerLost                          the lost worker owned a referenced value
+    ├── ReferenceGone (RuntimeError)           the referenced value was already released
+    ├── ProtocolError (RuntimeError)           a peer sent what no Weft of this version sends
+    ├── AutogradError (RuntimeError)           a distributed backward pass cannot be run
+    ├── ShutdownError (RuntimeError)           a graceful shutdown went wrong; says who and why
+    └── LaunchError (RuntimeError)             worker processes could not be started, or one died
+
+Each is also a subclass of the built-in exception that users of ``torch.distributed.rpc``
+catch. What a program may want to act on is a field, not only text.
+"""
+
+from __future__ import annotations
+
+
+class WeftError(Exception):
+    """The root of every error that Weft itself raises."""
+
+
+class ConfigurationError(WeftError, ValueError):
+    """An argument or an option has a value that cannot work."""
+
+
+class NotInitialized(WeftError, RuntimeError):
+    """A call needs a worker that has joined its group, and this process has none."""
+
+
+class AlreadyInitialized(WeftError, RuntimeError):
+    """This process is a worker already."""
+
+
+class RendezvousError(WeftError, RuntimeError):
+    """The workers of a group could not agree on who they are."""
+
+
+class RendezvousTimeout(RendezvousError, TimeoutError):
+    """Some workers did not come in time.
+
+    Attributes:
+        missing: Ranks that never arrived.
+        elapsed_s: How long this worker waited, in seconds.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...] = (), elapsed_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.elapsed_s = elapsed_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (str(self), self.missing, self.elapsed_s))
+
+
+class DuplicateName(RendezvousError):
+    """Two workers of one group asked for the same name."""
+
+
+class UnknownWorker(WeftError, RuntimeError, ValueError):
+    """No worker of the group has that name, rank or description."""
+
+
+class CallError(WeftError, RuntimeError):
+    """One remote call failed.
+
+    Attributes:
+        worker: Name of the worker that was called, where it is known.
+        call: Readable name of the function that was called, where it is known.
+        elapsed_s: Seconds between the start of the call and the failure.
+    """
+
+    def __init__(
+        self, message: str, *, worker: str = "", call: str = "", elapsed_s: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.call = call
+        self.elapsed_s = elapsed_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (
+            _rebuild_with_fields,
+            (
+                type(self),
+                str(self),
+                {"worker": self.worker, "call": self.call, "elapsed_s": self.elapsed_s},
+            ),
+        )
+
+
+class CallTimeout(CallError, TimeoutError):
+    """A call had no answer within its timeout; the callee may still be running it."""
+
+
+class CallCancelled(CallError):
+    """A call was cancelled by its caller."""
+
+
+class CallRefused(CallError):
+    """The callee did not start the call, for instance because it is shutting down."""
+
+
+class SerializationError(CallError, TypeError):
+    """An argument or a result cannot be turned into bytes, or bytes not into an object."""
+
+
+class UnknownFunction(CallError, AttributeError):
+    """The callee cannot import the function that was named."""
+
+
+class RemoteError(CallError):
+    """A remote function raised an exception whose own type cannot be rebuilt here.
+
+    Attributes:
+        type_name: Qualified name of the original exception type.
+    """
+
+    def __init__(self, message: str, *, type_name: str = "", worker: str = "") -> None:
+        super().__init__(message, worker=worker)
+        self.type_name = type_name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (
+            _rebuild_with_fields,
+            (type(self), str(self), {"type_name": self.type_name, "worker": self.worker}),
+        )
+
+
+class WorkerLost(WeftError, ConnectionError, RuntimeError):
+    """A worker died or can no longer be reached.
+
+    Attributes:
+        worker: Name of the lost worker.
+        since: When it was noticed, in seconds since the epoch.
+        cause: What was noticed, for instance ``"end of file"``.
+    """
+
+    def __init__(
+        self, message: str, *, worker: str = "", since: float = 0.0, cause: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.since = since
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (
+            _rebuild_with_fields,
+            (
+                type(self),
+                str(self),
+                {"worker": self.worker, "since": self.since, "cause": self.cause},
+            ),
+        )
+
+
+class OwnerLost(WorkerLost):
+    """The worker that owned a referenced value is lost, and the value with it."""
+
+
+class ReferenceGone(WeftError, RuntimeError):
+    """A reference was used after the value behind it had been released."""
+
+
+class ProtocolError(WeftError, RuntimeError):
+    """A peer sent bytes that do not follow the protocol; its connection is closed."""
+
+
+class AutogradError(WeftError, RuntimeError):
+    """A distributed backward pass cannot be run, or failed on some worker.
+
+    Attributes:
+        worker: Name of the worker where it failed, where it is known.
+        operation: What failed there.
+    """
+
+    def __init__(self, message: str, *, worker: str = "", operation: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.operation = operation
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (
+            _rebuild_with_fields,
+            (type(self), str(self), {"worker": self.worker, "operation": self.operation}),
+        )
+
+
+class ShutdownError(WeftError, RuntimeError):
+    """A graceful shutdown did not end as it should; the worker is shut down all the same."""
+
+
+class LaunchError(WeftError, RuntimeError):
+    """Worker processes could not be started, or one of them died.
+
+    Attributes:
+        worker: Name of the worker concerned, where one is.
+        exit_code: Its exit status, negative for a signal; None where it never started.
+    """
+
+    def __init__(self, message: str, *, worker: str = "", exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.exit_code = exit_code
+
+
+def _rebuild_with_fields(
+    error_type: type[WeftError], message: str, fields: dict[str, object]
+) -> WeftError:
+    return error_type(message, **fields)

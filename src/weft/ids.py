@@ -1,0 +1,56 @@
+"""Names for the numbers that travel: workers, calls, references, contexts and messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, NewType
+
+WorkerId = NewType("WorkerId", int)
+"""A worker's rank in its group, from 0."""
+
+CallId = NewType("CallId", int)
+"""Counts the calls that one worker makes; unique for that worker only."""
+
+ContextId = NewType("ContextId", int)
+"""A distributed autograd context; the worker that opened it is in the high bits."""
+
+MessageId = NewType("MessageId", int)
+"""A recorded message of an autograd context; its sender is in the high bits."""
+
+WORKER_SHIFT = 48
+"""Bits that a per-worker counter may use in an id that is unique for the whole group."""
+
+
+def scoped_id(worker: int, counter: int) -> int:
+    """Makes an id that is unique in the group out of a counter that is unique on ``worker``."""
+    return (worker << WORKER_SHIFT) | counter
+
+
+def worker_of(scoped: int) -> WorkerId:
+    """Returns the worker that made ``scoped``."""
+    return WorkerId(scoped >> WORKER_SHIFT)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Names one worker of the group.
+
+    Attributes:
+        name: The name that the worker passed to ``init_rpc``; unique in the group.
+        id: Its rank, from 0.
+    """
+
+    name: str
+    id: int
+
+
+class ReferenceId(NamedTuple):
+    """Names one remotely referenced value.
+
+    ``number`` counts, from 0 and without gaps, the values that ``creator`` asked ``owner`` to
+    make; the owner can thus tell a value that is gone from one whose creation is still on the way.
+    """
+
+    creator: int
+    owner: int
+    number: int

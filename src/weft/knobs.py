@@ -1,0 +1,100 @@
+"""Every tunable of Weft in one place: default, unit, environment variable.
+
+A knob is read when the thing it tunes is made (a worker, a connection, a pool), never in a hot
+path. Set one by its environment variable, or in a test with ``override``::
+
+    with knobs.INLINE_LIMIT_BYTES.override(0):
+        ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from weft.errors import ConfigurationError
+
+Number = TypeVar("Number", int, float)
+
+
+class Knob(Generic[Number]):
+    """A number with a default that the environment, or a test, may change.
+
+    Args:
+        name: Name of the knob; the environment variable is ``WEFT_`` and this name.
+        default: Value used when nothing else is said; its type decides what is accepted.
+        meaning: One sentence for the documentation, with the unit.
+    """
+
+    def __init__(self, name: str, default: Number, meaning: str) -> None:
+        self.variable = f"WEFT_{name}"
+        self.default: Number = default
+        self.meaning = meaning
+        self._override: Number | None = None
+
+    def get(self) -> Number:
+        """Returns the value in force now."""
+        if self._override is not None:
+            return self._override
+        text = os.environ.get(self.variable)
+        if text is None:
+            return self.default
+        try:
+            return type(self.default)(text)
+        except ValueError:
+            kind = type(self.default).__name__
+            raise ConfigurationError(
+                f"environment variable {self.variable} is {text!r}, which is no {kind}; "
+                f"unset it or set it like {self.variable}={self.default}"
+            ) from None
+
+    @contextlib.contextmanager
+    def override(self, value: Number) -> Iterator[None]:
+        """Puts ``value`` in force within a ``with`` block, in this process."""
+        previous, self._override = self._override, value
+        try:
+            yield
+        finally:
+            self._override = previous
+
+
+WORKER_THREADS = Knob("WORKER_THREADS", 16, "User functions that one worker runs at a time.")
+RPC_TIMEOUT_S = Knob("RPC_TIMEOUT_S", 60.0, "Seconds a call may take unless it says otherwise.")
+INIT_TIMEOUT_S = Knob("INIT_TIMEOUT_S", 60.0, "Seconds to wait for all workers to join.")
+CONNECT_TIMEOUT_S = Knob("CONNECT_TIMEOUT_S", 10.0, "Seconds to wait for a connection to a peer.")
+REFERENCE_RESEND_S = Knob(
+    "REFERENCE_RESEND_S", 5.0, "Seconds after which an unanswered reference message is repeated."
+)
+REFERENCE_BATCH_S = Knob(
+    "REFERENCE_BATCH_S", 0.02, "Seconds that ended references are collected before they are told."
+)
+RECEIVE_BUFFER_BYTES = Knob(
+    "RECEIVE_BUFFER_BYTES", 128 * 1024, "Bytes read from a connection at once."
+)
+INLINE_LIMIT_BYTES = Knob(
+    "INLINE_LIMIT_BYTES", 64 * 1024, "Bytes up to which a tensor travels inside the control write."
+)
+FRAME_LIMIT_BYTES = Knob(
+    "FRAME_LIMIT_BYTES", 1 << 36, "Bytes that one received message may have, tensors included."
+)
+CONTROL_LIMIT_BYTES = Knob(
+    "CONTROL_LIMIT_BYTES", 1 << 31, "Bytes that the control part of one message may have."
+)
+POOL_LIMIT_BYTES = Knob(
+    "POOL_LIMIT_BYTES", 1 << 30, "Bytes of warm receive buffers kept for reuse by one worker."
+)
+CMA_FROM_BYTES = Knob(
+    "CMA_FROM_BYTES", 1 << 20, "Bytes from which a tensor is pulled out of the sender's memory."
+)
+SHARED_PULL_BYTES = Knob(
+    "SHARED_PULL_BYTES", 4 << 20, "Bytes from which two threads share the pulling of a tensor."
+)
+BACKWARD_TIMEOUT_S = Knob(
+    "BACKWARD_TIMEOUT_S", 1800.0, "Seconds a distributed backward pass may take."
+)
+STALL_S = Knob("STALL_S", 0.002, "Seconds a queued call may wait before another thread is woken.")
+LAUNCH_GRACE_S = Knob(
+    "LAUNCH_GRACE_S", 5.0, "Seconds between asking a worker process to end and killing it."
+)

@@ -1,0 +1,67 @@
+"""Says in words how a worker ended, so that the cause is what a person reads last."""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+
+from weft.launch.worker import WorkerExit
+
+TAIL_LINES = 60
+"""Lines of standard error that are kept of each worker."""
+
+TRACEBACK_START = b"Traceback (most recent call last):"
+
+
+def signal_name(number: int) -> str:
+    """Returns a signal's name, or its number where it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_exit(exit_code: int) -> str:
+    """Says how a process ended, as the end of a sentence that starts with its name."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    hint = " (out of memory, or killed by hand)" if exit_code == -signal.SIGKILL else ""
+    return f"was killed by {signal_name(-exit_code)}{hint}"
+
+
+def shell_status(exit_code: int) -> int:
+    """Returns the exit status by which a shell would report ``exit_code``."""
+    return 128 - exit_code if exit_code < 0 else exit_code
+
+
+def describe_worker(ended: WorkerExit) -> str:
+    """Names a worker that ended, and how it did."""
+    return (
+        f"worker {ended.name!r} (rank {ended.rank}, pid {ended.pid}) "
+        f"{describe_exit(ended.exit_code)}"
+    )
+
+
+class ErrorTail:
+    """Keeps the last lines that one worker wrote to standard error."""
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque(maxlen=TAIL_LINES)
+
+    def extend(self, lines: list[bytes]) -> None:
+        """Takes the next lines; the oldest are forgotten."""
+        self._lines.extend(lines)
+
+    def text(self) -> str:
+        """Returns the lines, indented; from the first traceback among them where one is."""
+        lines = list(self._lines)
+        if TRACEBACK_START in lines:
+            lines = lines[lines.index(TRACEBACK_START) :]
+        return "\n".join("    " + line.decode(errors="replace") for line in lines)
+
+
+def failure_report(ended: WorkerExit, tail: str) -> str:
+    """Returns the message about a worker that failed; its last lines come last."""
+    if not tail:
+        return f"{describe_worker(ended)}; it wrote nothing to standard error"
+    return f"{describe_worker(ended)}; its last lines:\n{tail}"

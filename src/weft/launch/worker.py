@@ -1,0 +1,106 @@
+"""What the launcher has to know to start one worker, and how workers are named and numbered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weft.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Describes one worker process before it is started.
+
+    Attributes:
+        name: The worker's name; unique in the group.
+        rank: Its rank in the group.
+        job: What the process does, one of the dictionaries that ``weft.launch.job`` makes.
+        environment: All of its environment variables.
+        directory: The directory that it starts in.
+    """
+
+    name: str
+    rank: int
+    job: dict[str, object]
+    environment: Mapping[str, str]
+    directory: str = field(default_factory=os.getcwd)
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """Tells how a worker process ended.
+
+    Attributes:
+        name: The worker's name.
+        rank: Its rank.
+        pid: Its process id.
+        exit_code: Its exit status; the negative number of a signal that killed it.
+    """
+
+    name: str
+    rank: int
+    pid: int
+    exit_code: int
+
+
+def worker_names(count: int, names: Sequence[str] | None, prefix: str = "worker") -> list[str]:
+    """Returns one name for each worker, after checking the names that were asked for.
+
+    Raises:
+        ConfigurationError: The names do not fit; the message says what would.
+    """
+    if count < 1:
+        raise ConfigurationError(f"the number of workers is {count}; it must be at least 1")
+    if names is None:
+        return [f"{prefix}{number}" for number in range(count)]
+    if any(not name.strip() for name in names):
+        raise ConfigurationError(
+            f"a worker name is empty in {','.join(names)!r}; write them like ps,trainer0,trainer1"
+        )
+    if len(names) != count:
+        raise ConfigurationError(
+            f"{len(names)} names for {count} workers; give one name for each worker"
+        )
+    if repeated := sorted({name for name in names if list(names).count(name) > 1}):
+        raise ConfigurationError(
+            f"worker name {repeated[0]!r} is given twice; every worker needs a name of its own"
+        )
+    return list(names)
+
+
+def threads_per_worker(count: int) -> int:
+    """Returns how many compute threads each of ``count`` workers gets on this machine."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores // count)
+
+
+def compute_environment(base: Mapping[str, str], count: int) -> dict[str, str]:
+    """Returns ``base`` with defaults that suit one of ``count`` workers on this machine.
+
+    Workers that each start a thread per core slow each other down, and buffered output would
+    arrive late and in lumps; both stay as they are where the user has set them.
+    """
+    environment = dict(base)
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_worker(count)))
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    return environment
+
+
+def rendezvous_environment(
+    name: str, rank: int, world_size: int, master_port: int
+) -> dict[str, str]:
+    """Returns the variables by which a worker of ``weft run`` finds its group."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port),
+        "WEFT_WORKER_NAME": name,
+    }

@@ -1,0 +1,1 @@
+"""State machines: events and the time in, actions out. No I/O, clock, thread or torch."""

@@ -1,0 +1,115 @@
+"""Who belongs to a group: the registrations of all workers, checked and put together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from weft.errors import ProtocolError
+from weft.ids import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a worker tells the group when it joins.
+
+    Attributes:
+        name: Its name, unique in the group.
+        id: Its rank.
+        addresses: Where it listens, best first.
+        main: What its ``__main__`` is, or empty where no other worker can have the same.
+        facts: What its channels can do.
+    """
+
+    name: str
+    id: int
+    addresses: tuple[str, ...]
+    main: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The public part."""
+        return WorkerInfo(self.name, self.id)
+
+    def encode(self) -> bytes:
+        """Returns the registration as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes | dict[str, Any]) -> Registration:
+        """Reads what ``encode`` wrote; raises ProtocolError where it makes no sense."""
+        try:
+            fields = data if isinstance(data, dict) else json.loads(data)
+            return Registration(**{**fields, "addresses": tuple(fields["addresses"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ProtocolError(f"a worker's registration makes no sense: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """All workers of a group.
+
+    Attributes:
+        token: The secret of this run; a connection starts by proving that one knows it.
+        workers: One registration a rank, in order.
+        refusal: Why there is no group, where there is none; empty otherwise.
+        missing: Ranks that never came, where that is the reason.
+        has_duplicates: Whether two workers chose the same name, where that is the reason.
+    """
+
+    token: str
+    workers: tuple[Registration, ...]
+    refusal: str = ""
+    missing: tuple[int, ...] = ()
+    has_duplicates: bool = False
+
+    def encode(self) -> bytes:
+        """Returns the directory as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Directory:
+        """Reads what ``encode`` wrote; raises ProtocolError where it makes no sense."""
+        try:
+            fields = json.loads(data)
+            workers = tuple(Registration.decode(worker) for worker in fields.pop("workers"))
+            missing = tuple(fields.pop("missing"))
+            return Directory(workers=workers, missing=missing, **fields)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ProtocolError(f"the directory of the group makes no sense: {error}") from error
+
+
+def assemble(
+    registrations: dict[int, Registration], world_size: int, token: str, waited_s: float
+) -> Directory:
+    """Puts a group together out of those who came, or says why there is none."""
+    missing = tuple(rank for rank in range(world_size) if rank not in registrations)
+    if missing:
+        came = ", ".join(f"{r.name!r} (rank {r.id})" for r in registrations.values()) or "nobody"
+        return Directory(
+            token,
+            (),
+            refusal=f"{_ranks(missing)} of {world_size} did not join within {waited_s:.1f} s; "
+            f"came: {came}. Start every rank, with the same init method and world size",
+            missing=missing,
+        )
+    by_name: dict[str, int] = {}
+    for rank in range(world_size):
+        name = registrations[rank].name
+        if name in by_name:
+            return Directory(
+                token,
+                (),
+                refusal=f"ranks {by_name[name]} and {rank} both call themselves {name!r}; "
+                "give every worker its own name",
+                has_duplicates=True,
+            )
+        by_name[name] = rank
+    return Directory(token, tuple(registrations[rank] for rank in range(world_size)))
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    listed = ", ".join(str(rank) for rank in ranks[:16]) + (", ..." if len(ranks) > 16 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

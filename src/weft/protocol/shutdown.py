@@ -1,0 +1,130 @@
+"""Graceful shutdown: everybody stays until nobody needs anybody.
+
+A worker that calls ``shutdown`` says so to rank 0, the leader, and goes on serving. When all
+have said so, the leader finds out whether the group is quiet. One look is not enough, since a
+call may be on its way to a worker that was just seen idle; the leader looks in rounds, and the
+group is quiet when in two rounds in a row everybody was idle and nobody did anything between.
+A message on its way always leaves somebody who is not idle: its sender waits for the answer.
+Then all drop their references, and when the last owner has heard of it, the leader lets go.
+
+A worker that is lost on the way is left out, and named at the end.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Step(enum.IntEnum):
+    """What a shutdown message says. The number travels, before its arguments."""
+
+    READY = 1
+    PROBE = 2
+    REPORT = 3
+    SETTLE = 4
+    SETTLED = 5
+    CLOSE = 6
+
+
+class Send(NamedTuple):
+    """An action: tell worker ``to`` a step, with its arguments."""
+
+    to: int
+    step: Step
+    arguments: tuple[int, ...] = ()
+
+
+class ProbeLater(NamedTuple):
+    """An action: call ``probe_again`` after a short pause; the group is not quiet yet."""
+
+
+class Closed(NamedTuple):
+    """An action: the shutdown is complete; ``lost`` are the ranks that could not take part."""
+
+    lost: tuple[int, ...]
+
+
+Action = Send | ProbeLater | Closed
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How one worker looked when probed: whether it is idle, and how much it has done so far."""
+
+    is_idle: bool
+    activity: int
+
+
+@dataclass(slots=True)
+class Leader:
+    """The leader's part. Its own worker takes part through the same events as the others.
+
+    Args:
+        workers: Ranks of the group, its own among them.
+    """
+
+    workers: set[int]
+    ready: set[int] = field(default_factory=set)
+    settled: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    round: int = 0
+    phase: Step = Step.READY
+    _reports: dict[int, Report] = field(default_factory=dict)
+    _previous: dict[int, Report] = field(default_factory=dict)
+
+    def worker_ready(self, worker: int) -> list[Action]:
+        """Takes note that a worker has called ``shutdown``."""
+        self.ready.add(worker)
+        return self._advance()
+
+    def worker_reported(self, worker: int, probe_round: int, report: Report) -> list[Action]:
+        """Takes a worker's answer to a probe; late answers to older rounds are ignored."""
+        if self.phase is not Step.PROBE or probe_round != self.round:
+            return []
+        self._reports[worker] = report
+        return self._advance()
+
+    def worker_settled(self, worker: int) -> list[Action]:
+        """Takes note that a worker's references are dropped and all owners know."""
+        self.settled.add(worker)
+        return self._advance()
+
+    def worker_lost(self, worker: int) -> list[Action]:
+        """Goes on without a worker."""
+        if worker in self.workers:
+            self.workers.discard(worker)
+            self.lost.add(worker)
+        return self._advance()
+
+    def probe_again(self) -> list[Action]:
+        """Starts the next round."""
+        if self.phase is not Step.PROBE:
+            return []
+        self.round += 1
+        self._previous, self._reports = self._reports, {}
+        return self._tell_all(Step.PROBE, self.round)
+
+    def _advance(self) -> list[Action]:
+        if self.phase is Step.READY and self.workers <= self.ready:
+            self.phase = Step.PROBE
+            return self.probe_again()
+        if self.phase is Step.PROBE and self.workers <= self._reports.keys():
+            if not self._is_quiet():
+                return [ProbeLater()]
+            self.phase = Step.SETTLE
+            return self._tell_all(Step.SETTLE)
+        if self.phase is Step.SETTLE and self.workers <= self.settled:
+            self.phase = Step.CLOSE
+            return [*self._tell_all(Step.CLOSE), Closed(tuple(sorted(self.lost)))]
+        return []
+
+    def _is_quiet(self) -> bool:
+        return all(
+            self._reports[worker].is_idle and self._previous.get(worker) == self._reports[worker]
+            for worker in self.workers
+        )
+
+    def _tell_all(self, step: Step, *arguments: int) -> list[Action]:
+        return [Send(worker, step, arguments) for worker in sorted(self.workers)]

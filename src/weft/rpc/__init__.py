@@ -1,0 +1,39 @@
+"""Remote execution: calls to other workers, and references to values that live there.
+
+The names and their meaning are those of ``torch.distributed.rpc``.
+"""
+
+from weft.ids import WorkerInfo
+from weft.rpc import functions
+from weft.rpc.calls import remote, rpc_async, rpc_sync
+from weft.rpc.functions import async_execution
+from weft.rpc.futures import Future
+from weft.rpc.handles import UNSET_RPC_TIMEOUT, RRef
+from weft.rpc.joining import (
+    get_worker_info,
+    get_worker_infos,
+    init_rpc,
+    is_available,
+    shutdown,
+    traffic,
+)
+from weft.rpc.options import RpcBackendOptions
+
+__all__ = [
+    "UNSET_RPC_TIMEOUT",
+    "Future",
+    "RRef",
+    "RpcBackendOptions",
+    "WorkerInfo",
+    "async_execution",
+    "functions",
+    "get_worker_info",
+    "get_worker_infos",
+    "init_rpc",
+    "is_available",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+    "traffic",
+]

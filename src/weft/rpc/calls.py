@@ -1,0 +1,225 @@
+"""Calls to other workers: ``rpc_sync``, ``rpc_async`` and ``remote``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from weft.agent.agent import Agent
+from weft.agent.calls import PendingCall
+from weft.agent.current import current
+from weft.agent.peers import Peer
+from weft.errors import ConfigurationError
+from weft.ids import WorkerInfo
+from weft.rpc import serving
+from weft.rpc.futures import Future
+from weft.rpc.handles import UNSET_RPC_TIMEOUT, RRef
+from weft.rpc.worker import Worker
+
+T = TypeVar("T")
+Destination = str | int | WorkerInfo
+
+FETCH = b"weft.rpc.serving:fetch"
+CALL_METHOD = b"weft.rpc.serving:call_method"
+BACKWARD_FROM = b"weft.rpc.serving:backward_from"
+
+
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T:
+    """Runs ``func(*args, **kwargs)`` on another worker and returns its result. Blocks.
+
+    Args:
+        to: The worker: its name, its rank, or its ``WorkerInfo``; may be this one.
+        func: Any callable: a function, class, method or operator, a TorchScript function, an
+            ``async def``, or, by value, a lambda or closure.
+        args: Its positional arguments. Tensors travel without being pickled.
+        kwargs: Its keyword arguments.
+        timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker.
+
+    Returns:
+        What the function returned. Tensors in it own their memory.
+
+    Raises:
+        UnknownWorker: There is no worker ``to``.
+        CallTimeout: There was no answer in time. The function may still be running.
+        WorkerLost: The worker was lost before it answered.
+        SerializationError: The callable, an argument or the result cannot travel.
+        Exception: Whatever the function raised, with its remote traceback.
+    """
+    agent = current()
+    worker: Worker = agent.parts[Worker]
+    peer = agent.find(to)
+    return _call_and_wait(worker, peer, _checked(func), args or (), kwargs or {}, timeout)  # type: ignore[no-any-return]
+
+
+def rpc_async(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]:
+    """Starts ``func(*args, **kwargs)`` on another worker and returns a future of its result.
+
+    Arguments and errors are those of ``rpc_sync``; errors of the call itself are raised by the
+    future's ``wait``. Tensors among the arguments must not be changed before the call has ended.
+    """
+    agent = current()
+    worker: Worker = agent.parts[Worker]
+    return _start(worker, agent.find(to), _checked(func), args or (), kwargs or {}, timeout)
+
+
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]:
+    """Starts ``func(*args, **kwargs)`` on another worker, which keeps the result.
+
+    Does not wait for the function: whoever asks for the value waits for it.
+
+    Returns:
+        A reference to the result. If the function raises, using the reference raises that.
+
+    Raises:
+        UnknownWorker: There is no worker ``to``.
+        WorkerLost: The worker cannot be reached.
+        SerializationError: The callable or an argument cannot travel.
+    """
+    agent = current()
+    worker: Worker = agent.parts[Worker]
+    return create(worker, agent.find(to), _checked(func), args or (), kwargs or {}, timeout)
+
+
+def fetch(reference: RRef[T], timeout: float) -> T:
+    """Returns a copy of the value behind a reference of another worker. Blocks."""
+    agent = current()
+    worker: Worker = agent.parts[Worker]
+    peer = agent.peers[reference.id.owner]
+    return _call_and_wait(worker, peer, FETCH, (tuple(reference.id),), {}, timeout)  # type: ignore[no-any-return]
+
+
+def call_method(
+    reference: RRef[Any], way: str, name: str, args: Any, kwargs: Any, timeout: float
+) -> Any:
+    """Calls a method of the value behind a reference, on its owner, in one of the three ways."""
+    agent = current()
+    worker: Worker = agent.parts[Worker]
+    peer = agent.peers[reference.id.owner]
+    call_args = (tuple(reference.id), name, args, kwargs)
+    call = _WAYS[way]
+    return call(worker, peer, CALL_METHOD, call_args, {}, timeout)
+
+
+def backward_from(reference: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    """Runs a backward pass from the value behind a reference, on its owner."""
+    agent = current()
+    worker: Worker = agent.parts[Worker]
+    if reference.is_owner():
+        serving.run_backward(worker, reference.local_value(), context_id, retain_graph)
+        return
+    if context_id < 0:
+        raise ConfigurationError(
+            f"the value is on worker {reference.owner_name()!r}: pass the number of an autograd "
+            "context, from 'with weft.autograd.context() as context_id'"
+        )
+    peer = agent.peers[reference.id.owner]
+    args = (tuple(reference.id), context_id, retain_graph)
+    _call_and_wait(worker, peer, BACKWARD_FROM, args, {}, 0.0)
+
+
+def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    if callable(function):
+        return function
+    raise ConfigurationError(
+        f"func is {function!r}, a {type(function).__name__} that cannot be called; pass the "
+        "function itself, and its arguments as args=(...)"
+    )
+
+
+def _limit_s(agent: Agent, timeout: float) -> float:
+    if timeout < 0:
+        return agent.default_timeout_s
+    return timeout or math.inf
+
+
+def _call_and_wait(
+    worker: Worker, peer: Peer, function: Any, args: Sequence[Any], kwargs: Any, timeout: float
+) -> Any:
+    limit_s = _limit_s(worker.agent, timeout)
+    request = worker.request(peer, function, args, kwargs, limit_s)
+    call = PendingCall(peer.id, peer.name, function, limit_s)
+    try:
+        worker.agent.ask_and_wait(peer, call, request.message)
+    except Exception:
+        request.take_back()
+        raise
+    return worker.result_of(call)
+
+
+def _start(
+    worker: Worker, peer: Peer, function: Any, args: Sequence[Any], kwargs: Any, timeout: float
+) -> Future[Any]:
+    limit_s = _limit_s(worker.agent, timeout)
+    request = worker.request(peer, function, args, kwargs, limit_s)
+    future: Future[Any] = Future()
+
+    def complete(call: PendingCall) -> None:
+        try:
+            result = worker.result_of(call)
+        except BaseException as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(result)
+
+    call = PendingCall(peer.id, peer.name, function, limit_s, complete)
+    future._call = call
+    future._agent = worker.agent
+    try:
+        worker.agent.ask(peer, call, request.message)
+    except Exception:
+        request.take_back()
+        raise
+    return future
+
+
+def create(
+    worker: Worker, peer: Peer, function: Any, args: Sequence[Any], kwargs: Any, timeout: float
+) -> RRef[Any]:
+    """Starts a call whose result stays on ``peer``; returns the reference to it."""
+    references = worker.references
+    if peer.is_self:
+        reference, _ = references.create_here()
+    else:
+        reference = references.creating(peer)
+    handle: RRef[Any] = RRef.from_created(references, reference, site_depth=2)
+    limit_s = _limit_s(worker.agent, timeout)
+    try:
+        request = worker.request(peer, function, args, kwargs, limit_s, reference.number)
+        try:
+            worker.agent.send(peer, request.message(0))
+        except Exception:
+            request.take_back()
+            raise
+    except Exception:
+        if not peer.is_self:
+            references.not_created(reference)
+        raise
+    return handle
+
+
+_WAYS: dict[str, Callable[..., Any]] = {
+    "sync": _call_and_wait,
+    "async": _start,
+    "remote": create,
+}

@@ -1,0 +1,73 @@
+"""The future of a remote call: a real ``torch.futures.Future`` that can be awaited as well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+import torch
+
+from weft.agent.agent import Agent
+from weft.agent.calls import PendingCall
+from weft.errors import CallCancelled
+
+T = TypeVar("T")
+
+
+class Future(torch.futures.Future[T]):
+    """The result of a remote call that may not be there yet.
+
+    Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``;
+    callbacks run on a thread of the worker. Thread-safe.
+    """
+
+    _call: PendingCall
+    _agent: Agent
+
+    def wait(self) -> T:
+        """Blocks until the call has ended, at most its timeout; returns its result.
+
+        The waiting thread reads the answer itself where it can, which saves a thread switch.
+
+        Raises:
+            CallTimeout: There was no answer in time.
+            WorkerLost: The callee was lost.
+            Exception: Whatever the remote function raised.
+        """
+        if not self.done():
+            self._agent.wait(self._call)
+        return super().wait()
+
+    def cancel(self) -> bool:
+        """Gives the call up: the future fails with ``CallCancelled``.
+
+        A function that has begun on the callee runs on; its result is thrown away.
+
+        Returns:
+            Whether there was anything to give up.
+        """
+        return self._agent.cancel(
+            self._call,
+            CallCancelled("the call was cancelled by its caller", worker=self._call.worker_name),
+        )
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[T] = loop.create_future()
+
+        def pass_on(done: torch.futures.Future[T]) -> None:
+            try:
+                result = torch.futures.Future.wait(done)
+            except BaseException as error:
+                loop.call_soon_threadsafe(_set, waiter, waiter.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(_set, waiter, waiter.set_result, result)
+
+        self.add_done_callback(pass_on)
+        return waiter.__await__()
+
+
+def _set(waiter: asyncio.Future[Any], setter: Callable[[Any], None], outcome: Any) -> None:
+    if not waiter.done():
+        setter(outcome)

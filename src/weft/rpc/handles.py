@@ -1,0 +1,210 @@
+"""``RRef``: a handle to a value that lives on some worker."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from weft.agent.current import current
+from weft.agent.references import ReferenceKeeper
+from weft.errors import CallTimeout, ConfigurationError, SerializationError
+from weft.ids import ReferenceId, WorkerInfo
+from weft.serialize.objects import register_external
+
+if TYPE_CHECKING:
+    from weft.rpc.proxies import Proxy
+
+T = TypeVar("T")
+UNSET_RPC_TIMEOUT = -1.0
+
+
+class RRef(Generic[T]):
+    """A reference to a value of type ``T`` on the worker that owns it.
+
+    The value lives for as long as a reference to it exists anywhere. A reference can be sent in
+    arguments and results, alone or inside containers; the value then stays where it is.
+    References cannot be pickled in any other way: nobody would count the copy.
+
+    Args:
+        value: A value of this worker, which thereby becomes its owner.
+        type_hint: Accepted for compatibility; Weft needs no type.
+
+    Raises:
+        NotInitialized: This process is no worker.
+    """
+
+    __slots__ = ("__weakref__", "_keeper", "id")
+
+    id: ReferenceId
+    _keeper: ReferenceKeeper
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        keeper = _keeper()
+        self._bind(keeper, keeper.own(value), site_depth=2)
+
+    @classmethod
+    def from_received(cls, keeper: ReferenceKeeper, reference: ReferenceId) -> RRef[Any]:
+        """Wraps a reference for which ``keeper`` has counted a handle."""
+        handle: RRef[Any] = cls.__new__(cls)
+        handle._bind(keeper, reference, site_depth=0)
+        return handle
+
+    @classmethod
+    def from_created(
+        cls, keeper: ReferenceKeeper, reference: ReferenceId, site_depth: int
+    ) -> RRef[Any]:
+        """Wraps a reference that this worker has just had created."""
+        handle: RRef[Any] = cls.__new__(cls)
+        handle._bind(keeper, reference, site_depth + 1)
+        return handle
+
+    def _bind(self, keeper: ReferenceKeeper, reference: ReferenceId, site_depth: int) -> None:
+        self.id = reference
+        self._keeper = keeper
+        if site_depth:
+            frame = sys._getframe(site_depth)
+            keeper.note_site(reference, (frame.f_code, frame.f_lineno))
+
+    def __del__(self) -> None:
+        try:
+            self._keeper.end_handle(self.id)
+        except AttributeError:
+            pass  # Never bound: the constructor raised.
+
+    # Whose it is
+
+    def owner(self) -> WorkerInfo:
+        """Returns the worker that owns the value."""
+        return current().peers[self.id.owner].info
+
+    def owner_name(self) -> str:
+        """Returns the name of the worker that owns the value."""
+        return self.owner().name
+
+    def is_owner(self) -> bool:
+        """Whether this worker owns the value."""
+        return self.id.owner == current().info.id
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner is known to count this worker as a user of the value."""
+        return self._keeper.is_confirmed(self.id)
+
+    # The value
+
+    def local_value(self) -> T:
+        """Returns the value itself; only on its owner. Waits, for a limited time, until it is made.
+
+        Raises:
+            ConfigurationError: Another worker owns it; use ``to_here``.
+            Exception: Whatever the function that was to make the value raised.
+        """
+        if not self.is_owner():
+            raise ConfigurationError(
+                f"local_value() works on the owner only, which is worker {self.owner_name()!r}; "
+                "use to_here() for a copy"
+            )
+        return self._wait_for_value(current().default_timeout_s)
+
+    def _wait_for_value(self, timeout_s: float) -> T:
+        owned = self._keeper.value_of(self.id)
+        if not owned.is_ready:
+            reactor = current().reactor
+            is_counted = reactor.begin_wait()
+            try:
+                if not owned.wait(timeout_s):
+                    raise CallTimeout(
+                        f"RPC ran for more than set timeout ({timeout_s * 1e3:.0f} ms): "
+                        f"the value of {self!r} is still being made",
+                        worker=self.owner_name(),
+                        elapsed_s=timeout_s,
+                    )
+            finally:
+                if is_counted:
+                    reactor.end_wait()
+        if owned.error is not None:
+            raise owned.error
+        value: T = owned.value
+        return value
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """Returns a copy of the value, fetched from its owner; on the owner, the value itself.
+
+        Blocks until the value is made and has arrived.
+
+        Args:
+            timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker.
+
+        Raises:
+            CallTimeout: It did not arrive in time.
+            OwnerLost: The owner is lost, and the value with it.
+            Exception: Whatever the function that was to make the value raised.
+        """
+        from weft.rpc.calls import fetch  # Calls make references.
+
+        if self.is_owner():
+            agent = current()
+            limit_s = agent.default_timeout_s if timeout < 0 else timeout or math.inf
+            return self._wait_for_value(limit_s)
+        self._keeper.check_alive(self.id)
+        value: T = fetch(self, timeout)
+        return value
+
+    # Calls on the value
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
+        """Returns a proxy: its methods run on the owner, and return their results."""
+        return self._proxy("sync", timeout)
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
+        """Returns a proxy: its methods run on the owner, and return futures."""
+        return self._proxy("async", timeout)
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
+        """Returns a proxy: its methods run on the owner, and return references to the results."""
+        return self._proxy("remote", timeout)
+
+    def _proxy(self, way: str, timeout: float) -> Proxy:
+        from weft.rpc.proxies import Proxy
+
+        return Proxy(self, way, timeout)
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Runs a backward pass from the value, a scalar tensor, on its owner.
+
+        Args:
+            dist_autograd_ctx_id: The autograd context; -1 for a local pass into ``.grad``, on the
+                owner only.
+            retain_graph: Whether the graph is kept for another pass.
+        """
+        from weft.rpc.calls import backward_from
+
+        backward_from(self, dist_autograd_ctx_id, retain_graph)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise SerializationError(
+            "an RRef can only travel in the arguments or the result of an RPC; to keep the value, "
+            "fetch it with to_here() and save that"
+        )
+
+    def __copy__(self) -> RRef[T]:
+        return self
+
+    def __deepcopy__(self, memo: object) -> RRef[T]:
+        return self
+
+    def __repr__(self) -> str:
+        number = f"{self.id.creator}.{self.id.number}"
+        try:
+            return f"RRef({number} on {self.owner_name()!r})"
+        except Exception:
+            return f"RRef({number} on rank {self.id.owner})"
+
+
+register_external(RRef)
+
+
+def _keeper() -> ReferenceKeeper:
+    keeper: ReferenceKeeper = current().part(ReferenceKeeper)
+    return keeper
+

@@ -1,0 +1,191 @@
+"""A graceful shutdown, as the shell of ``weft.protocol.shutdown``."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+
+from weft.agent.peers import Peer
+from weft.errors import NotInitialized, ProtocolError, ShutdownError, WorkerLost
+from weft.protocol.shutdown import Action, Closed, Leader, ProbeLater, Report, Send, Step
+from weft.rpc.worker import Worker
+from weft.wire.frames import Frame
+from weft.wire.messages import Kind, decode_ints
+
+_log = logging.getLogger("weft")
+
+_LEADER = 0
+_PROBE_PAUSE_S = 0.005
+_SETTLE_POLL_S = 0.002
+
+
+class Leaving:
+    """Takes one worker, and on rank 0 the group, through a graceful shutdown.
+
+    Args:
+        worker: The worker.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._agent = worker.agent
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._lost: dict[int, WorkerLost] = {}
+        self._probe_at_s = math.inf
+        self._is_settling = False
+        self._has_settled = False
+        ranks = {peer.id for peer in self._agent.peers}
+        self._leader = Leader(ranks) if self._agent.info.id == _LEADER else None
+        self._agent.parts[Leaving] = self
+        self._agent.on(Kind.SHUTDOWN, self._on_message, inline=True)
+        self._agent.on_lost(self._on_lost)
+        self._agent.on_departed(self._on_departed)
+
+    def wait(self, timeout: float) -> ShutdownError | None:
+        """Blocks until the group has shut down, or cannot any more; returns what went wrong."""
+        self._tell(Send(_LEADER, Step.READY))
+        if self._leader is not None:
+            self._agent.reactor.submit(self._watch_all)
+        else:
+            self._agent.reactor.submit(self._watch_leader)
+        limit_s = timeout or None
+        if not self._done.wait(limit_s):
+            return ShutdownError(
+                f"graceful shutdown of worker {self._agent.info.name!r} took longer than "
+                f"{timeout:.1f} s; {self._missing()}"
+            )
+        if not self._lost:
+            return None
+        told = "; ".join(str(lost) for lost in self._lost.values())
+        return ShutdownError(f"shut down without every worker: {told}")
+
+    def _missing(self) -> str:
+        if self._leader is None:
+            return f"worker {self._agent.peers[_LEADER].name!r} has not said that all are done"
+        with self._lock:
+            missing = sorted(self._leader.workers - self._leader.ready)
+        if not missing:
+            return "calls of the group had not ended"
+        names = ", ".join(repr(self._agent.peers[rank].name) for rank in missing)
+        return f"these had not called shutdown: {names}"
+
+    def _watch_all(self, _: object, __: object) -> None:
+        """Connects to everybody: a worker that dies before it calls shutdown is then noticed."""
+        for peer in self._agent.peers:
+            if not peer.is_self:
+                self._watch(peer)
+
+    def _watch_leader(self, _: object, __: object) -> None:
+        self._watch(self._agent.peers[_LEADER])
+
+    def _watch(self, peer: Peer) -> None:
+        try:
+            self._agent.connect(peer)
+        except (WorkerLost, NotInitialized):
+            if peer.lost is not None:
+                self._on_lost(peer)
+
+    # Messages
+
+    def _on_message(self, peer: Peer, frame: Frame) -> None:
+        step, *arguments = decode_ints(frame.control)
+        if step == Step.PROBE:
+            self._report(peer, arguments[0])
+        elif step == Step.SETTLE:
+            self._is_settling = True
+            self._agent.is_leaving = True
+            self._agent.reactor.submit(self._settle)
+        elif step == Step.CLOSE:
+            # The leader has others to tell first: it is done when it has told all.
+            if self._leader is None:
+                self._done.set()
+        elif self._leader is None:
+            raise ProtocolError(f"shutdown step {step} is for rank {_LEADER} only")
+        else:
+            self._lead(peer, Step(step), arguments)
+
+    def _lead(self, peer: Peer, step: Step, arguments: list[int]) -> None:
+        assert self._leader is not None
+        with self._lock:
+            if step is Step.READY:
+                actions = self._leader.worker_ready(peer.id)
+            elif step is Step.REPORT:
+                probe_round, is_idle, activity = arguments
+                report = Report(bool(is_idle), activity)
+                actions = self._leader.worker_reported(peer.id, probe_round, report)
+            else:
+                actions = self._leader.worker_settled(peer.id)
+        self._act(actions)
+
+    def _on_lost(self, peer: Peer) -> None:
+        assert peer.lost is not None
+        if self._leader is not None:
+            self._lost[peer.id] = peer.lost
+            with self._lock:
+                actions = self._leader.worker_lost(peer.id)
+            self._act(actions)
+        elif peer.id == _LEADER:
+            self._lost[peer.id] = peer.lost
+            self._done.set()
+
+    def _on_departed(self, peer: Peer) -> None:
+        """Notes a closed connection after the group has gone quiet."""
+        if self._leader is None:
+            if peer.id == _LEADER:
+                self._done.set()
+            return
+        with self._lock:
+            if self._leader.phase is Step.CLOSE:
+                return
+            lost = peer.declare_lost("end of file during shutdown")
+            if lost is not None:
+                self._lost[peer.id] = lost
+            actions = self._leader.worker_lost(peer.id)
+        self._act(actions)
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._tell(action)
+            elif isinstance(action, ProbeLater):
+                self._probe_at_s = time.monotonic() + _PROBE_PAUSE_S
+                if self._agent.housekeeper is not None:
+                    self._agent.housekeeper.nudge(self._probe_at_s)
+            elif isinstance(action, Closed):
+                self._done.set()
+
+    def _tell(self, action: Send) -> None:
+        peer = self._agent.peers[action.to]
+        self._agent.post_ints(peer, Kind.SHUTDOWN, action.step, *action.arguments)
+
+    def tick(self, now_s: float) -> float:
+        """Probes again when it is time; a job of the housekeeper."""
+        if self._leader is None or self._probe_at_s > now_s:
+            return self._probe_at_s
+        self._probe_at_s = math.inf
+        with self._lock:
+            actions = self._leader.probe_again()
+        self._act(actions)
+        return self._probe_at_s
+
+    # This worker's part
+
+    def _report(self, leader: Peer, probe_round: int) -> None:
+        reactor = self._agent.reactor
+        is_idle = not len(self._agent.calls) and not reactor.busy
+        activity = reactor.activity + self._agent.calls.total
+        self._tell(Send(leader.id, Step.REPORT, (probe_round, int(is_idle), activity)))
+
+    def _settle(self, _: object, __: object) -> None:
+        """Drops all references, and says so when every owner knows."""
+        references = self._worker.references
+        references.begin_settling()
+        while not references.is_settled() and not self._agent.reactor.is_closing:
+            time.sleep(_SETTLE_POLL_S)
+            references.flush()
+        for line in references.report_leaks():
+            _log.warning("a reference was not released: %s", line)
+        self._tell(Send(_LEADER, Step.SETTLED))

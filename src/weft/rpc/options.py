@@ -1,0 +1,56 @@
+"""What a worker can be told when it joins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft import knobs
+from weft.errors import ConfigurationError
+
+
+@dataclass
+class RpcBackendOptions:
+    """Options of one worker.
+
+    Attributes:
+        num_worker_threads: User functions that run at a time. One that waits for another worker
+            does not count, so calls that call each other in circles never run out of threads.
+        rpc_timeout: Seconds a call may take unless it says otherwise; 0 for no limit.
+        init_method: How the workers find each other: ``env://`` (``MASTER_ADDR`` and
+            ``MASTER_PORT``, as ``weft run`` and ``torchrun`` set them), ``tcp://host:port`` (where
+            rank 0 runs), or ``file:///path`` (on a file system that all share).
+        store: A ``torch.distributed.Store`` to use instead of ``init_method``; a group needs one
+            without keys of an earlier group.
+        init_timeout: Seconds to wait for all workers to join.
+        listen: Address of this machine on which other hosts can reach this worker. By default
+            workers of this host only.
+    """
+
+    num_worker_threads: int = field(default_factory=knobs.WORKER_THREADS.get)
+    rpc_timeout: float = field(default_factory=knobs.RPC_TIMEOUT_S.get)
+    init_method: str | None = None
+    store: Any = None
+    init_timeout: float = field(default_factory=knobs.INIT_TIMEOUT_S.get)
+    listen: str = "127.0.0.1"
+
+    @property
+    def default_timeout_s(self) -> float:
+        """``rpc_timeout`` with infinity for no limit."""
+        return self.rpc_timeout or math.inf
+
+    def check(self) -> None:
+        """Raises ConfigurationError for the first value that cannot work."""
+        if self.num_worker_threads < 1:
+            raise ConfigurationError(
+                f"num_worker_threads is {self.num_worker_threads}; it must be at least 1"
+            )
+        if self.rpc_timeout < 0:
+            raise ConfigurationError(
+                f"rpc_timeout is {self.rpc_timeout} s; it must be positive, or 0 for no limit"
+            )
+        if self.init_timeout <= 0:
+            raise ConfigurationError(f"init_timeout is {self.init_timeout} s; it must be positive")
+        if self.store is not None and self.init_method is not None:
+            raise ConfigurationError("give init_method or store, not both")

@@ -1,0 +1,219 @@
+"""Calls from other workers: running what they ask for, and answering."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.agent.current import current
+from weft.agent.parcels import Parcel
+from weft.agent.peers import Peer
+from weft.agent.references import OwnedValue
+from weft.autograd.contexts import enter
+from weft.errors import AutogradError, ConfigurationError, ProtocolError
+from weft.ids import ReferenceId
+from weft.rpc.functions import is_async_execution
+from weft.rpc.worker import Worker
+from weft.serialize.functions import describe, resolve
+from weft.wire.frames import Frame
+from weft.wire.messages import NO_CREATION, CallHead, Kind, decode_call_head
+
+_log = logging.getLogger("weft")
+
+Finish = Callable[[Any, BaseException | None], None]
+"""Takes the result or the error of a call."""
+
+
+class WhenReady(NamedTuple):
+    """What a function returns whose work begins when a value of this worker is ready.
+
+    No thread waits meanwhile.
+    """
+
+    owned: OwnedValue
+    then: Callable[[Any], Any]
+
+
+def install(worker: Worker) -> None:
+    """Has ``worker`` serve calls."""
+
+    def serve(peer: Peer, frame: Frame) -> None:
+        _serve(worker, peer, frame)
+
+    worker.agent.on(Kind.CALL, serve, inline=False)
+
+
+def _serve(worker: Worker, peer: Peer, frame: Frame) -> None:
+    """Runs one call; whatever goes wrong with it becomes its answer."""
+    head = decode_call_head(worker.parcels.head_of(frame))
+    finish = _answer(worker, peer, frame.id, head)
+    if finish is None:
+        worker.parcels.discard(peer, frame)
+        worker.refuse(peer, head.references)
+        return
+    try:
+        parcel = worker.parcels.open(peer, frame)
+    except Exception as error:
+        worker.refuse(peer, head.references)
+        finish(None, error)
+        return
+    if not head.context_id:
+        _run(worker, peer, head, parcel, finish)
+        return
+    with enter(head.context_id):
+        _run(worker, peer, head, parcel, finish)
+
+
+def _answer(worker: Worker, peer: Peer, number: int, head: CallHead) -> Finish | None:
+    """Returns what to do with the outcome: reply, or make it a value. None: nobody wants it."""
+    if head.creation == NO_CREATION:
+
+        def reply(result: Any, error: BaseException | None) -> None:
+            if error is None:
+                worker.reply(peer, number, result, head.context_id)
+            else:
+                worker.reply_error(peer, number, error)
+
+        return reply
+    reference = ReferenceId(peer.id, worker.agent.info.id, head.creation)
+    owned = worker.references.created(reference)
+    return None if owned is None else owned.resolve
+
+
+def _run(worker: Worker, peer: Peer, head: CallHead, parcel: Parcel, finish: Finish) -> None:
+    try:
+        content = worker.open_content(
+            peer, parcel, head.references, head.context_id, head.message_id
+        )
+        if head.function:
+            (args, kwargs), function = content, resolve(head.function)
+        else:
+            args, kwargs, function = content
+        del content
+        result = function(*args, **kwargs)
+        del args, kwargs
+    except BaseException as error:
+        finish(None, error)
+        return
+    _settle(worker, head.context_id, function, result, finish)
+
+
+def _settle(
+    worker: Worker, context_id: int, function: Callable[..., Any], result: Any, finish: Finish
+) -> None:
+    """Finishes a call with what its function returned, now or when that has come about."""
+    if is_async_execution(function):
+        _finish_with_future(worker, function, result, finish)
+    elif inspect.iscoroutine(result):
+        worker.coroutines.run(result, context_id, finish)
+    elif type(result) is WhenReady:
+        _finish_when_ready(worker, context_id, result, finish)
+    else:
+        finish(result, None)
+
+
+def _finish_with_future(
+    worker: Worker, function: Callable[..., Any], result: Any, finish: Finish
+) -> None:
+    if not isinstance(result, torch._C.Future):
+        name = describe(function)
+        finish(
+            None,
+            ConfigurationError(
+                f"functions with @async_execution must return a torch.futures.Future, "
+                f"but {name} returned a {type(result).__name__}"
+            ),
+        )
+        return
+
+    def pass_on(done: Any) -> None:
+        try:
+            value = done.wait()
+        except BaseException as error:
+            finish(None, error)
+        else:
+            finish(value, None)
+
+    result.then(pass_on)
+
+
+def _finish_when_ready(
+    worker: Worker, context_id: int, waiting: WhenReady, finish: Finish
+) -> None:
+    def proceed(owned: OwnedValue, _: object = None) -> None:
+        if owned.error is not None:
+            finish(None, owned.error)
+            return
+        try:
+            with enter(context_id):
+                function, result = waiting.then(owned.value)
+        except BaseException as error:
+            finish(None, error)
+        else:
+            _settle(worker, context_id, function, result, finish)
+
+    if waiting.owned.is_ready:
+        proceed(waiting.owned)
+    else:
+        # The thread that makes the value has its own work to do.
+        waiting.owned.when_ready(lambda owned: worker.agent.reactor.submit(proceed, owned))
+
+
+# What other workers ask for by name: see weft.rpc.calls.
+
+
+def fetch(reference: tuple[int, int, int]) -> WhenReady:
+    """Returns the value behind a reference of this worker."""
+    return WhenReady(_owned(reference), lambda value: (fetch, value))
+
+
+def call_method(
+    reference: tuple[int, int, int], name: str, args: Any, kwargs: dict[str, Any]
+) -> WhenReady:
+    """Calls a method of the value behind a reference of this worker."""
+
+    def call(value: Any) -> tuple[Callable[..., Any], Any]:
+        method = getattr(value, name)
+        return method, method(*args, **kwargs)
+
+    return WhenReady(_owned(reference), call)
+
+
+def backward_from(
+    reference: tuple[int, int, int], context_id: int, retain_graph: bool
+) -> WhenReady:
+    """Runs a backward pass from the value behind a reference of this worker."""
+
+    def run(value: Any) -> tuple[Callable[..., Any], None]:
+        run_backward(_worker(), value, context_id, retain_graph)
+        return backward_from, None
+
+    return WhenReady(_owned(reference), run)
+
+
+def run_backward(worker: Worker, value: Any, context_id: int, retain_graph: bool) -> None:
+    """Runs a backward pass from a value of this worker, in a context or (-1) locally."""
+    if not isinstance(value, torch.Tensor):
+        raise AutogradError(
+            f"backward() needs a reference to a tensor; this one is to a {type(value).__name__}"
+        )
+    if context_id < 0:
+        torch.autograd.backward([value], retain_graph=retain_graph)
+    else:
+        worker.engine.backward(context_id, [value], retain_graph=retain_graph)
+
+
+def _worker() -> Worker:
+    return current().part(Worker)
+
+
+def _owned(reference: tuple[int, int, int]) -> OwnedValue:
+    worker = _worker()
+    target = ReferenceId(*reference)
+    if target.owner != worker.agent.info.id:
+        raise ProtocolError(f"{target} was asked of worker {worker.agent.info.name!r}")
+    return worker.references.value_of(target)

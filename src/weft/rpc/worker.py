@@ -1,0 +1,249 @@
+"""One worker's calls: how arguments and results become messages, and messages objects again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from weft.agent.agent import Agent, Outgoing
+from weft.agent.calls import PendingCall
+from weft.agent.parcels import Parcel, ParcelService
+from weft.agent.peers import Peer
+from weft.agent.references import ReferenceKeeper
+from weft.autograd.contexts import Contexts, current_id
+from weft.autograd.engine import Engine
+from weft.errors import ProtocolError, ReferenceGone
+from weft.rpc.coroutines import CoroutineRunner
+from weft.rpc.handles import RRef
+from weft.serialize.exceptions import pack_error, unpack_error
+from weft.serialize.functions import name_of
+from weft.serialize.objects import Packed, pack, unpack
+from weft.wire.frames import Frame
+from weft.wire.messages import (
+    NO_CREATION,
+    CallHead,
+    HandedReference,
+    Kind,
+    ReplyFlag,
+    ReplyHead,
+    decode_reply_head,
+    encode_call_head,
+    encode_reply_head,
+)
+
+_log = logging.getLogger("weft")
+
+
+class Worker:
+    """What one worker needs for making and serving calls.
+
+    Args:
+        agent: Its agent.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.parcels = ParcelService(agent)
+        self.references = ReferenceKeeper(agent)
+        self.engine = Engine(agent, self.parcels)
+        self.contexts: Contexts = self.engine.contexts
+        self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
+        agent.discard = self.discard_reply
+        agent.parts[Worker] = self
+        agent.parts[Engine] = self.engine
+
+    def close(self) -> None:
+        """Ends the threads that the parts have; the agent is closed separately."""
+        self.coroutines.close()
+        self.parcels.close()
+
+    # Requests
+
+    def request(
+        self,
+        peer: Peer,
+        function: Callable[..., Any] | bytes,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        timeout_s: float,
+        creation: int = NO_CREATION,
+    ) -> Request:
+        """Turns a call into a request that can be sent; what it hands on is kept alive from now.
+
+        Args:
+            peer: Who is to run it.
+            function: The callable, or its name.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            timeout_s: What the callee is told of the caller's patience.
+            creation: Number of the reference that the result is for.
+
+        Raises:
+            SerializationError: The callable or an argument cannot travel.
+        """
+        name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
+        content = (args, kwargs) if name is not None else (args, kwargs, function)
+        packed = pack(content, main_by_name=peer.main_by_name)
+        context_id = current_id()
+        message_id = self._record_send(context_id, packed.tensors, peer)
+        references = self._hand_on(packed.externals, peer)
+        head = encode_call_head(
+            CallHead(timeout_s, creation, context_id, message_id, name or b"", references)
+        )
+        return Request(self, peer, head, packed, references)
+
+    def _record_send(self, context_id: int, tensors: Sequence[Tensor], peer: Peer) -> int:
+        # To oneself, tensors go by reference and stay in the graph that they are in.
+        if not context_id or peer.is_self:
+            return 0
+        return self.contexts.get_or_create(context_id).record_send(tensors, peer.id)
+
+    def _hand_on(self, externals: Sequence[object], peer: Peer) -> tuple[HandedReference, ...]:
+        if not externals or peer.is_self:
+            return ()
+        handed = []
+        for reference in externals:
+            assert isinstance(reference, RRef)
+            handed.append(self.references.hand_on(reference.id, peer))
+        return tuple(handed)
+
+    # What arrives
+
+    def open_content(
+        self,
+        peer: Peer,
+        parcel: Parcel,
+        references: Sequence[HandedReference],
+        context_id: int,
+        message_id: int,
+    ) -> Any:
+        """Returns the object that a message carries, its references and tensors in place."""
+        externals: Sequence[object]
+        if parcel.is_local:
+            assert parcel.externals is not None
+            externals = parcel.externals
+        else:
+            externals = [self._receive(handed, peer) for handed in references]
+        tensors = self._receive_tensors(peer, parcel, context_id, message_id)
+        return unpack(parcel.payload, tensors, externals)
+
+    def _receive(self, handed: HandedReference, sender: Peer) -> RRef[Any]:
+        if not self.references.received(handed, sender):
+            raise ReferenceGone(
+                f"{handed.reference} arrived after this worker had dropped its references"
+            )
+        return RRef.from_received(self.references, handed.reference)
+
+    def _receive_tensors(
+        self, peer: Peer, parcel: Parcel, context_id: int, message_id: int
+    ) -> list[Tensor]:
+        if not context_id or peer.is_self:
+            return parcel.tensors(detached=False)
+        context = self.contexts.get_or_create(context_id)
+        if not message_id:
+            context.add_known_worker(peer.id)
+            return parcel.tensors(detached=False)
+        tensors = parcel.tensors(detached=True)
+        flags = [flag.requires_grad | flag.is_parameter << 1 for flag in parcel.flags()]
+        return context.record_receive(message_id, peer.id, tensors, flags)
+
+    def refuse(self, peer: Peer, references: Sequence[HandedReference]) -> None:
+        """Gives back the references of a message that nobody will read."""
+        for handed in references:
+            self.references.refused(handed, peer)
+
+    # Replies
+
+    def reply(self, peer: Peer, number: int, result: Any, context_id: int) -> None:
+        """Sends the result of a call; an error instead, where it cannot travel."""
+        try:
+            packed = pack(result, main_by_name=peer.main_by_name)
+            message_id = self._record_send(context_id, packed.tensors, peer)
+            references = self._hand_on(packed.externals, peer)
+        except Exception as error:
+            self.reply_error(peer, number, error)
+            return
+        head = encode_reply_head(ReplyHead(context_id, message_id, references))
+        reply = Request(self, peer, head, packed, references, Kind.REPLY)
+        try:
+            self.agent.send(peer, reply.message(number))
+        except ConnectionError:
+            reply.take_back()  # The caller is lost, and nobody waits.
+
+    def reply_error(self, peer: Peer, number: int, error: BaseException) -> None:
+        """Sends the error of a call."""
+        payload = pack_error(error, self.agent.info.name)
+        head = encode_reply_head(ReplyHead(0, 0, ()))
+        message = self.parcels.seal(peer, Kind.REPLY, ReplyFlag.ERROR, number, head, payload, ())
+        try:
+            self.agent.send(peer, message)
+        except ConnectionError:
+            _log.debug("the caller of call %d is lost, its error goes nowhere", number)
+
+    def result_of(self, call: PendingCall) -> Any:
+        """Returns what a call that is done has returned, or raises what it raised."""
+        if call.error is not None:
+            raise call.error
+        frame = call.frame
+        assert frame is not None
+        call.frame = None  # Its memory belongs to the result from here on.
+        peer = self.agent.peers[call.worker]
+        parcel = self.parcels.open(peer, frame)
+        if frame.flags & ReplyFlag.ERROR:
+            raise unpack_error(bytes(parcel.payload))
+        head = decode_reply_head(parcel.head)
+        return self.open_content(peer, parcel, head.references, head.context_id, head.message_id)
+
+    def discard_reply(self, peer: Peer, frame: Frame) -> None:
+        """Gives back what a reply carries that came too late."""
+        self.parcels.discard(peer, frame)
+        if not peer.is_self and frame.control:
+            try:
+                self.refuse(peer, decode_reply_head(self.parcels.head_of(frame)).references)
+            except ProtocolError:
+                _log.debug("a late reply of worker %r cannot be read", peer.name)
+
+
+class Request:
+    """A message with content, ready to be numbered and sent."""
+
+    __slots__ = ("_head", "_kind", "_packed", "_peer", "_references", "_worker")
+
+    def __init__(
+        self,
+        worker: Worker,
+        peer: Peer,
+        head: bytes,
+        packed: Packed,
+        references: tuple[HandedReference, ...],
+        kind: Kind = Kind.CALL,
+    ) -> None:
+        self._worker = worker
+        self._peer = peer
+        self._head = head
+        self._packed = packed
+        self._references = references
+        self._kind = kind
+
+    def message(self, number: int) -> Outgoing:
+        """Returns what to send, under the number of its call."""
+        packed = self._packed
+        return self._worker.parcels.seal(
+            self._peer,
+            self._kind,
+            0,
+            number,
+            self._head,
+            packed.payload,
+            packed.tensors,
+            packed.externals,
+        )
+
+    def take_back(self) -> None:
+        """Takes back what the message hands on: it could not be sent."""
+        for handed in self._references:
+            self._worker.references.undeliverable(handed, self._peer)
+

@@ -1,0 +1,18 @@
+"""Objects and tensors to bytes, and back.
+
+A message is a pickle with all tensors taken out of it, a table that describes the tensors, and
+the tensors' memory, which travels beside it without a copy. This is the lowest layer that may
+import torch.
+
+==============  ===================================================================
+``objects``     an object to a payload, its tensors and its external references
+``reducers``    how the objects of torch are taken apart
+``diagnosis``   which part of an object cannot be sent, and what to do about it
+``functions``   callables by name
+``tensors``     tensors to a table and buffers, and back without a copy
+``table``       the bytes of that table, and the checks before memory is touched
+``extents``     which bytes of memory travel, so that views go on sharing it
+``dtypes``      the number that stands for each dtype
+``exceptions``  errors, with their cause and the remote traceback
+==============  ===================================================================
+"""

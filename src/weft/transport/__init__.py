@@ -1,0 +1,1 @@
+"""Control bytes between two processes: Unix sockets on one host, TCP between hosts."""

@@ -1,0 +1,86 @@
+"""Where a worker can be reached, as text that travels in the directory of the group."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from typing import NamedTuple
+
+from weft.errors import ConfigurationError
+
+
+class UnixAddress(NamedTuple):
+    """A Unix socket in the abstract namespace: no file is left behind, whatever dies."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"unix:@{self.name}"
+
+
+class TcpAddress(NamedTuple):
+    """A TCP endpoint."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"tcp:{self.host}:{self.port}"
+
+
+Address = UnixAddress | TcpAddress
+
+
+def parse(text: str) -> Address:
+    """Reads what ``str(address)`` wrote."""
+    scheme, _, rest = text.partition(":")
+    if scheme == "unix" and rest.startswith("@"):
+        return UnixAddress(rest[1:])
+    host, _, port = rest.rpartition(":")
+    if scheme == "tcp" and host and port.isdigit():
+        return TcpAddress(host, int(port))
+    raise ConfigurationError(f"{text!r} is no address; one looks like tcp:127.0.0.1:4000")
+
+
+def listen_unix() -> tuple[socket.socket, UnixAddress]:
+    """Opens a listening socket under a name that nobody can guess."""
+    address = UnixAddress(f"weft-{secrets.token_hex(16)}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0{address.name}")
+    listener.listen(1024)
+    return listener, address
+
+
+def listen_tcp(host: str) -> tuple[socket.socket, TcpAddress]:
+    """Opens a listening socket on a free port of ``host``.
+
+    Raises:
+        ConfigurationError: This machine has no such address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(
+            f"cannot listen on {host!r}: {error}; choose an address of this machine, "
+            "or leave the option out to listen on loopback"
+        ) from error
+    return listener, TcpAddress(host, listener.getsockname()[1])
+
+
+def dial(address: Address, timeout_s: float) -> socket.socket:
+    """Connects to ``address``; raises OSError where nobody answers within ``timeout_s``."""
+    if isinstance(address, UnixAddress):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(f"\0{address.name}")
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
+    return connection

@@ -1,0 +1,93 @@
+"""The first frame each way on a new connection: who is there, and what it can do.
+
+The texts are JSON: nothing is unpickled before both sides know each other. Both sides prove
+that they belong to the same run by a token that only members of the group have read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from weft.errors import ProtocolError
+from weft.wire.frames import HEADER, encode_frame
+from weft.wire.messages import Kind
+
+VERSION = 1
+_LIMIT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What one side says of itself.
+
+    Attributes:
+        worker: Its rank.
+        token: The secret of this run.
+        refusal: Empty if the connection is welcome, else why it is not.
+        facts: Whatever the channels want to know of each other.
+        version: Version of the protocol it speaks.
+    """
+
+    worker: int
+    token: str
+    refusal: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    version: int = VERSION
+
+
+def send_greeting(connection: socket.socket, kind: Kind, greeting: Greeting) -> None:
+    """Writes ``greeting`` as one frame."""
+    for part in encode_frame(kind, 0, 0, json.dumps(asdict(greeting)).encode()):
+        connection.sendall(part)
+
+
+def decode_greeting(data: bytes, token: str) -> Greeting:
+    """Reads a greeting and checks that it belongs to this run; raises ProtocolError if not."""
+    try:
+        greeting = Greeting(**json.loads(data))
+    except (ValueError, TypeError) as error:
+        raise ProtocolError(f"the greeting makes no sense: {error}") from error
+    if greeting.version != VERSION:
+        raise ProtocolError(
+            f"the other side speaks version {greeting.version} of the protocol, this one {VERSION};"
+            " install the same Weft everywhere"
+        )
+    if not hmac.compare_digest(str(greeting.token).encode(), token.encode()):
+        raise ProtocolError("the other side belongs to another run")
+    return greeting
+
+
+def receive_greeting(
+    connection: socket.socket, kind: Kind, token: str, timeout_s: float
+) -> Greeting:
+    """Reads the other side's greeting and checks that it belongs to this run.
+
+    Reads not a byte past the greeting, so that a parser can take over afterwards.
+
+    Raises:
+        ProtocolError: It is no greeting, of another version, or of another run.
+        OSError: Nothing came within ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    received_kind, _, buffers, size, _ = HEADER.unpack(
+        _receive_exactly(connection, HEADER.size, deadline)
+    )
+    if received_kind != kind or buffers or size > _LIMIT_BYTES:
+        raise ProtocolError("the other side does not speak Weft's protocol")
+    return decode_greeting(_receive_exactly(connection, size, deadline), token)
+
+
+def _receive_exactly(connection: socket.socket, size_bytes: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < size_bytes:
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        part = connection.recv(size_bytes - len(data))
+        if not part:
+            raise ConnectionError("end of file during the greeting")
+        data += part
+    return bytes(data)

@@ -1,0 +1,191 @@
+"""A link: one connection to one peer, which many threads write and one thread reads at a time.
+
+Writing. Whoever has a message writes it to the socket itself; there is no writer thread between
+a caller and the kernel. While one thread is writing, others put their messages in its queue. A
+thread that reads for others must never block in a write (two such threads, each waiting for the
+other side to read, would wait for ever); when the socket is full it leaves the rest to the
+reactor, which calls ``flush`` when there is room. A thread that only writes may block.
+
+Reading. The thread that holds ``reading`` receives and parses. That is a thread of the reactor,
+or a caller that waits for an answer and reads it straight from the socket.
+
+The socket itself blocks; ``MSG_DONTWAIT`` makes the single call non-blocking, and a receive
+timeout lets a blocked reader look at the clock now and then.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from weft.wire.frames import Buffer, Frame, FrameParser
+
+READ_TICK_S = 0.1
+_IOV_LIMIT = 512
+_DONTWAIT = socket.MSG_DONTWAIT
+_SOCKET_BUFFER_BYTES = 1 << 20
+
+
+class LinkClosed(ConnectionError):
+    """The other side has closed the connection, or it broke; ``str`` says how."""
+
+
+class Link:
+    """One connection to a peer.
+
+    Args:
+        connection: A connected socket; the link owns it from here on.
+        parser: Cuts what arrives into frames.
+        when_full: Called, on any thread, when the socket is full and ``flush`` is to be called
+            as soon as it is writable.
+    """
+
+    def __init__(
+        self, connection: socket.socket, parser: FrameParser, when_full: Callable[[Link], None]
+    ) -> None:
+        self.reading = threading.Lock()
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._socket = connection
+        self._parser = parser
+        self._when_full = when_full
+        self._queue: deque[Buffer] = deque()
+        self._queue_lock = threading.Lock()
+        self._is_writing = False
+        self._is_closed = False
+        _tune(connection)
+        self.read_fd = connection.fileno()
+        self._write_socket = connection.dup()
+        self.write_fd = self._write_socket.fileno()
+
+    def send(self, parts: list[Buffer], *, may_block: bool) -> None:
+        """Writes ``parts`` in order, now or, where the socket is full, as soon as there is room.
+
+        The memory of ``parts`` must stay as it is until written.
+
+        Args:
+            parts: Byte buffers that make up whole frames.
+            may_block: Whether this thread may wait for room. Reading threads must not.
+
+        Raises:
+            LinkClosed: The connection is no more.
+        """
+        with self._queue_lock:
+            if self._is_closed:
+                raise LinkClosed("the connection is closed")
+            if self._is_writing:
+                self._queue.extend(parts)
+                return
+            self._is_writing = True
+        self._write(parts, may_block)
+
+    def flush(self) -> None:
+        """Writes on after ``when_full``; never blocks. Called by the reactor."""
+        self._write([], may_block=False)
+
+    def _write(self, parts: list[Buffer], may_block: bool) -> None:
+        """Writes ``parts``, then what others queued meanwhile. This thread is the writer."""
+        try:
+            while True:
+                rest = self._write_some(parts, may_block)
+                with self._queue_lock:
+                    if rest:
+                        self._queue.extendleft(reversed(rest))
+                        break
+                    if not self._queue:
+                        self._is_writing = False
+                        return
+                    parts = [self._queue.popleft() for _ in range(min(len(self._queue), 256))]
+                    # What others queued is not worth blocking this thread for.
+                    may_block = False
+        except OSError as error:
+            with self._queue_lock:
+                self._is_closed = True
+                self._queue.clear()
+            raise LinkClosed(str(error)) from error
+        self._when_full(self)
+
+    def _write_some(self, parts: list[Buffer], may_block: bool) -> list[Buffer]:
+        """Writes until done or, unless it may block, the socket is full; returns what is left."""
+        while parts:
+            try:
+                size = self._socket.sendmsg(parts[:_IOV_LIMIT], (), 0 if may_block else _DONTWAIT)
+            except BlockingIOError:
+                return parts
+            self.bytes_sent += size
+            parts = _advance(parts, size)
+        return parts
+
+    def receive(self, *, may_block: bool) -> list[Frame]:
+        """Receives what is there and returns the frames that are complete. Needs ``reading``.
+
+        Args:
+            may_block: Whether to wait, for about ``READ_TICK_S`` at most, if nothing is there.
+
+        Raises:
+            LinkClosed: The other side is gone; everything it sent before has been returned.
+            ProtocolError: What it sent makes no sense.
+        """
+        flags = 0 if may_block else _DONTWAIT
+        space = self._parser.space()
+        try:
+            if len(space) == 1:
+                size = self._socket.recv_into(space[0], 0, flags)
+            else:
+                size = self._socket.recvmsg_into(space[:_IOV_LIMIT], 0, flags)[0]
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise LinkClosed(str(error)) from error
+        if not size:
+            raise LinkClosed("end of file")
+        self.bytes_received += size
+        return self._parser.received(size)
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits, for a limited time, until everything queued has been written."""
+        poller = select.poll()
+        poller.register(self.write_fd, select.POLLOUT)
+        remaining_s = timeout_s
+        while self._queue and not self._is_closed and remaining_s > 0:
+            poller.poll(10)
+            remaining_s -= 0.01
+
+    def hang_up(self) -> None:
+        """Ends the connection; readers notice at once. Safe from any thread."""
+        with self._queue_lock:
+            self._is_closed = True
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # The other side was faster.
+
+    def close(self) -> None:
+        """Frees the descriptors. Only when nobody reads or writes any more."""
+        self.hang_up()
+        self._socket.close()
+        self._write_socket.close()
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setblocking(True)
+    tick = struct.pack("ll", 0, int(READ_TICK_S * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+    if connection.family == socket.AF_UNIX:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+    else:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _advance(parts: list[Buffer], size: int) -> list[Buffer]:
+    """Drops the first ``size`` bytes of ``parts``."""
+    for index, part in enumerate(parts):
+        length = len(part)
+        if size < length:
+            return [memoryview(part)[size:], *parts[index + 1 :]] if size else parts[index:]
+        size -= length
+    return []

@@ -1,0 +1,1 @@
+"""What travels between workers, as bytes: frames and the messages in them. No I/O, no torch."""

@@ -1,0 +1,212 @@
+"""Frames: how messages follow one another on a connection.
+
+A frame is a fixed header, the lengths of its buffers, a control part, and the buffers::
+
+    kind u8 | flags u8 | buffer count u16 | control length u32 | id u64
+    buffer length u64, once a buffer
+    control part
+    buffers, one after the other
+
+The control part says what is wanted; the buffers are the memory of tensors. A frame that fits
+the receive buffer is parsed out of it. Of a larger one, every part is received straight into
+memory of its own, so that a large tensor is copied once, by the kernel. Lengths are checked
+against the limits before any memory is taken for them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from weft.errors import ProtocolError
+
+HEADER = struct.Struct("<BBHIQ")
+HEADER_BYTES = HEADER.size
+MAX_BUFFERS = 0xFFFF
+
+Buffer = bytes | bytearray | memoryview
+Allocate = Callable[[int], memoryview]
+
+
+class Frame(NamedTuple):
+    """One received frame. Its control part and buffers belong to whoever holds the frame."""
+
+    kind: int
+    flags: int
+    id: int
+    control: Buffer
+    buffers: Sequence[Buffer]
+
+
+def encode_frame(
+    kind: int, flags: int, frame_id: int, control: bytes, buffers: Sequence[memoryview] = ()
+) -> list[Buffer]:
+    """Returns what to write for one frame: header and control in one piece, then the buffers."""
+    if not buffers:
+        return [HEADER.pack(kind, flags, 0, len(control), frame_id) + control]
+    count = len(buffers)
+    if count > MAX_BUFFERS:
+        raise ProtocolError(f"a message has {count} tensors; at most {MAX_BUFFERS} fit one message")
+    lengths = struct.pack(f"<{count}Q", *[buffer.nbytes for buffer in buffers])
+    header = HEADER.pack(kind, flags, count, len(control), frame_id)
+    return [header + lengths + control, *buffers]
+
+
+class FrameParser:
+    """Cuts what a connection delivers into frames, without doing any I/O itself.
+
+    The owner receives into ``space()`` and reports the count to ``received()``.
+
+    Args:
+        allocate: Gives writable memory of a size in bytes, for the buffers of large frames.
+        receive_bytes: Size of the receive buffer; smaller frames are parsed out of it.
+        control_limit_bytes: Largest control part accepted.
+        frame_limit_bytes: Largest frame accepted, buffers included.
+    """
+
+    def __init__(
+        self,
+        allocate: Allocate,
+        receive_bytes: int,
+        control_limit_bytes: int,
+        frame_limit_bytes: int,
+    ) -> None:
+        self._allocate = allocate
+        self._capacity = receive_bytes
+        self._control_limit_bytes = control_limit_bytes
+        self._frame_limit_bytes = frame_limit_bytes
+        self._view = memoryview(bytearray(receive_bytes))
+        self._start = 0
+        self._end = 0
+        self._large: _LargeFrame | None = None
+
+    def space(self) -> list[memoryview]:
+        """Returns where the next bytes are to be received, in order; never empty."""
+        if self._large is not None:
+            return self._large.missing
+        if not self._end:
+            return [self._view]
+        return [self._view[self._end :]]
+
+    def received(self, size_bytes: int) -> list[Frame]:
+        """Takes note of ``size_bytes`` received into ``space()``; returns the frames now complete.
+
+        Raises:
+            ProtocolError: The bytes are no frame, or one beyond the limits. The connection is
+                of no more use then.
+        """
+        if self._large is not None:
+            if not self._large.fill(size_bytes):
+                return []
+            frame, self._large = self._large.frame(), None
+            return [frame]
+        self._end += size_bytes
+        frames: list[Frame] = []
+        while self._end - self._start >= HEADER_BYTES:
+            size = self._parse_one(frames)
+            if not size:
+                break
+            self._start += size
+        self._compact()
+        return frames
+
+    def _parse_one(self, frames: list[Frame]) -> int:
+        """Appends the next frame if it is complete; returns the bytes it took from the buffer."""
+        start, available = self._start, self._end - self._start
+        header: tuple[int, int, int, int, int] = HEADER.unpack_from(self._view, start)
+        kind, flags, count, control_bytes, frame_id = header
+        control_start = start + HEADER_BYTES + 8 * count
+        if control_bytes > self._control_limit_bytes:
+            raise ProtocolError(
+                f"a frame announces a control part of {control_bytes} bytes; "
+                f"the limit is {self._control_limit_bytes}"
+            )
+        body_start = control_start + control_bytes
+        if not count:
+            if body_start - start <= available:
+                control = bytes(self._view[control_start:body_start])
+                frames.append(Frame(kind, flags, frame_id, control, ()))
+                return body_start - start
+            if body_start - start <= self._capacity:
+                return 0
+            return self._begin_large(Frame(kind, flags, frame_id, b"", ()), control_bytes, ())
+        if available < HEADER_BYTES + 8 * count:
+            return self._wait_for_lengths(count)
+        lengths: tuple[int, ...] = struct.unpack_from(f"<{count}Q", self._view, start + HEADER_BYTES)
+        size = body_start - start + sum(lengths)
+        if size > self._frame_limit_bytes:
+            raise ProtocolError(
+                f"a frame announces {size} bytes; the limit is {self._frame_limit_bytes}"
+            )
+        if size <= available:
+            control = bytes(self._view[control_start:body_start])
+            buffers = self._copy_out(body_start, lengths)
+            frames.append(Frame(kind, flags, frame_id, control, buffers))
+            return size
+        if size <= self._capacity:
+            return 0
+        return self._begin_large(Frame(kind, flags, frame_id, b"", ()), control_bytes, lengths)
+
+    def _wait_for_lengths(self, count: int) -> int:
+        if HEADER_BYTES + 8 * count > self._capacity:
+            raise ProtocolError(
+                f"a frame announces {count} buffers; their lengths do not fit the receive buffer"
+            )
+        return 0
+
+    def _copy_out(self, start: int, lengths: Sequence[int]) -> list[bytearray]:
+        buffers = []
+        for length in lengths:
+            buffers.append(bytearray(self._view[start : start + length]))
+            start += length
+        return buffers
+
+    def _begin_large(self, head: Frame, control_bytes: int, lengths: Sequence[int]) -> int:
+        """Takes memory for every part of a large frame and moves in what is here already."""
+        header_bytes = HEADER_BYTES + 8 * len(lengths)
+        control = memoryview(bytearray(control_bytes))
+        buffers = [self._allocate(length) if length else memoryview(b"") for length in lengths]
+        large = _LargeFrame(head, control, buffers)
+        arrived = self._view[self._start + header_bytes : self._end]
+        while arrived:
+            part = large.missing[0]
+            size = min(len(part), len(arrived))
+            part[:size] = arrived[:size]
+            arrived = arrived[size:]
+            large.fill(size)
+        self._large = large
+        return self._end - self._start
+
+    def _compact(self) -> None:
+        """Moves an incomplete frame to the front, so that the rest of it has room."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start:
+            remainder = bytes(self._view[self._start : self._end])
+            self._view[: len(remainder)] = remainder
+            self._start, self._end = 0, len(remainder)
+
+
+class _LargeFrame:
+    """A frame whose parts are being received into their own memory."""
+
+    def __init__(self, head: Frame, control: memoryview, buffers: list[memoryview]) -> None:
+        self._head = head
+        self._control = control
+        self._buffers = buffers
+        self.missing = [part for part in (control, *buffers) if part.nbytes]
+
+    def fill(self, size_bytes: int) -> bool:
+        """Takes note of received bytes; returns whether the frame is complete."""
+        while size_bytes:
+            part = self.missing[0]
+            if size_bytes < part.nbytes:
+                self.missing[0] = part[size_bytes:]
+                return False
+            size_bytes -= part.nbytes
+            del self.missing[0]
+        return not self.missing
+
+    def frame(self) -> Frame:
+        return self._head._replace(control=self._control, buffers=self._buffers)

@@ -1,0 +1,148 @@
+"""The language model of ``examples/``: against one process, by its traffic, and as a program."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint import load_checkpoint
+from data import Corpus, load_corpus
+from report import activation_bytes
+from settings import Settings
+from synchronous import SynchronousTraining
+from torch import nn
+
+import weft
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "language_model"
+SMALL = Settings(batch=3, window=4, embedding=6, hidden=5, dropout=0.0, learning_rate=0.05)
+SERVER, TRAINERS = "server", ["trainer0", "trainer1"]
+PROGRAM = [sys.executable, str(EXAMPLE / "train.py")]
+QUICK = ["--batch", "32", "--embedding", "16", "--hidden", "16"]
+
+# Each test shares the workers of the file; they connect to one another when they first talk.
+pytestmark = pytest.mark.keeps("threads", "descriptors", "processes", "shared memory")
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[None]:
+    with weft.cluster(names=[SERVER, *TRAINERS]):
+        yield
+
+
+def made_up_corpus() -> Corpus:
+    words = [str(number) for number in range(11)]
+    tokens = torch.randint(11, (25, 6), generator=torch.Generator().manual_seed(1))
+    return Corpus("made up", words, tokens, tokens[:9])
+
+
+def test_two_trainers_equal_one_process_with_both_batches(workers: None) -> None:
+    corpus = made_up_corpus()
+    training = SynchronousTraining(SERVER, TRAINERS, corpus, SMALL, dtype=torch.float64)
+    single = SingleProcess(corpus, training.state())
+    steps = 20
+    for step in range(steps):
+        row = training.rows[step % len(training.rows)]
+        report = training.step(row)
+        loss = single.step(row)
+        assert sum(report.losses) / 2 == pytest.approx(loss, abs=1e-12)
+    state = training.state()
+    for name, module in single.modules.items():
+        for part in [state[name]] if name != "lstm" else [t["lstm"] for t in state["trainers"]]:
+            for key, expected in module.state_dict().items():
+                torch.testing.assert_close(part[key], expected, atol=1e-12, rtol=0)
+    first, second = (trainer["lstm"] for trainer in state["trainers"])
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_what_the_model_moves_is_as_small_as_promised(workers: None) -> None:
+    def measure(settings: Settings) -> float:
+        training = SynchronousTraining(SERVER, TRAINERS, corpus, settings)
+        reports = [training.step(row) for row in training.rows[:4]]
+        before, after = (report.traffic[0].by_purpose["model"] for report in reports[::3])
+        return (after - before) / 3
+
+    settings = Settings()
+    corpus = load_corpus(
+        None, trainers=2, batch=settings.batch, window=settings.window, vocabulary_limit=4000
+    )
+    width, vocabulary = settings.embedding + settings.hidden, len(corpus.words)
+    with_loss_on_server = activation_bytes(settings.batch, settings.window, width)
+    with_logits = activation_bytes(settings.batch, settings.window, width + vocabulary)
+    assert with_loss_on_server <= measure(settings) <= 1.05 * with_loss_on_server
+    travelling = replace(settings, logits_travel=True)
+    assert with_logits <= measure(travelling) <= 1.05 * with_logits
+
+
+def test_the_program_leaves_figures_a_picture_and_a_state(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*PROGRAM, *QUICK, "--epochs", "2", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "perplexity, unigram model" in done.stdout
+    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    assert [point["step"] for point in figures["held_out"]] == [34, 68]
+    assert figures["result"]["held_out_perplexity"] < figures["held_out"][0]["perplexity"]
+    assert {path.name for path in tmp_path.iterdir()} >= {"figures.json", "state.pt"}
+
+
+def test_ctrl_c_stops_everything_and_the_run_can_be_gone_on_with(tmp_path: Path) -> None:
+    endless = [*PROGRAM, *QUICK, "--epochs", "10000", "--out", str(tmp_path)]
+    with subprocess.Popen(
+        endless, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline().startswith("after epoch  1")
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does it: to the whole group
+        pressed = time.monotonic()
+        output = program.stdout.read()  # ends when no worker has the pipe any more
+        stopped_s = time.monotonic() - pressed
+    assert program.returncode == 130
+    assert stopped_s < 2
+    steps = len(load_checkpoint(tmp_path / "state.pt").history.losses)
+    assert f"stopped; the state of step {steps:,} is in {tmp_path / 'state.pt'}" in output
+
+
+class SingleProcess:
+    """The same model in plain PyTorch, from the same parameters, with all columns in one batch."""
+
+    def __init__(self, corpus: Corpus, state: dict[str, Any]) -> None:
+        vocabulary = len(corpus.words)
+        options = {"dtype": torch.float64}
+        self.embedding = nn.ModuleDict(
+            {"table": nn.Embedding(vocabulary, SMALL.embedding, **options)}
+        )
+        self.decoder = nn.ModuleDict({"linear": nn.Linear(SMALL.hidden, vocabulary, **options)})
+        self.lstm = nn.LSTM(SMALL.embedding, SMALL.hidden, **options)
+        self.modules = {"embedding": self.embedding, "decoder": self.decoder, "lstm": self.lstm}
+        self.embedding.load_state_dict(state["embedding"])
+        self.decoder.load_state_dict(state["decoder"])
+        self.lstm.load_state_dict(state["trainers"][0]["lstm"])
+        parameters = [p for module in self.modules.values() for p in module.parameters()]
+        self.optimizer = torch.optim.Adam(parameters, lr=SMALL.learning_rate)
+        self.text = corpus.training
+        self.hidden: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def step(self, row: int) -> float:
+        inputs, targets = (self.text[at : at + SMALL.window] for at in (row, row + 1))
+        outputs, hidden = self.lstm(self.embedding["table"](inputs), self.hidden if row else None)
+        self.hidden = (hidden[0].detach(), hidden[1].detach())
+        logits = self.decoder["linear"](outputs)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()

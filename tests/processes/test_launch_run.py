@@ -1,0 +1,261 @@
+"""``weft run`` as a person uses it; the scripts do without torch, so that they start at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PROMPT_S = 2.0
+"""How soon everything must have ended after a Ctrl-C."""
+
+LIMIT_S = 20.0
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts ``weft run`` with a script; ends what the test does not."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_run(body: str, *options: str, count: int = 3) -> subprocess.Popen[str]:
+        script = tmp_path / "script.py"
+        script.write_text("import os, signal, sys, time\n" + textwrap.dedent(body))
+        command = [sys.executable, "-m", "weft", "run", "-n", str(count), *options, str(script)]
+        environment = {**os.environ, "NO_COLOR": "1"}
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        started.append(process)
+        return process
+
+    yield start_run
+    for process in started:
+        with process:
+            process.kill()
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
+    out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out.splitlines(), err.splitlines()
+
+
+def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
+    """Returns the numbers that the workers print; they are up by then."""
+    assert process.stdout is not None
+    return [
+        int(pid) for _ in range(count) for pid in process.stdout.readline().split("]")[1].split()
+    ]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives; one that has ended may still wait for a parent to notice."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_until_gone(pids: list[int], limit_s: float) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while alive := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline_s, f"still running after {limit_s} s: {alive}"
+        time.sleep(0.01)
+
+
+def test_three_workers_print_behind_their_names(start: Start) -> None:
+    body = """
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WEFT_WORKER_NAME", "MASTER_ADDR"):
+        print(os.environ[name], end=" ")
+    print(os.environ["MASTER_PORT"].isdigit(), os.environ["OMP_NUM_THREADS"].isdigit())
+    print("warning", file=sys.stderr)
+    """
+    status, out, err = finish(start(body, "--names", "ps,trainer0,trainer1"))
+    assert status == 0
+    assert sorted(out) == [
+        "[ps]       0 3 0 ps 127.0.0.1 True True",
+        "[trainer0] 1 3 1 trainer0 127.0.0.1 True True",
+        "[trainer1] 2 3 2 trainer1 127.0.0.1 True True",
+    ]
+    assert sorted(err) == ["[ps]       warning", "[trainer0] warning", "[trainer1] warning"]
+
+
+def test_lines_of_workers_that_write_at_once_stay_whole(start: Start) -> None:
+    body = """
+    for number in range(2000):
+        sys.stdout.write("<" + os.environ["RANK"] * 50)
+        sys.stdout.write(">\\n")
+    """
+    status, out, _ = finish(start(body))
+    assert status == 0
+    expected = {f"[worker{rank}] <{str(rank) * 50}>": 2000 for rank in range(3)}
+    assert {line: out.count(line) for line in set(out)} == expected
+
+
+def test_a_worker_that_fails_ends_the_run_and_its_traceback_comes_last(start: Start) -> None:
+    body = """
+    if os.environ["RANK"] == "1":
+        raise ValueError("boom")
+    print("a warning of", os.getpid(), file=sys.stderr)
+    signal.pause()
+    """
+    status, _, err = finish(start(body))
+    assert status == 1
+    summary = next(index for index, line in enumerate(err) if line.startswith("weft run:"))
+    assert "worker 'worker1' (rank 1, pid " in err[summary]
+    assert err[summary].endswith("ended with exit code 1; its last lines:")
+    assert err[summary + 1] == "    Traceback (most recent call last):"
+    assert err[-1] == "    ValueError: boom"
+
+
+def test_exit_codes_and_signals_are_passed_on(start: Start) -> None:
+    status, _, err = finish(start("sys.exit(41)", count=1))
+    assert status == 41
+    assert err[-1].endswith("ended with exit code 41; it wrote nothing to standard error")
+    status, _, err = finish(start("os.kill(os.getpid(), signal.SIGSEGV)", count=1))
+    assert status == 128 + signal.SIGSEGV
+    assert "was killed by SIGSEGV" in err[-1]
+
+
+def test_workers_that_ignore_sigterm_are_killed_after_the_grace(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_LAUNCH_GRACE_S", "0.1")
+    body = f"""
+    marker = {str(tmp_path / "ready")!r}
+    if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(os.getpid())
+        open(marker, "w").close()
+        while True: signal.pause()
+    while not os.path.exists(marker):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    process = start(body, count=2)
+    pids = read_pids(process, 1)
+    wait_until_gone(pids, PROMPT_S)
+    assert finish(process)[0] == 128 + signal.SIGKILL
+
+
+def test_ctrl_c_ends_even_workers_that_ignore_it(start: Start) -> None:
+    body = """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(os.getpid())
+    while True: signal.pause()
+    """
+    process = start(body)
+    pids = read_pids(process, 3)
+    process.send_signal(signal.SIGINT)
+    wait_until_gone(pids, PROMPT_S)
+    status, _, err = finish(process)
+    assert status == 128 + signal.SIGINT
+    assert err[0] == "weft run: SIGINT, ending the workers"
+
+
+def test_ctrl_c_lets_workers_tidy_up(start: Start) -> None:
+    body = """
+    try:
+        print(os.getpid())
+        signal.pause()
+    except KeyboardInterrupt:
+        print("tidied up")
+    """
+    process = start(body)
+    read_pids(process, 3)
+    process.send_signal(signal.SIGINT)
+    status, out, _ = finish(process)
+    assert status == 128 + signal.SIGINT
+    assert sorted(out) == [f"[worker{rank}] tidied up" for rank in range(3)]
+
+
+def test_a_second_ctrl_c_kills_at_once(start: Start) -> None:
+    body = """
+    signal.signal(signal.SIGINT, lambda number, frame: print("0"))
+    print(os.getpid())
+    while True: signal.pause()
+    """
+    process = start(body, count=1)
+    pids = read_pids(process, 1)
+    process.send_signal(signal.SIGINT)
+    read_pids(process, 1)  # the first one has arrived
+    process.send_signal(signal.SIGINT)
+    wait_until_gone(pids, 0.9)  # before the first one would lead to SIGTERM
+
+
+@pytest.mark.parametrize("victim", ["launcher", "nursery"])
+def test_no_worker_outlives_a_killed(victim: str, start: Start) -> None:
+    body = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = os.fork()
+    if child == 0:
+        while True: signal.pause()
+    print(os.getpid(), child, os.getppid())
+    while True: signal.pause()
+    """
+    process = start(body)
+    numbers = read_pids(process, 3)
+    workers, grandchildren, nursery = numbers[0::3], numbers[1::3], numbers[2]
+    os.kill(process.pid if victim == "launcher" else nursery, signal.SIGKILL)
+    wait_until_gone([*workers, nursery], PROMPT_S)
+    if victim == "launcher":
+        wait_until_gone(grandchildren, PROMPT_S)
+    for pid in filter(is_running, grandchildren):  # nobody is left who knows of them
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_what_a_worker_leaves_running_ends_with_it(start: Start) -> None:
+    body = """
+    child = os.fork()
+    if child == 0:
+        while True: signal.pause()
+    print(child)
+    """
+    process = start(body, count=1)
+    children = read_pids(process, 1)
+    assert finish(process)[0] == 0
+    wait_until_gone(children, PROMPT_S)
+
+
+def test_output_into_a_closed_pipe_ends_the_run_quietly(start: Start) -> None:
+    process = start("while True: print(os.getpid())")
+    pids = read_pids(process, 1)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, err) == (128 + signal.SIGPIPE, "")
+    wait_until_gone(pids, PROMPT_S)
+
+
+def test_workers_meet_at_the_port_of_the_environment(start: Start) -> None:
+    body = """
+    import socket
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ["RANK"] == "0":
+        with socket.create_server(address) as server:
+            server.accept()[0].close()
+    else:
+        while True:
+            try:
+                socket.create_connection(address).close()
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+    """
+    assert finish(start(body, count=2))[0] == 0

@@ -1,0 +1,291 @@
+"""A few workers with reference machines, a network between them, and an observer who knows all.
+
+The observer counts the handles and the messages under way itself, from what it made the workers
+do, and compares: at each release of a value whether anybody could still ask for it (G2), and in
+calm moments whether each owner's list of users is exactly right (G1, G3) and nothing is left (G4).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulation.network import Packet, Sender
+from weft.ids import ReferenceId
+from weft.protocol.references import (
+    Action,
+    Confirmed,
+    OwnerLost,
+    References,
+    ReleaseValue,
+    Send,
+    ValueGone,
+)
+from weft.wire import references as wire
+
+RESEND_S = 1.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A user's message that makes a value."""
+
+    reference: ReferenceId
+
+
+@dataclass(frozen=True, eq=False)
+class Carrier:
+    """A user's message that carries a reference."""
+
+    reference: ReferenceId
+    sender: int
+    receiver: int
+    token: int
+    is_refused: bool
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What membership tells a worker of another."""
+
+    worker: int
+
+
+def _unusual(is_sent: bool, is_sure: bool) -> tuple[str, ...]:
+    if is_sent and is_sure:
+        return ()
+    return ("and takes it back",) if is_sent else ("without sending",)
+
+
+class World:
+    """The workers, and what the observer knows of them.
+
+    Attributes:
+        machines: The machine of each worker that lives.
+        handles: The handles of each worker that lives.
+        values: The values that are there.
+        ended: By worker, the references that the machine said are of no use.
+        trace: What happened so far, in pieces: making text of it would take longer than the run.
+    """
+
+    def __init__(self, size: int, network: Sender) -> None:
+        self.network = network
+        self.machines = {worker: References(worker, RESEND_S) for worker in range(size)}
+        self.handles: dict[int, Counter[ReferenceId]] = {w: Counter() for w in range(size)}
+        self.values: set[ReferenceId] = set()
+        self.ended: dict[int, set[ReferenceId]] = defaultdict(set)
+        self.trace: list[tuple[Any, ...]] = []
+        self._released: set[ReferenceId] = set()
+        self._taken_back: set[ReferenceId] = set()
+        self._under_way: set[Carrier] = set()
+        self._lost: set[int] = set()
+        self._touched: dict[ReferenceId, set[int]] = defaultdict(set)
+
+    # What users do.
+
+    def own(self, worker: int) -> None:
+        reference = self.machines[worker].owned()
+        self.values.add(reference)
+        self._gain(worker, reference)
+        self._done(worker, "makes", reference)
+
+    def call(self, worker: int, owner: int, is_sent: bool = True, is_sure: bool = True) -> None:
+        """Calls for a value; the call may stay unsent, or the caller unsure of its sending."""
+        machine = self.machines[worker]
+        reference = machine.creating(owner)
+        self._gain(worker, reference)
+        if is_sent or worker == owner:
+            self.network.send(worker, owner, Call(reference), is_reliable=True)
+        if not (is_sent and is_sure) and worker != owner:
+            self._taken_back.add(reference)
+            machine.not_created(reference)
+        if worker == owner:
+            self.values.add(reference)
+        self._done(worker, "calls for", reference, *_unusual(is_sent, is_sure))
+
+    def hand_on(
+        self,
+        worker: int,
+        reference: ReferenceId,
+        to: int,
+        is_sent: bool = True,
+        is_sure: bool = True,
+        is_refused: bool = False,
+    ) -> None:
+        """Hands a reference on; the message may stay unsent, unsure of its sending or unread."""
+        machine = self.machines[worker]
+        token = machine.hand_on(reference, to)
+        carrier = Carrier(reference, worker, to, token, is_refused)
+        self._touched[reference].add(to)
+        if is_sent:
+            self._under_way.add(carrier)
+            self.network.send(worker, to, carrier, is_reliable=True)
+        if not is_sent or (not is_sure and to != worker):
+            self._under_way.discard(carrier)
+            machine.undeliverable(reference, carrier.token, to)
+        self._done(worker, "hands on", carrier, *_unusual(is_sent, is_sure))
+
+    def copy(self, worker: int, reference: ReferenceId) -> None:
+        self.machines[worker].handle_added(reference)
+        self._gain(worker, reference)
+        self._done(worker, "copies", reference)
+
+    def drop(self, worker: int, reference: ReferenceId) -> None:
+        self.handles[worker][reference] -= 1
+        if not self.handles[worker][reference]:
+            del self.handles[worker][reference]
+            self.ended[worker].discard(reference)
+        self.machines[worker].handle_dropped(reference)
+        self._done(worker, "drops", reference)
+
+    def drop_all(self, worker: int) -> None:
+        self.handles[worker].clear()
+        # What a worker sends to itself counts as a handle, so it is dropped as well.
+        mine = {c for c in self._under_way if c.sender == c.receiver == worker}
+        self._under_way -= mine
+        self.machines[worker].drop_all()
+        self._done(worker, "drops all")
+
+    def holdings(self) -> list[tuple[int, ReferenceId]]:
+        """Returns the workers and what they have handles to, in an order of its own."""
+        return [(w, reference) for w, counter in self.handles.items() for reference in counter]
+
+    # What the world does.
+
+    def kill(self, worker: int) -> None:
+        """Ends a worker; the others learn of it each in its own time."""
+        del self.machines[worker], self.handles[worker]
+        self._lost.add(worker)
+        for other in self.machines:
+            self.network.send(other, other, Loss(worker), is_reliable=True)
+        self.trace.append(("worker", worker, "dies"))
+
+    def tick(self, worker: int, now_s: float) -> None:
+        self.machines[worker].tick(now_s)
+        self._done(worker, "has its clock at", now_s)
+
+    def arrive(self, packet: Packet) -> None:
+        """Lets a packet arrive; one to a dead worker vanishes."""
+        source, target, payload, _ = packet
+        if isinstance(payload, Carrier):
+            self._under_way.discard(payload)
+        if target not in self.machines:
+            return
+        if isinstance(payload, Call):
+            self._arrive_call(target, payload)
+        elif isinstance(payload, Carrier):
+            self._arrive_carrier(source, target, payload)
+        elif isinstance(payload, Loss):
+            self.machines[target].peer_lost(payload.worker)
+        else:
+            payload = wire.decode(payload)
+            for message in payload:
+                self.machines[target].message(source, message)
+        self._done(target, "has from", source, payload)
+
+    def _arrive_call(self, worker: int, call: Call) -> None:
+        reference = call.reference
+        if worker == reference.creator:
+            return
+        if self.machines[worker].created(reference):
+            assert reference not in self.values | self._released, f"{reference} is made twice"
+            self.values.add(reference)
+
+    def _arrive_carrier(self, sender: int, worker: int, carrier: Carrier) -> None:
+        reference = carrier.reference
+        if carrier.is_refused:
+            self.machines[worker].refused(reference, carrier.token, sender)
+        elif self.machines[worker].received(reference, carrier.token, sender):
+            self._gain(worker, reference)
+            if self._is_sheltered(reference):
+                assert reference not in self._released, f"G2: {reference} arrives after its end"
+
+    def _gain(self, worker: int, reference: ReferenceId) -> None:
+        self.handles[worker][reference] += 1
+        self._touched[reference].add(worker)
+
+    def _done(self, worker: int, *what: Any) -> None:
+        self.trace.append(("worker", worker, *what))
+        batches: dict[int, list[wire.Message]] = {}
+        for action in self.machines[worker].take_actions():
+            if isinstance(action, Send):
+                batches.setdefault(action.to, []).append(action.message)
+            else:
+                self.trace.append(("worker", worker, "has to", action))
+                self._observe(worker, action)
+        for to, messages in batches.items():
+            self.network.send(worker, to, wire.encode(messages))
+
+    # What the observer checks.
+
+    def _observe(self, worker: int, action: Action) -> None:
+        reference = action.reference  # type: ignore[union-attr]
+        if isinstance(action, ReleaseValue):
+            assert worker == reference.owner, f"worker {worker} does not own {reference}"
+            assert reference in self.values, f"{reference} is released, but was not there"
+            self.values.remove(reference)
+            self._released.add(reference)
+            if self._is_sheltered(reference):
+                self._check_nobody_needs(reference)
+        elif isinstance(action, Confirmed):
+            is_made = reference in self.values | self._released
+            assert is_made or reference.owner in self._lost, f"{reference} is not made yet"
+        elif isinstance(action, ValueGone):
+            is_excused = reference in self._taken_back or not self._is_sheltered(reference)
+            assert is_excused, f"G2: {reference} is gone for worker {worker}"
+            self.ended[worker].add(reference)
+        elif isinstance(action, OwnerLost):
+            assert reference.owner in self._lost, f"the owner of {reference} lives"
+            self.ended[worker].add(reference)
+
+    def _is_sheltered(self, reference: ReferenceId) -> bool:
+        """Returns whether no worker that is lost ever had to do with ``reference``."""
+        return self._lost.isdisjoint(self._touched[reference] | {reference.owner})
+
+    def _check_nobody_needs(self, reference: ReferenceId) -> None:
+        holders = [worker for worker, counter in self.handles.items() if counter[reference]]
+        assert not holders, f"G2: {reference} is released, but workers {holders} hold it"
+        carriers = [c for c in self._under_way if c.reference == reference]
+        assert not carriers, f"G2: {reference} is released, but is on its way: {carriers}"
+
+    def check_calm(self) -> None:
+        """Checks, when nothing is under way, that the owners know exactly what is true."""
+        for worker, machine in self.machines.items():
+            assert machine.is_settled(), f"worker {worker} waits for something that will not come"
+        for reference in {reference for _, reference in self.holdings()} | self.values:
+            if reference.owner in self.machines:
+                self._check_users(reference)
+        for worker, reference in self.holdings():
+            is_usable = reference in self.values and reference.owner in self.machines
+            assert is_usable != (reference in self.ended[worker]), (
+                f"worker {worker} is wrong about {reference}"
+            )
+
+    def _check_users(self, reference: ReferenceId) -> None:
+        expected = {
+            worker
+            for worker, counter in self.handles.items()
+            if counter[reference] and worker != reference.owner
+        }
+        if reference not in self.values:
+            expected = set()
+        leaks = {leak.reference: leak for leak in self.machines[reference.owner].leaks()}
+        users = set(leaks[reference].users) if reference in leaks else set()
+        assert users == expected, f"G1: users of {reference} are {expected}, not {users}"
+
+    def check_empty(self) -> None:
+        """Checks, when all handles are dropped, that nothing is left anywhere."""
+        self.check_calm()
+        left = {r for r in self.values if r.owner in self.machines}
+        assert not left, f"G1: nobody needs {left}, but it is not released"
+        for worker, machine in self.machines.items():
+            assert machine.leaks() == [], f"G4: worker {worker} still has {machine.leaks()}"
+            if not self._lost:
+                self._check_forgotten(machine)
+
+    def _check_forgotten(self, machine: References) -> None:
+        """Looks inside: numbers that are remembered one by one would pile up without bound."""
+        seen = [*machine._handovers._seen.values(), *machine._owned._created.values()]
+        above = sum(numbers.count_above() for numbers in seen)
+        assert above == 0, f"{above} numbers are remembered one by one"

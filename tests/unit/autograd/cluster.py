@@ -1,0 +1,220 @@
+"""Several workers in one process, joined by a list of messages delivered in a seeded order."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.autograd.contexts import Context, flags_of
+from weft.autograd.failures import operation_of
+from weft.autograd.graph import LocalPass
+from weft.ids import scoped_id
+from weft.protocol import backward as protocol
+
+Parameters = dict[tuple[int, str], Tensor]
+OnMessage = Callable[[protocol.Driver, protocol.Message], list[protocol.Action]]
+ToDriver = (protocol.Reached, protocol.Started, protocol.Done, protocol.Failed)
+
+
+class World:
+    """What a test program computes in: workers with parameters, and a way to send tensors."""
+
+    def __init__(self) -> None:
+        self.parameters: Parameters = {}
+
+    def parameter(self, worker: int, name: str, *shape: int) -> Tensor:
+        """Returns a parameter of a worker, the same for the same name in every world."""
+        key = (worker, name)
+        if key not in self.parameters:
+            generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+            value = torch.randn(shape, generator=generator, dtype=torch.float64)
+            self.parameters[key] = torch.nn.Parameter(value)
+        return self.parameters[key]
+
+    def send(self, source: int, destination: int, *tensors: Tensor) -> list[Tensor]:
+        """Moves tensors from one worker to another."""
+        raise NotImplementedError
+
+    def gradients(self) -> dict[tuple[int, str], Tensor]:
+        """Returns what a backward pass has left, dense."""
+        raise NotImplementedError
+
+
+class SingleProcess(World):
+    """The same program with plain autograd."""
+
+    def send(self, source: int, destination: int, *tensors: Tensor) -> list[Tensor]:
+        # Copies, so that hooks and operations in place concern the received tensor only.
+        return [tensor.clone() for tensor in tensors]
+
+    def gradients(self) -> dict[tuple[int, str], Tensor]:
+        return {
+            key: dense(value.grad)
+            for key, value in self.parameters.items()
+            if value.grad is not None
+        }
+
+
+class Cluster(World):
+    """Workers with contexts, and a network that reorders and repeats messages."""
+
+    def __init__(self, worker_count: int = 3, seed: int = 0, repeats: float = 0.1) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+        self.repeats = repeats
+        self.contexts = [Context(7, worker) for worker in range(worker_count)]
+        self.pass_count = 0
+        self.gradient_messages = 0
+
+    def send(self, source: int, destination: int, *tensors: Tensor) -> list[Tensor]:
+        message_id = self.contexts[source].record_send(tensors, destination)
+        copies = [tensor.detach().clone() for tensor in tensors]
+        flags = [flags_of(tensor) for tensor in tensors]
+        return self.contexts[destination].record_receive(message_id, source, copies, flags)
+
+    def gradients(self) -> dict[tuple[int, str], Tensor]:
+        found = [context.get_gradients() for context in self.contexts]
+        return {
+            (worker, name): dense(found[worker][value])
+            for (worker, name), value in self.parameters.items()
+            if value in found[worker]
+        }
+
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        driver: int = 0,
+        *,
+        fast: bool = False,
+        retain_graph: bool = False,
+        on_message: OnMessage | None = None,
+    ) -> None:
+        """Runs one pass to its end, and raises its error if it has one."""
+        self.pass_count += 1
+        key = protocol.PassKey(7, scoped_id(driver, self.pass_count))
+        one = _Pass(self, key, driver, retain_graph, on_message)
+        one.lead(roots, fast)
+        one.deliver_all()
+
+
+@dataclass
+class _Pass:
+    cluster: Cluster
+    key: protocol.PassKey
+    driver_id: int
+    retain_graph: bool
+    on_message: OnMessage | None
+    network: list[tuple[int, int, protocol.Message]] = field(default_factory=list)
+    is_complete: bool = False
+
+    def __post_init__(self) -> None:
+        contexts = self.cluster.contexts
+        self.driver = protocol.Driver(self.key, self.driver_id, self.retain_graph)
+        self.locals = [LocalPass(context) for context in contexts]
+        self.participants = [
+            protocol.Participant(self.key, context.worker, self.driver_id, context.known_workers)
+            for context in contexts
+        ]
+
+    def lead(self, roots: Sequence[Tensor], fast: bool) -> None:
+        frontier = self.locals[self.driver_id].walk_roots(roots)
+        if fast:
+            known = self.cluster.contexts[self.driver_id].known_workers
+            self.carry_out(self.driver_id, self.driver.start_fast(known))
+        else:
+            self.carry_out(self.driver_id, self.driver.start(frontier))
+
+    def deliver_all(self) -> None:
+        chance = self.cluster.random
+        while self.network:
+            place = chance.randrange(len(self.network))
+            source, destination, message = self.network[place]
+            if chance.random() >= self.cluster.repeats:
+                self.network.pop(place)
+            self.deliver(source, destination, message)
+        assert self.is_complete, "nothing is on the way, and the pass has not ended"
+        ends = (protocol.Phase.DONE, protocol.Phase.ABORTED)
+        for worker in self.driver.participants:
+            assert self.participants[worker].phase in ends
+
+    def deliver(self, source: int, destination: int, message: protocol.Message) -> None:
+        if self.on_message is not None:
+            self.carry_out(self.driver_id, self.on_message(self.driver, message))
+        if isinstance(message, ToDriver):
+            self.carry_out(destination, self.driver.receive(source, message))
+        else:
+            actions = self.participants[destination].receive(source, message)
+            self.carry_out(destination, actions)
+
+    def carry_out(self, worker: int, actions: Sequence[protocol.Action]) -> None:
+        for action in actions:
+            if isinstance(action, protocol.Send):
+                is_gradients = isinstance(action.message, protocol.Gradients)
+                self.cluster.gradient_messages += is_gradients
+                self.network.append((worker, action.to_worker, action.message))
+            elif isinstance(action, protocol.Complete):
+                self.is_complete = True
+            elif isinstance(action, protocol.Fail):
+                self.network.clear()
+                raise protocol.failure_error(action, f"worker{action.worker}")
+            elif isinstance(action, protocol.Close):
+                self.locals[worker].close()
+            else:
+                self.carry_out(worker, self.run_locally(worker, action))
+
+    def run_locally(self, worker: int, action: protocol.Action) -> list[protocol.Action]:
+        local, participant = self.locals[worker], self.participants[worker]
+        try:
+            if isinstance(action, protocol.Walk):
+                return participant.walked(action.round, local.walk_sends(action.message_ids))
+            if isinstance(action, protocol.Start):
+                outgoing = local.run(retain_graph=action.retain_graph, fast=action.fast)
+            else:
+                assert isinstance(action, protocol.Execute)
+                outgoing = []
+                for message_id, gradients in action.arrived:
+                    outgoing += local.gradients_arrived(message_id, gradients)
+        except Exception as error:
+            return participant.failed(operation_of(error), error)
+        return participant.executed(outgoing, local.is_done)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Returns a gradient as an ordinary tensor."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+Program = Callable[[World], Sequence[Tensor]]
+
+
+def expected_gradients(program: Program, passes: int = 1) -> dict[tuple[int, str], Tensor]:
+    """Returns the gradients that plain autograd computes for a program."""
+    world = SingleProcess()
+    roots = list(program(world))
+    for _ in range(passes):
+        torch.autograd.backward(roots, retain_graph=True)
+    return world.gradients()
+
+
+def assert_equal_gradients(
+    actual: dict[tuple[int, str], Tensor], expected: dict[tuple[int, str], Tensor]
+) -> None:
+    """Checks that the same parameters have the same gradients."""
+    assert actual.keys() == expected.keys()
+    for key, gradient in expected.items():
+        torch.testing.assert_close(actual[key], gradient, rtol=1e-12, atol=1e-12, msg=f"{key}")
+
+
+def check(program: Program, seed: int = 0, *, fast: bool = False, passes: int = 1) -> Cluster:
+    """Runs a program on a cluster and checks its gradients against plain autograd."""
+    cluster = Cluster(seed=seed)
+    roots = list(program(cluster))
+    for _ in range(passes):
+        cluster.backward(roots, fast=fast, retain_graph=passes > 1)
+    assert_equal_gradients(cluster.gradients(), expected_gradients(program, passes))
+    return cluster

@@ -1,0 +1,101 @@
+"""Sums of gradients, and whose memory they are in."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.autograd import gradients
+from weft.autograd.gradients import Gradients, is_private
+
+
+def sparse(*indices: int) -> Tensor:
+    """Returns a sparse gradient of ones at some rows of three."""
+    return torch.zeros(3).index_fill(0, torch.tensor(indices), 1.0).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_sparse", "total"),
+    [
+        ([torch.ones(3), torch.ones(3), torch.ones(3)], False, [3.0, 3.0, 3.0]),
+        ([sparse(0), sparse(0, 2), sparse(1)], True, [2.0, 1.0, 1.0]),
+        ([sparse(0), torch.ones(3), sparse(2)], False, [2.0, 1.0, 2.0]),
+        ([torch.ones(3), sparse(1), sparse(1)], False, [1.0, 3.0, 1.0]),
+        ([sparse(0), sparse(1), torch.ones(3)], False, [2.0, 2.0, 1.0]),
+    ],
+    ids=["dense", "sparse", "sparse-dense", "dense-sparse", "sparse-sparse-dense"],
+)
+def test_gradients_of_a_tensor_add_up(
+    parts: list[Tensor], is_sparse: bool, total: list[float]
+) -> None:
+    sums, weight = Gradients(), torch.ones(3)
+    for part in parts:
+        sums.add(weight, part)
+    result = sums.snapshot()[weight]
+    assert result.is_sparse is is_sparse
+    assert (result.to_dense() if is_sparse else result).tolist() == total
+
+
+def test_memory_in_use_elsewhere_is_copied() -> None:
+    sums = Gradients()
+    first, second, third, fourth = (torch.ones(2) for _ in range(4))
+    twice, borrowed, own = torch.ones(2), torch.ones(2), torch.ones(2)
+    viewed = torch.ones(4)
+    pairs = [(first, twice), (second, twice), (third, borrowed), (fourth, viewed[:2])]
+    sums.add_all(pairs, borrowed=[borrowed])
+    sums.add(viewed, own)
+    stored = sums.snapshot()
+    pointers = {gradient.data_ptr() for gradient in stored.values()}
+    assert len(pointers) == 5
+    assert not pointers & {borrowed.data_ptr(), viewed.data_ptr()}
+    assert own.data_ptr() in pointers
+
+
+def test_expanded_gradients_are_copied() -> None:
+    sums, weight = Gradients(), torch.ones(3)
+    sums.add(weight, torch.ones(()).expand(3))
+    sums.snapshot()[weight].mul_(2)
+    assert sums.snapshot()[weight].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_everything_is_copied_where_uses_cannot_be_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert is_private(torch.ones(2))
+    monkeypatch.setattr(gradients, "_storage_use_count", None)
+    assert not is_private(torch.ones(2))
+
+
+def test_what_was_handed_out_does_not_change() -> None:
+    sums, weight = Gradients(), torch.ones(2)
+    handed_out = []
+    for _ in range(3):
+        sums.add(weight, torch.ones(2))
+        handed_out.append(sums.snapshot()[weight])
+    assert [gradient[0].item() for gradient in handed_out] == [1.0, 2.0, 3.0]
+
+
+def test_incoming_gradients_are_never_written_to() -> None:
+    sums, weight = Gradients(), torch.ones(2)
+    parts = [torch.ones(2) for _ in range(4)]
+    for part in parts:
+        sums.add(weight, part)
+    assert all(part.tolist() == [1.0, 1.0] for part in parts)
+
+
+def test_threads_add_up() -> None:
+    sums, weight = Gradients(), torch.zeros(1)
+    threads = [
+        threading.Thread(target=lambda: [sums.add(weight, torch.ones(1)) for _ in range(200)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums.snapshot()[weight].item() == 800
+    sums.clear()
+    assert sums.snapshot() == {}

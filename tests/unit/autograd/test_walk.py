@@ -1,0 +1,83 @@
+"""Walks: what is reached, what hangs together, and in which order nodes may run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from weft.autograd.contexts import Context
+from weft.autograd.walk import LiveGraph, Partition
+
+
+def edges(*tensors: Tensor) -> tuple[GradientEdge, ...]:
+    """Returns the gradient edges of tensors."""
+    return tuple(get_gradient_edge(tensor) for tensor in tensors)
+
+
+def received(context: Context, message_id: int) -> Tensor:
+    """Returns a tensor that was received in a message."""
+    return context.record_receive(message_id, 1, [torch.ones(2)], [1])[0]
+
+
+def test_a_receive_is_reported_by_the_first_walk_that_reaches_it() -> None:
+    context = Context(1, 0)
+    first, second = received(context, 11), received(context, 12)
+    graph = LiveGraph(context.receive_of)
+    _, reached = graph.add(edges(first * 2))
+    assert [record.message_id for record in reached] == [11]
+    _, reached = graph.add(edges(first + second))
+    assert [record.message_id for record in reached] == [12]
+
+
+def test_sends_hang_together_through_nodes_and_placeholders_but_not_leaves() -> None:
+    context = Context(1, 0)
+    weight, value = torch.ones(2, requires_grad=True), received(context, 11)
+    shared = weight.exp()
+    graph = LiveGraph(context.receive_of)
+    for tensor in (shared * 2, weight * 3, shared * 4, value * weight, value * 5, weight):
+        graph.add(edges(tensor))
+    components = graph.components()
+    assert [reached.members for reached in components] == [[0, 2], [1], [3, 4], [5]]
+    assert all(list(reached.leaves.values()) == [weight] for reached in components)
+
+
+def test_a_leaf_with_hooks_holds_sends_together() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda gradient: gradient)
+    graph = LiveGraph({})
+    for factor in (2, 3):
+        graph.add(edges(weight * factor))
+    assert [reached.members for reached in graph.components()] == [[0, 1]]
+
+
+def test_signatures_are_the_sends_that_reach_a_node() -> None:
+    context = Context(1, 0)
+    weight, value = torch.ones(2, requires_grad=True), received(context, 11)
+    shared = weight * value
+    first, second = shared.exp(), shared.sin()
+    seeds = [(1, edges(first)), (2, edges(second, shared))]
+    graph = LiveGraph(context.receive_of)
+    for _, seed in seeds:
+        graph.add(seed)
+    (reached,) = graph.components()
+    partition = Partition(seeds, context.receive_of, reached.leaves)
+    nodes = [tensor.grad_fn for tensor in (first, second, shared, value)]
+    assert [partition.signature_of(node) for node in nodes] == [1, 2, 3, 3]
+    ready = partition.take_ready(1)
+    assert [group.signature for group in ready] == [1]
+    assert partition.before_cut(ready, 1) == [first.grad_fn]
+    assert sorted(group.signature for group in partition.groups) == [2, 3]
+
+
+def test_nodes_are_sorted_before_those_they_lead_to() -> None:
+    value = torch.ones(2, requires_grad=True)
+    for _ in range(30):
+        value = (value * value.exp()) + value
+    partition = Partition([(1, edges(value))], {}, {})
+    (group,) = partition.groups
+    place = {node: number for number, node in enumerate(group.nodes)}
+    assert len(place) == 91
+    for node in place:
+        for target, _ in node.next_functions:
+            assert target is None or place[node] < place[target]

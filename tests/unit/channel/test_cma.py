@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.channel.processes import dead_pid, forked
+from weft import knobs
+from weft.channel import cma
+from weft.channel.cma import (
+    PIECE_BYTES,
+    Nonce,
+    Puller,
+    PullError,
+    PullRefused,
+    SourceAddressInvalid,
+    SourceGone,
+    address_of,
+    find_obstacle,
+    pull,
+)
+from weft.probe import usable_cores
+
+PAGE = mmap.PAGESIZE
+SIZE = 4 * PIECE_BYTES + 3
+PATTERN = (bytes(range(251)) * (SIZE // 251 + 1))[:SIZE]
+PROT_NONE = 0
+
+_nonce = Nonce()
+_obstacle = find_obstacle(os.getpid(), _nonce.address, _nonce.value)
+pytestmark = pytest.mark.skipif(bool(_obstacle), reason=f"no cma here: {_obstacle}")
+
+
+class Source:
+    """Memory that holds ``PATTERN`` in another process, and zeros at its address in this one."""
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.guarded = mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.address = address_of(memoryview(self.memory))
+        self.guarded_address = address_of(memoryview(self.guarded))
+        self.pid = 0
+
+    def serve(self, link: socket.socket) -> None:
+        self.memory[:] = PATTERN
+        self.guarded[:] = PATTERN[: 2 * PAGE]
+        second_page = ctypes.c_void_p(self.guarded_address + PAGE)
+        assert not ctypes.CDLL(None).mprotect(second_page, ctypes.c_size_t(PAGE), PROT_NONE)
+        link.send(b"!")
+        link.recv(1)  # until the test closes it
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Source]:
+    made = Source()
+    with forked(made.serve) as (pid, link):
+        made.pid = pid
+        assert link.recv(1) == b"!"
+        yield made
+
+
+@pytest.fixture
+def puller() -> Iterator[Puller]:
+    with knobs.SHARED_PULL_BYTES.override(PIECE_BYTES):
+        made = Puller("weft-pull-test")
+    # Also where the tests have one core only.
+    made._may_share = True
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 4095, SIZE])
+def test_pull_copies_another_process_s_memory(source: Source, size_bytes: int) -> None:
+    into = memoryview(bytearray(size_bytes))
+    pull(source.pid, source.address, into)
+    assert into == PATTERN[:size_bytes]
+    assert source.memory[:10] == bytes(10), "this process's own memory was read"
+
+
+def test_a_dead_process_is_gone() -> None:
+    with pytest.raises(SourceGone, match="no such process") as caught:
+        pull(dead_pid(), _nonce.address, memoryview(bytearray(8)))
+    assert isinstance(caught.value, ProcessLookupError)
+
+
+def test_an_unmapped_address_is_invalid(source: Source) -> None:
+    with pytest.raises(SourceAddressInvalid, match="cannot read 8 bytes at 0x10 of") as caught:
+        pull(source.pid, 0x10, memoryview(bytearray(8)))
+    assert (caught.value.pid, caught.value.address) == (source.pid, 0x10)
+
+
+def test_memory_that_ends_early_is_read_up_to_there(source: Source) -> None:
+    into = memoryview(bytearray(2 * PAGE))
+    with pytest.raises(SourceAddressInvalid) as caught:
+        pull(source.pid, source.guarded_address, into)
+    assert caught.value.size_bytes == PAGE
+    assert into[:PAGE] == PATTERN[:PAGE]
+
+
+def test_reads_may_be_partial(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ShortReads:
+        def process_vm_readv(self, pid: int, here: cma._Range, one: int, *rest: object) -> int:
+            here.size_bytes = min(here.size_bytes, 1000)
+            return int(real.process_vm_readv(pid, here, one, *rest))
+
+    real = cma._libc
+    monkeypatch.setattr(cma, "_libc", ShortReads())
+    data, into = bytearray(PATTERN[:4567]), memoryview(bytearray(4567))
+    pull(os.getpid(), address_of(memoryview(data)), into)
+    assert into == data
+
+
+@pytest.mark.parametrize(
+    ("code", "error_type", "builtin"),
+    [
+        (errno.EPERM, PullRefused, PermissionError),
+        (errno.ENOSYS, PullRefused, PermissionError),
+        (errno.ESRCH, SourceGone, ProcessLookupError),
+        (errno.EFAULT, SourceAddressInvalid, OSError),
+        (errno.ENOMEM, PullError, OSError),
+    ],
+)
+def test_errors_are_typed_and_travel(
+    code: int, error_type: type[PullError], builtin: type[OSError]
+) -> None:
+    error = pickle.loads(pickle.dumps(cma._error(code, 12, 0x34, 56)))
+    assert type(error) is error_type
+    assert isinstance(error, builtin)
+    assert (error.errno, error.pid, error.address, error.size_bytes) == (code, 12, 0x34, 56)
+    assert "cannot read 56 bytes at 0x34 of process 12" in str(error)
+
+
+def test_without_the_system_call_every_pull_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cma, "unavailable", "no such function")
+    with pytest.raises(PullRefused):
+        pull(os.getpid(), _nonce.address, memoryview(bytearray(8)))
+
+
+def test_address_of_takes_memory_that_may_be_read_only() -> None:
+    data = bytearray(b"abcdef")
+    writable = memoryview(data)
+    address = address_of(writable)
+    assert ctypes.string_at(address, 6) == b"abcdef"
+    assert address_of(writable.toreadonly()) == address
+    assert address_of(writable[2:]) == address + 2
+
+
+def test_a_nonce_proves_who_is_read(source: Source) -> None:
+    assert find_obstacle(source.pid, source.address, PATTERN[: cma.NONCE_BYTES]) == ""
+    assert "other contents" in find_obstacle(os.getpid(), source.address, PATTERN[:16])
+    assert "nothing is mapped" in find_obstacle(source.pid, 0x10, PATTERN[:16])
+    assert Nonce().value != Nonce().value
+
+
+def test_a_large_pull_is_shared_with_a_named_thread(source: Source, puller: Puller) -> None:
+    into = memoryview(bytearray(SIZE))
+    puller.pull(source.pid, source.address, into)
+    assert into == PATTERN
+    assert "weft-pull-test" in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="there is one core")
+def test_the_helper_is_kept_off_its_caller_s_core(source: Source, puller: Puller) -> None:
+    cores = os.sched_getaffinity(0)
+    try:
+        for core in sorted(cores)[:2]:
+            os.sched_setaffinity(0, {core})
+            puller.pull(source.pid, source.address, memoryview(bytearray(SIZE)))
+            [helper] = [each for each in threading.enumerate() if each.name == "weft-pull-test"]
+            assert helper.native_id is not None
+            assert os.sched_getaffinity(helper.native_id) == cores - {core}
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_a_small_pull_starts_no_thread(source: Source, puller: Puller) -> None:
+    into = memoryview(bytearray(PIECE_BYTES - 1))
+    puller.pull(source.pid, source.address, into)
+    assert into == PATTERN[: PIECE_BYTES - 1]
+    assert "weft-pull-test" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_closed_puller_pulls_alone(source: Source, puller: Puller) -> None:
+    into = memoryview(bytearray(SIZE))
+    puller.pull(source.pid, source.address, into)
+    puller.close()
+    assert "weft-pull-test" not in {thread.name for thread in threading.enumerate()}
+    into[:] = bytes(SIZE)
+    puller.pull(source.pid, source.address, into)
+    assert into == PATTERN
+    assert "weft-pull-test" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_many_threads_may_pull_at_once(source: Source, puller: Puller) -> None:
+    targets = [memoryview(bytearray(SIZE)) for _ in range(3)]
+    threads = [
+        threading.Thread(target=puller.pull, args=(source.pid, source.address, into))
+        for into in targets
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(into == PATTERN for into in targets)
+
+
+def test_a_large_pull_that_fails_says_so(puller: Puller) -> None:
+    with pytest.raises(SourceAddressInvalid):
+        puller.pull(os.getpid(), 0x10, memoryview(bytearray(SIZE)))
+
+
+def test_an_error_of_the_helper_is_raised_by_the_caller() -> None:
+    job = cma._Job(os.getpid(), 0x10, memoryview(bytearray(PIECE_BYTES)))
+    job.help()
+    job.run()  # finds no piece left
+    with pytest.raises(SourceAddressInvalid):
+        job.finish()
+
+
+def test_a_helper_that_comes_late_touches_nothing(source: Source) -> None:
+    into = memoryview(bytearray(SIZE))
+    job = cma._Job(source.pid, source.address, into)
+    job.run()
+    job.finish()
+    into[:] = bytes(SIZE)
+    job.help()
+    assert into == bytes(SIZE)
+
+
+def test_a_helper_that_comes_after_a_failure_does_not_begin() -> None:
+    job = cma._Job(os.getpid(), 0x10, memoryview(bytearray(4 * PIECE_BYTES)))
+    with pytest.raises(SourceAddressInvalid):
+        job.run()
+    job.finish()
+    job.help()
+    assert job._helper_error is None
+
+
+def test_a_helper_that_has_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, may_end = threading.Event(), threading.Event()
+
+    def pull_slowly(*arguments: int) -> None:
+        began.set()
+        may_end.wait()
+
+    monkeypatch.setattr(cma, "_pull_range", pull_slowly)
+    job = cma._Job(os.getpid(), 0x10, memoryview(bytearray(PIECE_BYTES)))
+    helper = threading.Thread(target=job.help)
+    helper.start()
+    began.wait()
+    # However late this fires: finish returns after it, or is wrong.
+    timer = threading.Timer(0.02, may_end.set)
+    timer.start()
+    job.finish()
+    assert may_end.is_set()
+    helper.join()
+    timer.join()
+
+
+def test_a_helper_alone_does_the_whole_job(source: Source) -> None:
+    into = memoryview(bytearray(SIZE))
+    job = cma._Job(source.pid, source.address, into)
+    job.help()
+    job.finish()
+    assert into == PATTERN

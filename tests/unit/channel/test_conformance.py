@@ -1,0 +1,190 @@
+"""What every channel promises, checked for each of them between two processes.
+
+A forked process sends; this one receives. They speak over a socket pair, with real frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from tests.unit.channel.processes import forked
+from weft import knobs
+from weft.channel.choice import Channels, choose, describe
+from weft.channel.cma import Nonce, Puller
+from weft.channel.memory import BufferPool
+from weft.channel.receiving import in_order, pull_buffers
+from weft.channel.sending import HeldTensors, prepare
+from weft.channel.table import ChannelKind, decode_table
+from weft.wire.frames import FrameParser, encode_frame
+
+MIB = 1 << 20
+NEVER = 1 << 60
+SIZES = [0, 1, 63, 64, 4095, 4096, (64 << 10) - 1, 64 << 10, (64 << 10) + 1, MIB, 16 * MIB + 3]
+CYCLE = bytes(range(251))  # a prime number of bytes: no two pages are alike
+
+LIMITS = {
+    ChannelKind.INLINE: (NEVER, NEVER),
+    ChannelKind.STREAM: (0, NEVER),
+    ChannelKind.CMA: (0, 1),
+}
+
+
+def pattern(size_bytes: int, seed: int) -> bytearray:
+    return bytearray(CYCLE * (size_bytes // len(CYCLE) + 2))[seed : seed + size_bytes]
+
+
+def serve(link: socket.socket, channels: Channels) -> None:
+    """The sender: answers lists of sizes with a message, and then a token with what it holds."""
+    held = HeldTensors()
+    while sizes := _receive_numbers(link):
+        buffers = [memoryview(pattern(size, seed)) for seed, size in enumerate(sizes)]
+        table, following = prepare(buffers, channels, held)
+        for part in encode_frame(1, 0, 0, table, following):
+            link.sendall(part)
+        del buffers, following
+        held_before = held.statistics().size_bytes
+        [token] = _receive_numbers(link)
+        held.release(token)
+        _send_numbers(link, [held_before, held.statistics().size_bytes])
+
+
+class Receiver:
+    """The receiving end, and what it learned of the sender's side."""
+
+    def __init__(self, link: socket.socket, channels: Channels, puller: Puller) -> None:
+        self.pool = BufferPool(limit_bytes=64 * MIB)
+        self.kinds: list[ChannelKind] = []
+        self.held_bytes = self.held_afterwards_bytes = 0
+        self._link, self._channels, self._puller = link, channels, puller
+        self._parser = FrameParser(self.pool.lease, 128 << 10, MIB, NEVER)
+
+    def ask(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Has the sender send buffers of these sizes; returns them as tensors."""
+        _send_numbers(self._link, sizes)
+        while not (frames := self._parser.received(self._receive())):
+            pass
+        following = [memoryview(buffer) for buffer in frames[0].buffers]
+        table = decode_table(
+            frames[0].control, [buffer.nbytes for buffer in following], limit_bytes=NEVER
+        )
+        self.kinds = [entry.kind for entry in table.entries]
+        pulled = pull_buffers(table, self._channels, self.pool, self._puller)
+        _send_numbers(self._link, [table.token])
+        self.held_bytes, self.held_afterwards_bytes = _receive_numbers(self._link)
+        return [_tensor(buffer) for buffer in in_order(table, following, pulled)]
+
+    def _receive(self) -> int:
+        count = self._link.recv_into(self._parser.space()[0])
+        assert count, "the sender failed"
+        return count
+
+
+def _tensor(buffer: memoryview) -> torch.Tensor:
+    if not buffer.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _send_numbers(link: socket.socket, numbers: Sequence[int]) -> None:
+    link.sendall(struct.pack(f"<I{len(numbers)}Q", len(numbers), *numbers))
+
+
+def _receive_numbers(link: socket.socket) -> tuple[int, ...]:
+    head = link.recv(4, socket.MSG_WAITALL)
+    if not head:
+        return ()
+    [count] = struct.unpack("<I", head)
+    return struct.unpack(f"<{count}Q", link.recv(8 * count, socket.MSG_WAITALL))
+
+
+@contextlib.contextmanager
+def connected(inline_limit_bytes: int, cma_from_bytes: int) -> Iterator[Receiver]:
+    """Connects this process to a sender that chooses its channels by these limits."""
+    ours = describe(Nonce())
+    with (
+        knobs.INLINE_LIMIT_BYTES.override(inline_limit_bytes),
+        knobs.CMA_FROM_BYTES.override(cma_from_bytes),
+    ):
+        outgoing = Channels("receiver", ours.facts.pid, "")
+    outgoing.confirm({"cma": ""})
+    with forked(lambda link: serve(link, outgoing)) as (pid, link):
+        # The child has this process's nonce at the same address, under an id of its own.
+        theirs = dataclasses.replace(ours, facts=dataclasses.replace(ours.facts, pid=pid))
+        incoming = choose(ours, theirs, "sender")
+        if cma_from_bytes < NEVER and incoming.verdict()["cma"]:
+            pytest.skip(f"no cma here: {incoming.verdict()['cma']}")
+        puller = Puller()
+        try:
+            yield Receiver(link, incoming, puller)
+        finally:
+            puller.close()
+
+
+@pytest.fixture(scope="module", params=list(LIMITS), ids=lambda kind: kind.name.lower())
+def kind(request: pytest.FixtureRequest) -> ChannelKind:
+    return ChannelKind(request.param)
+
+
+@pytest.fixture(scope="module")
+def receiver(kind: ChannelKind) -> Iterator[Receiver]:
+    with connected(*LIMITS[kind]) as made:
+        yield made
+
+
+@pytest.mark.keeps("threads")  # the puller's, which the module's receiver closes
+@pytest.mark.parametrize("size_bytes", SIZES)
+def test_bytes_arrive_intact(receiver: Receiver, kind: ChannelKind, size_bytes: int) -> None:
+    [tensor] = receiver.ask([size_bytes])
+    assert tensor.numpy().tobytes() == pattern(size_bytes, seed=0)
+    is_pulled = kind == ChannelKind.CMA and size_bytes > 0
+    assert receiver.kinds == ([kind] if is_pulled else [])
+
+
+def test_received_memory_is_writable_and_independent(receiver: Receiver) -> None:
+    sizes = [200_000, 100, 200_000]
+    first = receiver.ask(sizes)
+    for tensor in first:
+        tensor.fill_(255)
+    second = receiver.ask(sizes)
+    for seed, (size_bytes, old, new) in enumerate(zip(sizes, first, second, strict=True)):
+        assert new.numpy().tobytes() == pattern(size_bytes, seed)
+        assert old.min().item() == 255
+
+
+def test_buffers_keep_their_order(receiver: Receiver) -> None:
+    sizes = [3, 70_000, 0, 1, MIB, 64, 0]
+    tensors = receiver.ask(sizes)
+    for seed, (size_bytes, tensor) in enumerate(zip(sizes, tensors, strict=True)):
+        assert tensor.numpy().tobytes() == pattern(size_bytes, seed)
+
+
+def test_leased_memory_comes_back_with_the_tensor(receiver: Receiver) -> None:
+    tensors = receiver.ask([300_000, 300_000])
+    assert receiver.pool.statistics().leased_count == 2
+    del tensors
+    assert receiver.pool.statistics().leased_count == 0
+
+
+def test_the_sender_lets_go_once_everything_was_pulled(
+    receiver: Receiver, kind: ChannelKind
+) -> None:
+    receiver.ask([100_000, 0, 200_000])
+    assert receiver.held_bytes == (300_000 if kind == ChannelKind.CMA else 0)
+    assert receiver.held_afterwards_bytes == 0
+
+
+def test_one_message_may_take_every_way() -> None:
+    sizes = [10, 2 * MIB, 100_000, 0, 3 * MIB, 64 << 10]
+    with connected(inline_limit_bytes=64 << 10, cma_from_bytes=MIB) as receiver:
+        tensors = receiver.ask(sizes)
+        inline, stream, pulled = ChannelKind
+        assert receiver.kinds == [inline, pulled, stream, inline, pulled, inline]
+        for seed, (size_bytes, tensor) in enumerate(zip(sizes, tensors, strict=True)):
+            assert tensor.numpy().tobytes() == pattern(size_bytes, seed)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from weft.cli.main import USAGE_STATUS, main
+
+
+def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Returns the one line that a wrong command line is answered with."""
+    try:
+        status: object = main(arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == USAGE_STATUS
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    return line
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(["--version"])
+    assert ending.value.code == 0
+    assert capsys.readouterr().out.startswith("weft ")
+
+
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert "weft run --names ps,trainer0,trainer1 train.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "required: COMMAND; see weft --help"),
+        ("fly", "invalid choice: 'fly'"),
+        ("run train.py", "say how many workers to start, for instance: weft run -n 2"),
+        ("run -n 0 train.py", "number of workers is 0; it must be at least 1"),
+        ("run -n two train.py", "invalid int value: 'two'"),
+        ("run -n 2", "there is no script; write: weft run -n 2 train.py"),
+        ("run -n 2 -m", "there is no module after -m"),
+        ("run -n 2 no/such.py", "there is no script 'no/such.py' in "),
+        ("run -n 2 .", "'.' is a directory; name the script in it"),
+        ("run -n 2 --names a,,b train.py", "a worker name is empty in 'a,,b'"),
+        ("run --names a,b,a train.py", "worker name 'a' is given twice"),
+        ("run -n 2 --names a,b,c train.py", "3 names for 2 workers"),
+        ("run -n 2 --master-port 70000 train.py", "a port is a number from 1 to 65535"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    assert message in usage_error(capsys, *arguments.split())

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from weft.errors import LaunchError
+from weft.launch.cluster_store import WATCH_S, ClusterStore
+
+
+class LateStore(dist.Store):
+    """Has every key after a number of waits, and takes no time over them."""
+
+    def __init__(self, waits: int) -> None:
+        super().__init__()
+        self.waits = waits
+        self.waited_s = 0.0
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta.max) -> None:
+        self.waits -= 1
+        if self.waits > 0:
+            self.waited_s += timeout.total_seconds()
+            raise RuntimeError("timeout")
+
+
+def test_waits_until_the_key_is_there() -> None:
+    store = LateStore(waits=5)
+    ClusterStore(store).wait(["key"], timedelta(seconds=10))
+    assert store.waited_s == pytest.approx(4 * WATCH_S)
+
+
+def test_waits_no_longer_than_asked_for() -> None:
+    store = LateStore(waits=1000)
+    with pytest.raises(RuntimeError, match="timeout"):
+        ClusterStore(store).wait(["key"], timedelta(seconds=1))
+    assert store.waited_s == pytest.approx(1, abs=0.01)
+
+
+def test_a_worker_that_ended_ends_the_wait() -> None:
+    store = LateStore(waits=1000)
+    failures = [None, None, LaunchError("worker 'a' ended")]
+    watching = ClusterStore(store, lambda: failures.pop(0))
+    watched = dist.PrefixStore("weft/0", watching)
+    with pytest.raises(LaunchError, match="'a'"):
+        watched.wait(["key"], timedelta(seconds=60))
+    assert store.waited_s == pytest.approx(2 * WATCH_S)
+
+
+def test_processes_meet_whatever_the_number_of_their_group() -> None:
+    shared = dist.HashStore()
+    # PyTorch's stores hold on to what is C++ of another one, not to what is Python.
+    unnumbered = ClusterStore(shared)
+    caller = dist.PrefixStore("weft/7", unnumbered)
+    worker = dist.PrefixStore("weft/0", unnumbered)
+    caller.set("worker/0", "hello")
+    worker.wait(["worker/0"], timedelta(seconds=1))
+    assert worker.check(["worker/0"])
+    assert worker.get("worker/0") == b"hello"
+    assert not worker.check(["worker/1"])

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from weft.launch import console
+from weft.launch.console import CLEAR_LINE, Console, InterpreterSink, Label, PromptSink
+
+FIRST = Label("ps", 0, 7)
+SECOND = Label("trainer", 1, 7)
+
+
+class MemorySink:
+    def __init__(self, *, is_terminal: bool) -> None:
+        self.text = b""
+        self._is_terminal = is_terminal
+
+    def write(self, data: bytes) -> None:
+        self.text += data
+
+    def is_terminal(self) -> bool:
+        return self._is_terminal
+
+
+def make_console(*, is_terminal: bool, **environment: str) -> tuple[Console, MemorySink]:
+    sink = MemorySink(is_terminal=is_terminal)
+    return Console(sink, sink, environment), sink
+
+
+def test_names_stand_in_one_column_before_every_line() -> None:
+    made, sink = make_console(is_terminal=False)
+    made.write_lines(FIRST, [b"one", b""], is_error=False)
+    made.write_lines(SECOND, [b"two"], is_error=True)
+    assert sink.text == b"[ps]      one\n[ps]      \n[trainer] two\n"
+
+
+def test_standard_error_goes_to_standard_error() -> None:
+    out, err = MemorySink(is_terminal=False), MemorySink(is_terminal=False)
+    made = Console(out, err, {})
+    made.write_lines(FIRST, [b"result"], is_error=False)
+    made.write_lines(FIRST, [b"warning"], is_error=True)
+    assert (out.text, err.text) == (b"[ps]      result\n", b"[ps]      warning\n")
+
+
+def test_a_terminal_shows_each_worker_in_its_own_colour() -> None:
+    made, sink = make_console(is_terminal=True)
+    made.write_lines(FIRST, [b"one"], is_error=False)
+    made.write_lines(SECOND, [b"two"], is_error=False)
+    colours = [line.split(b"[")[2] for line in sink.text.splitlines()]
+    assert colours == [b"36m", b"33m"]
+
+
+def test_no_color_is_respected() -> None:
+    made, sink = make_console(is_terminal=True, NO_COLOR="1")
+    made.write_lines(FIRST, [b"one"], is_error=False)
+    assert sink.text == b"[ps]      one\n"
+
+
+def test_a_prompt_is_written_anew_when_its_line_goes_on() -> None:
+    made, sink = make_console(is_terminal=True, NO_COLOR="1")
+    made.show_partial(FIRST, b"name? ", is_error=False)
+    made.write_lines(FIRST, [b"name? none"], is_error=False)
+    assert sink.text == b"[ps]      name? " + CLEAR_LINE + b"[ps]      name? none\n"
+
+
+def test_another_worker_does_not_write_into_a_prompt() -> None:
+    made, sink = make_console(is_terminal=True, NO_COLOR="1")
+    made.show_partial(FIRST, b"name? ", is_error=False)
+    made.write_lines(SECOND, [b"loss 1"], is_error=False)
+    made.announce("the end")
+    assert sink.text == b"[ps]      name? \n[trainer] loss 1\nthe end\n"
+
+
+def test_a_file_gets_whole_lines_only() -> None:
+    made, sink = make_console(is_terminal=False)
+    made.show_partial(FIRST, b"50%", is_error=False)
+    assert sink.text == b""
+
+
+def test_a_replaced_standard_output_is_written_to(capsys: pytest.CaptureFixture[str]) -> None:
+    InterpreterSink("stdout").write("grüße\n".encode() + b"\xff\n")
+    assert capsys.readouterr().out == "grüße\n\ufffd\n"
+
+
+def test_at_the_prompt_output_comes_before_a_new_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = MemorySink(is_terminal=True)
+    monkeypatch.setattr(console, "_is_at_prompt", lambda: True)
+    monkeypatch.setattr(console, "_prompt", lambda: b">>> weft.clu")
+    PromptSink(sink).write(b"[worker0] hello\n")
+    assert sink.text == CLEAR_LINE + b"[worker0] hello\n>>> weft.clu"
+
+
+def test_code_that_runs_is_not_at_the_prompt() -> None:
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(console._is_at_prompt()))
+    thread.start()
+    thread.join()
+    assert answers == [False]

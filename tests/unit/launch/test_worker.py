@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from weft.errors import ConfigurationError
+from weft.launch.worker import (
+    compute_environment,
+    rendezvous_environment,
+    threads_per_worker,
+    worker_names,
+)
+
+
+def test_workers_are_numbered_by_rank() -> None:
+    assert worker_names(3, None) == ["worker0", "worker1", "worker2"]
+    assert worker_names(2, None, "trainer") == ["trainer0", "trainer1"]
+
+
+def test_names_are_taken_as_given() -> None:
+    assert worker_names(2, ["ps", "trainer"]) == ["ps", "trainer"]
+
+
+@pytest.mark.parametrize(
+    ("count", "names", "message"),
+    [
+        (0, None, "number of workers is 0; it must be at least 1"),
+        (-2, None, "number of workers is -2"),
+        (2, ["a", ""], "a worker name is empty"),
+        (2, ["a", " "], "a worker name is empty"),
+        (2, ["a", "a"], "'a' is given twice"),
+        (2, ["a", "b", "c"], "3 names for 2 workers"),
+        (3, ["a", "b"], "2 names for 3 workers"),
+    ],
+)
+def test_names_that_cannot_work_are_refused(
+    count: int, names: list[str] | None, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        worker_names(count, names)
+
+
+def test_the_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert [threads_per_worker(count) for count in (1, 3, 8, 20)] == [8, 2, 1, 1]
+    assert compute_environment({}, 4)["OMP_NUM_THREADS"] == "2"
+
+
+def test_what_the_user_has_set_stays() -> None:
+    mine = {"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": "", "OTHER": "x"}
+    assert compute_environment(mine, 4) == mine
+
+
+def test_a_worker_finds_its_group_in_the_environment() -> None:
+    assert rendezvous_environment("ps", 1, 3, 4567) == {
+        "RANK": "1",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4567",
+        "WEFT_WORKER_NAME": "ps",
+    }

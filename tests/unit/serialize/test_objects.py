@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import pickle
+import sys
+import types
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.unit.serialize import importable
+from tests.unit.serialize.trips import object_trip
+from weft.errors import ProtocolError, SerializationError, UnknownFunction
+from weft.serialize import objects
+from weft.serialize.objects import Packed, pack, register_external, unpack
+
+KILOBYTE = 1024
+
+
+@dataclasses.dataclass
+class Batch:
+    inputs: Tensor
+    label: str = "none"
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Slotted:
+    __slots__ = ("weight",)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@pytest.fixture
+def handle_type(monkeypatch: pytest.MonkeyPatch) -> type:
+    """Registers a class whose objects are taken out, for one test."""
+    monkeypatch.setattr(objects, "_external_types", objects._external_types)
+
+    @register_external
+    class Handle:
+        def __reduce__(self) -> Any:
+            raise AssertionError("a handle is never pickled")
+
+    return Handle
+
+
+json_like = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=30)
+@given(json_like)
+def test_plain_values_survive(value: Any) -> None:
+    assert object_trip(value) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2},
+        frozenset("ab"),
+        1 + 2j,
+        range(3),
+        Colour.RED,
+        Point(1, 2),
+        slice(1, 2),
+        bytearray(b"x"),
+        collections.OrderedDict(a=1),
+        torch.float32,
+        torch.strided,
+        torch.channels_last,
+        torch.device("cuda", 3),
+        torch.Size([1, 2]),
+        torch.per_tensor_affine,
+        Ellipsis,
+        NotImplemented,
+        int,
+        list[int],
+        ValueError,
+    ],
+    ids=repr,
+)
+def test_other_values_survive(value: object) -> None:
+    arrived = object_trip(value)
+    assert arrived == value
+    assert type(arrived) is type(value)
+
+
+def test_tensors_are_taken_out_wherever_they_are() -> None:
+    slotted = Slotted()
+    slotted.weight = torch.ones(1)
+    deep = Batch(torch.ones(2), extra={"list": [torch.ones(3), (torch.ones(4), slotted)]})
+    packed = pack(((deep, torch.ones(5)), {"key": torch.ones(6)}), main_by_name=True)
+    assert [tensor.numel() for tensor in packed.tensors] == [2, 3, 4, 1, 5, 6]
+    assert len(packed.payload) < KILOBYTE
+    (batch, five), keywords = unpack(packed.payload, packed.tensors, [])  # type: ignore[misc]
+    assert batch.inputs is packed.tensors[0]
+    assert batch.extra["list"][1][1].weight is packed.tensors[3]
+    assert five is packed.tensors[4]
+    assert keywords["key"] is packed.tensors[5]
+
+
+def test_one_tensor_is_taken_out_once_and_stays_one_object() -> None:
+    tensor = torch.ones(2)
+    packed = pack([tensor, {"again": tensor}, tensor], main_by_name=True)
+    assert len(packed.tensors) == 1
+    assert packed.tensors[0] is tensor
+    first, second, third = object_trip([tensor, {"again": tensor}, tensor])
+    assert first is second["again"] is third
+    assert first is not tensor
+
+
+def test_shared_and_circular_structure_survives() -> None:
+    shared = [1]
+    circle: list[Any] = [shared, shared, torch.ones(1)]
+    circle.append(circle)
+    arrived = object_trip(circle)
+    assert arrived[0] is arrived[1]
+    assert arrived[3] is arrived
+
+
+def test_a_module_keeps_parameters_buffers_and_ties() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
+    module[2].weight = module[0].weight  # type: ignore[union-attr]
+    arrived = object_trip(module)
+    assert all(type(parameter) is nn.Parameter for parameter in arrived.parameters())
+    assert arrived[2].weight is arrived[0].weight
+    assert arrived.state_dict().keys() == module.state_dict().keys()
+    inputs = torch.randn(4, 3)
+    assert torch.equal(arrived(inputs), module(inputs))
+
+
+def test_attributes_of_tensors_survive() -> None:
+    tensor, parameter = torch.ones(2), nn.Parameter(torch.ones(2))
+    tensor.note = {"self": tensor}  # type: ignore[attr-defined]
+    parameter.sharded = "yes"  # type: ignore[attr-defined]
+    arrived = object_trip([tensor, parameter])
+    assert arrived[0].note["self"] is arrived[0]
+    assert type(arrived[1]) is nn.Parameter
+    assert arrived[1].sharded == "yes"
+
+
+def test_external_objects_are_taken_out_once_in_order(handle_type: type) -> None:
+    class Kind(handle_type):  # type: ignore[misc]
+        pass
+
+    first, second = handle_type(), Kind()
+    packed = pack([first, {"x": second}, first, torch.ones(1)], main_by_name=True)
+    assert packed.externals == [first, second]
+    arrived: Any = unpack(packed.payload, packed.tensors, ["a", "b"])
+    assert arrived[:3] == ["a", {"x": "b"}, "a"]
+    assert arrived[3] is packed.tensors[0]
+
+
+def test_by_value_packing_takes_the_same_things_out(handle_type: type) -> None:
+    tensor, handle = torch.ones(2), handle_type()
+
+    def closure() -> Any:
+        return tensor, handle
+
+    packed = pack((closure, tensor), main_by_name=True)
+    assert [*packed.tensors] == [tensor]
+    assert packed.externals == [handle]
+    arrived: Any = unpack(packed.payload, packed.tensors, ["handle"])
+    assert arrived[0]() == (tensor, "handle")
+    assert arrived[1] is tensor
+
+
+FUNCTIONS = {
+    "lambda": (lambda x: x + 1, (1,), 2),
+    "partial": (functools.partial(importable.Base.double, 4), (), 8),
+    "bound method": (importable.Derived().method, (), "Derived"),
+    "class method": (importable.Derived.make, (), importable.Derived),
+    "builtin bound": ("-".join, ("ab",), "a-b"),
+    "callable object": (importable.Unhashable(), (), "called"),
+    "partial of lambda": (functools.partial(lambda x, y: x - y, 5), (2,), 3),
+}
+
+
+@pytest.mark.parametrize("case", FUNCTIONS)
+@pytest.mark.parametrize("main_by_name", [True, False])
+def test_functions_of_every_kind_work_after_the_trip(case: str, main_by_name: bool) -> None:
+    function, arguments, expected = FUNCTIONS[case]
+    assert object_trip(function, main_by_name)(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.add, torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.Tensor.add],
+    ids=["function", "packet", "overload", "method"],
+)
+def test_operators_arrive_as_the_very_same(function: Any) -> None:
+    assert object_trip([function])[0] is function
+
+
+def test_importable_functions_and_classes_go_by_name() -> None:
+    values = [importable.plain, importable.Base, importable.Base.Inner, importable.cached]
+    assert all(left is right for left, right in zip(object_trip(values), values, strict=True))
+
+
+def test_local_classes_and_their_objects_go_by_value() -> None:
+    class Local(importable.Base):
+        def __init__(self, weight: Tensor) -> None:
+            self.weight = weight
+
+        def method(self) -> str:
+            return f"local {super().method()}"
+
+    arrived = object_trip(Local(torch.ones(2)))
+    assert arrived.method() == "local Local"
+    assert arrived.weight.sum() == 2
+
+
+def test_a_recursive_closure_survives() -> None:
+    def factorial(n: int) -> int:
+        return n * factorial(n - 1) if n else 1
+
+    assert object_trip(factorial)(5) == 120
+
+
+@pytest.fixture
+def main_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    source = (
+        "class Thing:\n    value = 7\n"
+        "def work():\n    return Thing.value\n"
+        "def make():\n    return lambda: Thing\n"
+    )
+    exec(source, vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    return main
+
+
+def test_the_main_program_goes_by_name_where_both_run_it(main_module: Any) -> None:
+    for value in (main_module.Thing, main_module.work):
+        assert object_trip(value) is value
+    assert type(object_trip(main_module.Thing())) is main_module.Thing
+    # A lambda goes by value, and still names what belongs to the program.
+    assert object_trip(main_module.make())() is main_module.Thing
+
+
+def test_another_main_program_gets_everything_by_value(main_module: Any) -> None:
+    packed = [
+        pack(value, main_by_name=False)
+        for value in (main_module.work, main_module.Thing(), [main_module.Thing])
+    ]
+    vars(main_module).clear()  # the receiver's program has none of it
+    work, thing, kinds = (unpack(each.payload, [], []) for each in packed)
+    assert work() == 7  # type: ignore[operator]
+    assert thing.value == 7  # type: ignore[attr-defined]
+    assert kinds[0].value == 7  # type: ignore[index]
+
+
+def test_a_spawned_process_sends_its_main_program_by_either_way(
+    main_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main_module.__name__ = "__mp_main__"
+    for value in (main_module.Thing, main_module.work):
+        value.__module__ = "__mp_main__"
+    monkeypatch.setitem(sys.modules, "__mp_main__", main_module)
+    try:
+        by_name = pack(main_module.Thing, main_by_name=True)
+        by_value = pack(main_module.work, main_by_name=False)
+        thing = main_module.Thing
+        monkeypatch.delitem(sys.modules, "__mp_main__")
+        assert unpack(by_name.payload, [], []) is thing
+        vars(main_module).clear()
+        assert unpack(by_value.payload, [], [])() == 7  # type: ignore[operator]
+    finally:
+        if "__mp_main__" in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.unregister_pickle_by_value(types.ModuleType("__mp_main__"))
+
+
+def test_a_module_registered_with_cloudpickle_goes_by_value() -> None:
+    cloudpickle.register_pickle_by_value(importable)
+    try:
+        assert object_trip(importable.decorated) is not importable.decorated
+    finally:
+        cloudpickle.unregister_pickle_by_value(importable)
+    assert object_trip(importable.decorated) is importable.decorated
+
+
+def test_a_lambda_needs_nothing_of_the_module_it_was_written_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = pack(lambda x: x * KILOBYTE, main_by_name=False)
+    monkeypatch.delitem(sys.modules, __name__)
+    function: Any = unpack(packed.payload, [], [])
+    assert function(2) == 2 * KILOBYTE
+
+
+def test_a_missing_class_names_module_and_class() -> None:
+    packed = pack(importable.Derived(), main_by_name=True)
+    damaged = packed.payload.replace(b"Derived", b"Removed")
+    with pytest.raises(UnknownFunction, match=r"'Removed' in module 'tests.*importable'"):
+        unpack(damaged, [], [])
+
+
+def test_a_missing_module_is_named() -> None:
+    packed = pack(importable.Derived(), main_by_name=True)
+    damaged = packed.payload.replace(b"importable", b"impossible")
+    with pytest.raises(UnknownFunction, match="impossible"):
+        unpack(damaged, [], [])
+
+
+def test_an_object_that_cannot_be_rebuilt_says_why() -> None:
+    class Refuses:
+        def __setstate__(self, state: object) -> None:
+            raise ValueError("version 3 is too old")
+
+        def __getstate__(self) -> object:
+            return {"version": 3}
+
+    packed = pack(Refuses(), main_by_name=True)
+    with pytest.raises(SerializationError, match="version 3 is too old") as caught:
+        unpack(packed.payload, [], [])
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x80", b"garbage", b"\x80\x05\x95"])
+def test_garbage_is_an_error_of_ours(payload: bytes) -> None:
+    with pytest.raises(SerializationError):
+        unpack(payload, [], [])
+
+
+def test_a_payload_with_too_few_tensors_or_references_is_refused(handle_type: type) -> None:
+    for value in (torch.ones(1), handle_type()):
+        packed = pack([value], main_by_name=True)
+        with pytest.raises((ProtocolError, SerializationError)):
+            unpack(packed.payload, [], [])
+
+
+def test_other_unpicklers_refuse_a_payload_with_tensors() -> None:
+    packed = pack([torch.ones(1)], main_by_name=True)
+    with pytest.raises((ImportError, AttributeError, ProtocolError)):
+        pickle.loads(packed.payload)
+
+
+def test_packed_is_small() -> None:
+    packed = pack(((torch.ones(2), 1), {}), main_by_name=True)
+    assert type(packed) is Packed
+    assert len(packed.payload) < 64

@@ -1,0 +1,404 @@
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import Parameter
+
+from tests.unit.serialize.trips import copies, raw, tensor_trip
+from weft.errors import ProtocolError, SerializationError
+from weft.serialize import received
+from weft.serialize.dtypes import CODES
+from weft.serialize.extents import UNION_FLOOR_BYTES
+from weft.serialize.tensors import as_memory, describe, grad_flags, rebuild, some_require_grad
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+ALL_DTYPES = sorted(CODES, key=CODES.__getitem__)
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Returns a tensor of random bits, NaN and infinities among them."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    limit = 2 if dtype is torch.bool else 256
+    bits = torch.randint(0, limit, (count,), dtype=torch.uint8, generator=generator)
+    return bits.view(dtype).view(shape)
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and left.shape == right.shape and raw(left) == raw(right)
+
+
+@st.composite
+def views(draw: st.DrawFn, tensor: Tensor) -> Tensor:
+    """Draws a view of ``tensor`` through a few operations."""
+    for _ in range(draw(st.integers(0, 3))):
+        dimension = draw(st.integers(0, tensor.dim() - 1)) if tensor.dim() else 0
+        size = tensor.shape[dimension] if tensor.dim() else 0
+        operation = draw(st.sampled_from(["swap", "slice", "select", "expand", "unfold", "new"]))
+        if operation == "new":
+            tensor = tensor.unsqueeze(0)
+        elif not tensor.dim():
+            continue
+        elif operation == "swap":
+            tensor = tensor.transpose(dimension, draw(st.integers(0, tensor.dim() - 1)))
+        elif operation == "slice":
+            start = draw(st.integers(0, size))
+            places = [slice(None)] * dimension + [slice(start, None, draw(st.integers(1, 3)))]
+            tensor = tensor[tuple(places)]
+        elif operation == "select" and size:
+            tensor = tensor.select(dimension, draw(st.integers(0, size - 1)))
+        elif operation == "expand" and size == 1:
+            tensor = tensor.expand(*(-1 if d != dimension else 4 for d in range(tensor.dim())))
+        elif operation == "unfold" and size > 1:
+            tensor = tensor.unfold(dimension, 2, 1)
+    return tensor
+
+
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (1, 0, 2), (2, 1, 1, 2)], ids=str)
+def test_each_dtype_and_shape_survives(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = random_tensor(dtype, shape, 1)
+    (rebuilt,) = tensor_trip(tensor)
+    assert same(rebuilt, tensor)
+    assert rebuilt.is_contiguous()
+
+
+@settings(max_examples=60)
+@given(st.data(), st.sampled_from(ALL_DTYPES), shapes, st.integers(0, 99))
+def test_any_view_survives(
+    data: st.DataObject, dtype: torch.dtype, shape: tuple[int, ...], seed: int
+) -> None:
+    view = data.draw(views(random_tensor(dtype, shape, seed)))
+    (rebuilt,) = tensor_trip(view)
+    assert same(rebuilt, view)
+
+
+@settings(max_examples=60)
+@given(st.data(), shapes, st.integers(2, 4))
+def test_views_of_one_storage_go_on_sharing_it(
+    data: st.DataObject, shape: tuple[int, ...], count: int
+) -> None:
+    base = random_tensor(torch.int32, shape, 0)
+    assert base.nbytes < UNION_FLOOR_BYTES
+    originals = [data.draw(views(base)) for _ in range(count)]
+    rebuilt = tensor_trip(*originals)
+    written = data.draw(st.integers(0, count - 1))
+    for tensors in (originals, rebuilt):
+        # Through as_strided, because an expanded or unfolded view refuses to be written.
+        target = tensors[written]
+        if target.numel():
+            target.as_strided((1,), (1,), target.storage_offset()).fill_(77)
+    for original, arrived in zip(originals, rebuilt, strict=True):
+        assert same(arrived, original)
+
+
+def test_views_of_different_dtypes_share_one_buffer() -> None:
+    base = torch.arange(64, dtype=torch.uint8)
+    odd, floats, doubles = (
+        base[1:],
+        base[4:].view(torch.float32),
+        base[16:32].view(torch.complex128),
+    )
+    table, buffers = describe([odd, floats, doubles])
+    assert [buffer.nbytes for buffer in buffers] == [64]
+    rebuilt = rebuild(table, copies(buffers))
+    rebuilt[0].zero_()
+    assert not rebuilt[1].any()
+    assert not rebuilt[2].any()
+    assert rebuilt[0].untyped_storage().data_ptr() == rebuilt[2].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(1, 2, 3, 4, 5).to(memory_format=torch.channels_last_3d),
+        torch.tensor([1.0, 2.0]).expand(3, 2),
+        torch.tensor(1.0).expand(2, 3),
+        torch.arange(8.0).unfold(0, 3, 1),
+    ],
+    ids=["transposed", "permuted", "channels last", "3d", "expanded", "scalar", "windows"],
+)
+def test_strides_survive(tensor: Tensor) -> None:
+    (rebuilt,) = tensor_trip(tensor)
+    assert same(rebuilt, tensor)
+    assert rebuilt.stride() == tensor.stride()
+
+
+def test_an_expanded_tensor_sends_each_element_once() -> None:
+    _, buffers = describe([torch.ones(2, 1).expand(2, 10_000)])
+    assert [buffer.nbytes for buffer in buffers] == [8]
+
+
+def test_an_expanded_slice_sends_only_its_own_elements() -> None:
+    tensor = torch.arange(3000.0).view(3, 1000)[:, :1].expand(3, 7)
+    table, buffers = describe([tensor])
+    assert [buffer.nbytes for buffer in buffers] == [12]
+    (rebuilt,) = rebuild(table, copies(buffers))
+    assert same(rebuilt, tensor)
+    assert rebuilt.stride() == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "index", [(5,), (slice(None), 0), (slice(2, 4),), (slice(None, None, 500),)]
+)
+def test_a_small_view_of_a_large_storage_sends_only_itself(index: tuple[object, ...]) -> None:
+    view = torch.arange(1_000_000.0).view(1000, 1000)[index]
+    _, buffers = describe([view])
+    assert sum(buffer.nbytes for buffer in buffers) == view.nbytes
+    assert same(tensor_trip(view)[0], view)
+
+
+def test_two_columns_of_a_large_matrix_do_not_send_the_matrix() -> None:
+    matrix = torch.arange(1_000_000.0).view(1000, 1000)
+    first, last, again = matrix[:, 0], matrix[:, -1], matrix[:, 0]
+    table, buffers = describe([first, last, again])
+    assert sorted(buffer.nbytes for buffer in buffers) == [4000, 4000]
+    rebuilt = rebuild(table, copies(buffers))
+    assert all(map(same, rebuilt, [first, last, again]))
+    rebuilt[0].zero_()
+    assert not rebuilt[2].any()  # the same view is still the same memory
+    assert same(rebuilt[1], last)
+
+
+def test_rows_of_a_matrix_travel_without_those_between() -> None:
+    matrix = torch.randn(1000, 1000)
+    _, buffers = describe([matrix[0], matrix[999]])
+    assert [buffer.nbytes for buffer in buffers] == [4000, 4000]
+
+
+def test_dense_tensors_travel_from_their_own_memory() -> None:
+    tensors = [torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(4, dtype=torch.bfloat16)]
+    for tensor in tensors:
+        _, (buffer,) = describe([tensor])
+        assert buffer.data_ptr() == tensor.data_ptr()
+        assert buffer.dim() == 1
+        assert not buffer.requires_grad
+
+
+def test_lazy_values_are_resolved() -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    imaginary = numbers.conj().imag
+    assert imaginary.is_neg()
+    lazy = [numbers.conj(), imaginary, torch._efficientzerotensor(3)]
+    expected = [[1 - 2j, 3 + 4j], [-2, 4], [0, 0, 0]]
+    for tensor, values in zip(lazy, expected, strict=True):
+        assert tensor_trip(tensor)[0].tolist() == values
+    assert [tensor.tolist() for tensor in tensor_trip(*lazy)] == expected
+
+
+def test_rebuilt_tensors_share_the_given_memory_and_keep_it_alive() -> None:
+    class Memory(bytearray):
+        """A bytearray that can be referenced weakly."""
+
+    table, buffers = describe([torch.ones(2, 2)])
+    memory = Memory(copies(buffers)[0])
+    (tensor,) = rebuild(table, [memory])
+    memory[:4] = b"\0\0\0\0"
+    assert tensor[0, 0] == 0
+    tensor[1, 1] = 0
+    assert memory[12:] == b"\0\0\0\0"
+    alive = weakref.ref(memory)
+    del memory
+    assert alive() is not None
+    del tensor
+    assert alive() is None
+
+
+@pytest.mark.parametrize("tensors", [[torch.ones(3)], [torch.ones(2, 2).t(), torch.ones(1)]])
+def test_buffers_may_be_read_only_misaligned_too_long_or_tensors(tensors: list[Tensor]) -> None:
+    table, buffers = describe(tensors)
+    shifted = [memoryview(bytearray(b"x" + as_memory(buffer)))[1:] for buffer in buffers]
+    longer = [bytearray(as_memory(buffer)) + b"rest" for buffer in buffers]
+    read_only = [bytes(memory) for memory in copies(buffers)]
+    flat = [torch.frombuffer(memory, dtype=torch.uint8) for memory in copies(buffers)]
+    part = [
+        torch.frombuffer(bytearray(b"xyz") + memory, dtype=torch.uint8)[3:]
+        for memory in copies(buffers)
+    ]
+    for arrived in (shifted, longer, read_only, flat, part):
+        for rebuilt, tensor in zip(rebuild(table, arrived), tensors, strict=True):
+            assert same(rebuilt, tensor)
+            rebuilt.add_(1)
+            assert not same(rebuilt, tensor)
+
+
+def test_as_memory_shows_the_bytes_themselves() -> None:
+    tensor = torch.zeros(2, dtype=torch.bfloat16)
+    memory = as_memory(tensor)
+    memory[0:2] = torch.ones(1, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    assert tensor.tolist() == [1, 0]
+    assert as_memory(torch.empty(0)).nbytes == 0
+
+
+GRAD_CASES = {
+    "plain": torch.ones(2),
+    "wants grad": torch.ones(2, requires_grad=True),
+    "has history": torch.ones(2, requires_grad=True) * 2,
+    "complex": torch.ones(2, dtype=torch.complex64, requires_grad=True),
+    "parameter": Parameter(torch.ones(2, 2)),
+    "frozen parameter": Parameter(torch.ones(2), requires_grad=False),
+    "integer parameter": Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False),
+    "transposed": torch.ones(2, 3, requires_grad=True).t(),
+    "empty": torch.ones(0, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("name", GRAD_CASES)
+def test_grad_flags_survive(name: str) -> None:
+    tensor = GRAD_CASES[name]
+    is_parameter = isinstance(tensor, Parameter)
+    table, buffers = describe([tensor])
+    assert grad_flags(table) == [(tensor.requires_grad, is_parameter)]
+    assert some_require_grad(table) == tensor.requires_grad
+    (rebuilt,) = rebuild(table, copies(buffers))
+    assert type(rebuilt) is (Parameter if is_parameter else Tensor)
+    assert rebuilt.requires_grad == tensor.requires_grad
+    assert rebuilt.is_leaf
+    (detached,) = rebuild(table, copies(buffers), detached=True)
+    assert type(detached) is Tensor
+    assert not detached.requires_grad
+
+
+def test_flags_belong_to_their_tensor_in_a_message_of_many() -> None:
+    tensors = list(GRAD_CASES.values())
+    table, buffers = describe(tensors)
+    assert some_require_grad(table)
+    assert [flags.requires_grad for flags in grad_flags(table)] == [
+        tensor.requires_grad for tensor in tensors
+    ]
+    rebuilt = rebuild(table, copies(buffers))
+    assert [type(tensor) for tensor in rebuilt] == [type(tensor) for tensor in tensors]
+    assert not some_require_grad(describe([torch.ones(1), torch.ones(1)])[0])
+
+
+def test_in_place_work_on_what_arrived_leaves_the_sender_alone() -> None:
+    tensor = torch.ones(2, 2)
+    (rebuilt,) = tensor_trip(tensor)
+    rebuilt.mul_(5)
+    assert tensor.sum() == 4
+
+
+def test_no_tensors_make_an_empty_list() -> None:
+    table, buffers = describe([])
+    assert rebuild(table, buffers) == []
+    assert rebuild(b"", []) == grad_flags(b"") == []
+    assert not some_require_grad(b"")
+
+
+def test_many_dimensions_survive() -> None:
+    tensor = torch.arange(4.0).view(2, *[1] * 20, 2)
+    assert same(tensor_trip(tensor)[0], tensor)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.empty(2, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    ],
+    ids=["sparse", "meta", "quantised"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_has_no_plain_memory_is_refused(make: object) -> None:
+    with pytest.raises(SerializationError, match="memory"):
+        describe([make()])  # type: ignore[operator]
+
+
+def test_a_missing_device_names_the_device_the_worker_and_the_fix() -> None:
+    table, buffers = describe([torch.ones(2)] * 2, {torch.device("cpu"): torch.device("cuda", 97)})
+    with pytest.raises(SerializationError) as caught:
+        rebuild(table, copies(buffers), worker="trainer3")
+    text = str(caught.value)
+    assert all(part in text for part in ("tensor 0", "cuda:97", "'trainer3'", ".cpu()"))
+    assert caught.value.worker == "trainer3"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_tensors_on_a_device_are_put_there(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    # The CPU under another name: what is tested is the way there and back.
+    monkeypatch.setattr(received, "device_of", lambda code, index, worker: torch.device("cpu", 0))
+    base = torch.arange(12.0).view(3, 4)
+    tensors = [base.t(), base[1] if shared else torch.ones(4), torch.ones(0)]
+    table, buffers = describe(tensors, {torch.device("cpu"): torch.device("cuda", 0)})
+    rebuilt = rebuild(table, copies(buffers))
+    assert all(map(same, rebuilt, tensors))
+    rebuilt[0].zero_()
+    assert rebuilt[1].any() != shared
+
+
+def test_the_wrong_number_of_buffers_is_noticed() -> None:
+    table, buffers = describe([torch.ones(2), torch.ones(3)])
+    arrived = copies(buffers)
+    for wrong in ([], arrived[:1], [*arrived, bytearray(8)]):
+        with pytest.raises(ProtocolError, match="buffers"):
+            rebuild(table, wrong)
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(4), torch.ones(2, 2).t(), torch.ones(1).expand(4)])
+def test_a_short_buffer_is_noticed(tensor: Tensor) -> None:
+    table, (buffer,) = describe([tensor])
+    with pytest.raises(ProtocolError, match="needs"):
+        rebuild(table, [bytearray(as_memory(buffer))[:-1]])
+
+
+def lies_inside(tensor: Tensor) -> bool:
+    if not tensor.numel():
+        return True
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return end <= tensor.untyped_storage().nbytes()
+
+
+FUZZ_BUFFERS = [bytearray(16), bytearray(48)]
+FUZZ_TABLES = [
+    describe(tensors)[0]
+    for tensors in (
+        [torch.ones(4), torch.ones(3, 4)],
+        [torch.ones(4), torch.ones(3, 4).t()],
+        [torch.ones(4), torch.ones(12, dtype=torch.int32), torch.ones(0)],
+        list(itertools.accumulate([torch.ones(4)] * 3, lambda left, _: left[1:])),
+    )
+]
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_damaged_table_never_reaches_outside_the_buffers(data: st.DataObject) -> None:
+    table = bytearray(data.draw(st.sampled_from(FUZZ_TABLES)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(table) - 1))
+        value = data.draw(st.sampled_from([0, 1, 2, 4, 8, 12, 127, 128, 255]))
+        table[place] = value
+    if data.draw(st.booleans()):
+        table = table[: data.draw(st.integers(0, len(table)))]
+    for buffers in (FUZZ_BUFFERS, FUZZ_BUFFERS[:1]):
+        try:
+            tensors = rebuild(table, buffers)
+            grad_flags(table)
+        except (ProtocolError, SerializationError):
+            continue
+        assert all(map(lies_inside, tensors))
+
+
+@settings(max_examples=100)
+@given(st.binary(max_size=80))
+def test_random_bytes_are_no_table(table: bytes) -> None:
+    try:
+        tensors = rebuild(table, FUZZ_BUFFERS)
+    except (ProtocolError, SerializationError):
+        return
+    assert all(map(lies_inside, tensors))

@@ -1,0 +1,74 @@
+"""The check that every test undergoes must itself be able to fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests import leaks
+
+
+@pytest.fixture(autouse=True)
+def _no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaks, "GRACE_S", 0.0)
+
+
+def test_nothing_left_is_no_leak() -> None:
+    assert leaks.find_leaks(leaks.take_state()) == []
+
+
+def test_thread_is_found_by_name() -> None:
+    before = leaks.take_state()
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name="left-behind")
+    thread.start()
+    try:
+        assert leaks.find_leaks(before) == ["threads: left-behind"]
+        assert leaks.find_leaks(before, kept={"threads"}) == []
+    finally:
+        end.set()
+        thread.join()
+    assert leaks.find_leaks(before) == []
+
+
+def test_descriptor_is_found_even_where_its_number_was_open_before() -> None:
+    first, second = os.pipe()
+    before = leaks.take_state()
+    os.close(first)
+    reopened = os.open(os.devnull, os.O_RDONLY)
+    try:
+        assert reopened == first
+        assert leaks.find_leaks(before) == [f"descriptors: {first} -> /dev/null"]
+    finally:
+        os.close(reopened)
+        os.close(second)
+
+
+def test_process_is_found_until_it_is_waited_for() -> None:
+    before = leaks.take_state()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    found = leaks.find_leaks(before, kept={"descriptors"})
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    ended = leaks.find_leaks(before)
+    child.wait()
+    assert len(found) == 1
+    assert found[0].startswith(f"processes: {child.pid} ")
+    assert ended == [f"processes: {child.pid} (ended, not waited for)"]
+    assert leaks.find_leaks(before) == []
+
+
+def test_shared_memory_is_found() -> None:
+    before = leaks.take_state()
+    entry = Path(f"/dev/shm/weft-test-{os.getpid()}")
+    entry.touch()
+    try:
+        assert leaks.find_leaks(before) == [f"shared memory: {entry.name}"]
+    finally:
+        entry.unlink()
