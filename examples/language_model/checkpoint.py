@@ -1,4 +1,7 @@
-"""Saves a run so that it can be gone on with, exactly where it was."""
+"""Saves a run so that it can be gone on with: the model, its place in the text, the figures.
+
+The optimizer's running averages are not saved; a resumed run gathers them anew.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@
 
     WeftError
     ├── ConfigurationError (ValueError)        an argument or option is wrong: change it
+    │   └── ArgumentTypeError (TypeError)      an argument is of a type that cannot work
     ├── NotInitialized (RuntimeError)          call init_rpc first, or the worker has shut down
     ├── AlreadyInitialized (RuntimeError)      init_rpc was called twice
     ├── RendezvousError (RuntimeError)         the workers could not find each other
@@ -22,6 +23,7 @@
     ├── ReferenceGone (RuntimeError)           the referenced value was already released
     ├── ProtocolError (RuntimeError)           a peer sent what no Weft of this version sends
     ├── AutogradError (RuntimeError)           a distributed backward pass cannot be run
+    ├── OptimizerError (RuntimeError)          an optimizer failed on some worker; says which
     ├── ShutdownError (RuntimeError)           a graceful shutdown went wrong; says who and why
     └── LaunchError (RuntimeError)             worker processes could not be started, or one died
 
@@ -38,6 +40,10 @@ class WeftError(Exception):
 
 class ConfigurationError(WeftError, ValueError):
     """An argument or an option has a value that cannot work."""
+
+
+class ArgumentTypeError(ConfigurationError, TypeError):
+    """An argument is of a type that cannot work."""
 
 
 class NotInitialized(WeftError, RuntimeError):
@@ -200,6 +206,26 @@ class AutogradError(WeftError, RuntimeError):
         return (
             _rebuild_with_fields,
             (type(self), str(self), {"worker": self.worker, "operation": self.operation}),
+        )
+
+
+class OptimizerError(WeftError, RuntimeError):
+    """A distributed optimizer failed on some worker; its cause is the error of that worker.
+
+    Attributes:
+        worker: Name of the first worker where it failed.
+        others: Names of the other workers where it failed.
+    """
+
+    def __init__(self, message: str, *, worker: str = "", others: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.others = others
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (
+            _rebuild_with_fields,
+            (type(self), str(self), {"worker": self.worker, "others": self.others}),
         )
 
 

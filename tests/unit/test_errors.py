@@ -17,6 +17,7 @@ ALL_ERRORS = [
 
 BUILT_IN = {
     "ConfigurationError": (ValueError,),
+    "ArgumentTypeError": (ValueError, TypeError),
     "RendezvousTimeout": (RuntimeError, TimeoutError),
     "UnknownWorker": (RuntimeError, ValueError),
     "CallTimeout": (RuntimeError, TimeoutError),
@@ -34,6 +35,7 @@ WITH_FIELDS = [
     errors.WorkerLost("ps is gone", worker="ps", since=1e9, cause="end of file"),
     errors.OwnerLost("ps is gone", worker="ps", since=1e9, cause="end of file"),
     errors.AutogradError("backward failed", worker="ps", operation="MulBackward0"),
+    errors.OptimizerError("step failed", worker="ps", others=("trainer0",)),
     errors.LaunchError("worker 2 died", worker="ps", exit_code=-9),
 ]
 

@@ -434,7 +434,8 @@ class Agent:
     def _read_until_done(self, peer: Peer, link: Link, call: PendingCall) -> None:
         # A read may take longer than what is left in the end; others read on then.
         limit_s = call.deadline_s - READ_TICK_S
-        self._read_until(peer, link, lambda: call.has_outcome, limit_s, call)
+        # Done as well as outcome: whoever looks at the outcome takes it away.
+        self._read_until(peer, link, lambda: call.is_done or call.has_outcome, limit_s, call)
 
     def _read_until(
         self,

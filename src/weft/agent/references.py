@@ -93,10 +93,12 @@ class ReferenceKeeper:
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._lock = threading.Lock()
         self._values: dict[ReferenceId, OwnedValue] = {}
+        self._handles: defaultdict[ReferenceId, int] = defaultdict(int)
         self._confirmed: set[ReferenceId] = set()
         self._dead: dict[ReferenceId, WeftError] = {}
         self._sites: dict[ReferenceId, tuple[CodeType, int]] = {}
         self._outgoing: defaultdict[int, list[Message]] = defaultdict(list)
+        self._orphans: list[tuple[OwnedValue, WeftError]] = []
         self._ended: deque[ReferenceId] = deque()
         self._due_s = math.inf
         agent.parts[ReferenceKeeper] = self
@@ -112,6 +114,7 @@ class ReferenceKeeper:
         with self._lock:
             reference = self._machine.owned()
             self._values[reference] = owned
+            self._handles[reference] += 1
         return reference
 
     def create_here(self) -> tuple[ReferenceId, OwnedValue]:
@@ -120,6 +123,7 @@ class ReferenceKeeper:
         with self._lock:
             reference = self._machine.owned()
             self._values[reference] = owned
+            self._handles[reference] += 1
         return reference, owned
 
     def created(self, reference: ReferenceId) -> OwnedValue | None:
@@ -158,7 +162,9 @@ class ReferenceKeeper:
     def creating(self, owner: Peer) -> ReferenceId:
         """Names a value that a call to ``owner`` will make; counts one handle."""
         with self._lock:
-            return self._machine.creating(owner.id)
+            reference = self._machine.creating(owner.id)
+            self._handles[reference] += 1
+        return reference
 
     def not_created(self, reference: ReferenceId) -> None:
         """Takes back ``creating``: the call could not be sent."""
@@ -190,6 +196,8 @@ class ReferenceKeeper:
         """Notes a reference that came in a message; returns whether it counts as a handle."""
         with self._lock:
             is_counted = self._machine.received(handed.reference, handed.token, sender.id)
+            if is_counted:
+                self._handles[handed.reference] += 1
         self._settle()
         return is_counted
 
@@ -290,10 +298,18 @@ class ReferenceKeeper:
             while self._ended:
                 reference = self._ended.popleft()
                 self._machine.handle_dropped(reference)
-                if reference.owner != self._me:
-                    self._sites.pop(reference, None)
-                    self._confirmed.discard(reference)
+                self._handles[reference] -= 1
+                if not self._handles[reference]:
+                    self._forget(reference)
         self._settle()
+
+    def _forget(self, reference: ReferenceId) -> None:
+        """Lets go of what is only of use to handles of this worker."""
+        del self._handles[reference]
+        self._confirmed.discard(reference)
+        self._dead.pop(reference, None)
+        if reference not in self._values:
+            self._sites.pop(reference, None)
 
     def _settle(self) -> None:
         """Carries out what the machine asks for."""
@@ -301,8 +317,11 @@ class ReferenceKeeper:
             actions = self._machine.take_actions()
             released = [value for action in actions if (value := self._act(action)) is not None]
             has_outgoing = bool(self._outgoing)
+            orphans, self._orphans = self._orphans, []
         if has_outgoing:
             self._nudge()
+        for owned, error in orphans:
+            owned.resolve(None, error)
         # Outside the lock: the end of a value may run any code.
         del actions
         released.clear()
@@ -316,7 +335,11 @@ class ReferenceKeeper:
         elif isinstance(action, protocol.Confirmed):
             self._confirmed.add(action.reference)
         elif isinstance(action, protocol.ValueGone):
-            self._dead[action.reference] = ReferenceGone(f"{action.reference} has no value any more")
+            gone = ReferenceGone(f"{action.reference} has no value any more")
+            self._dead[action.reference] = gone
+            owned = self._values.pop(action.reference, None)
+            if owned is not None:
+                self._orphans.append((owned, gone))
         elif isinstance(action, protocol.OwnerLost):
             self._dead[action.reference] = self._owner_lost(action.reference)
         return None

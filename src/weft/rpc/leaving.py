@@ -58,6 +58,7 @@ class Leaving:
                 f"{timeout:.1f} s; {self._missing()}"
             )
         if not self._lost:
+            self._report_leaks()
             return None
         told = "; ".join(str(lost) for lost in self._lost.values())
         return ShutdownError(f"shut down without every worker: {told}")
@@ -186,6 +187,9 @@ class Leaving:
         while not references.is_settled() and not self._agent.reactor.is_closing:
             time.sleep(_SETTLE_POLL_S)
             references.flush()
-        for line in references.report_leaks():
-            _log.warning("a reference was not released: %s", line)
         self._tell(Send(_LEADER, Step.SETTLED))
+
+    def _report_leaks(self) -> None:
+        """Names what is left; nothing can be, once all workers have settled."""
+        for line in self._worker.references.report_leaks():
+            _log.warning("a reference was not released: %s", line)

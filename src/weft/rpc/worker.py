@@ -175,7 +175,7 @@ class Worker:
 
     def reply_error(self, peer: Peer, number: int, error: BaseException) -> None:
         """Sends the error of a call."""
-        payload = pack_error(error, self.agent.info.name)
+        payload = pack_error(error, self.agent.info.name, main_by_name=peer.main_by_name)
         head = encode_reply_head(ReplyHead(0, 0, ()))
         message = self.parcels.seal(peer, Kind.REPLY, ReplyFlag.ERROR, number, head, payload, ())
         try:

@@ -65,6 +65,19 @@ def test_two_trainers_equal_one_process_with_both_batches(workers: None) -> None
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+def test_a_saved_model_is_the_same_on_other_workers(workers: None) -> None:
+    corpus = made_up_corpus()
+    training = SynchronousTraining(SERVER, TRAINERS, corpus, SMALL)
+    for row in training.rows[:3]:
+        training.step(row)
+    other = SynchronousTraining(SERVER, TRAINERS[::-1], corpus, replace(SMALL, seed=7))
+    assert other.held_out_perplexity() != training.held_out_perplexity()
+    other.load(training.state())
+    assert other.held_out_perplexity() == training.held_out_perplexity()
+    row = training.rows[3]
+    assert other.step(row).losses == training.step(row).losses  # the LSTMs remember the text too
+
+
 def test_what_the_model_moves_is_as_small_as_promised(workers: None) -> None:
     def measure(settings: Settings) -> float:
         training = SynchronousTraining(SERVER, TRAINERS, corpus, settings)
@@ -114,6 +127,13 @@ def test_ctrl_c_stops_everything_and_the_run_can_be_gone_on_with(tmp_path: Path)
     assert stopped_s < 2
     steps = len(load_checkpoint(tmp_path / "state.pt").history.losses)
     assert f"stopped; the state of step {steps:,} is in {tmp_path / 'state.pt'}" in output
+
+    epochs = steps // 34 + 1
+    again = ["--resume", str(tmp_path / "state.pt"), "--epochs", str(epochs)]
+    subprocess.run([*PROGRAM, *again, "--out", str(tmp_path / "again")], check=True, timeout=50)
+    figures = json.loads((tmp_path / "again" / "figures.json").read_text(encoding="utf-8"))
+    assert figures["settings"]["embedding"] == 16
+    assert len(figures["loss"]) == epochs * 34
 
 
 class SingleProcess:
