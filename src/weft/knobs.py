@@ -94,6 +94,9 @@ SHARED_PULL_BYTES = Knob(
 BACKWARD_TIMEOUT_S = Knob(
     "BACKWARD_TIMEOUT_S", 1800.0, "Seconds a distributed backward pass may take."
 )
+SPIN_S = Knob(
+    "SPIN_S", 50e-6, "Seconds a waiting thread may look for data before it sleeps; 0 for never."
+)
 STALL_S = Knob("STALL_S", 0.002, "Seconds a queued call may wait before another thread is woken.")
 LAUNCH_GRACE_S = Knob(
     "LAUNCH_GRACE_S", 5.0, "Seconds between asking a worker process to end and killing it."

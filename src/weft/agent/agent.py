@@ -33,6 +33,7 @@ from weft.protocol.calls import CallTable
 from weft.protocol.membership import Directory
 from weft.transport.handshake import decode_greeting
 from weft.transport.link import READ_TICK_S, Link, LinkClosed
+from weft.transport.spinning import Spinning
 from weft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from weft.wire.messages import Kind, encode_ints
 
@@ -189,7 +190,11 @@ class Agent:
         with self._lock:
             self._links.append((peer, link))
         self.reactor.watch_writing(link.write_fd, lambda: self._on_writable(peer, link))
-        self.reactor.watch_reading(link.read_fd, lambda: self._on_readable(peer, link))
+        self.reactor.watch_reading(
+            link.read_fd,
+            lambda: self._on_readable(peer, link),
+            lambda: self._linger(peer, link),
+        )
 
     def _on_connection(self, listener: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -293,18 +298,41 @@ class Agent:
         except LinkClosed as error:
             self.lose(peer, str(error))
 
-    def _read(
-        self, peer: Peer, link: Link, *, may_block: bool, awaited: PendingCall | None = None
-    ) -> None:
+    def _linger(self, peer: Peer, link: Link) -> bool:
+        """Looks, after a request, whether the next one comes at once; returns whether it did."""
+        if not link.request_spinning.is_worthwhile() or not link.reading.acquire(blocking=False):
+            return False
+        self.reactor.pause_reading(link.read_fd)
         try:
-            frames = link.receive(may_block=may_block)
+            return self._read(peer, link, may_block=False, spinning=link.request_spinning)
+        finally:
+            link.reading.release()
+            self.reactor.resume_reading(link.read_fd)
+
+    def _read(
+        self,
+        peer: Peer,
+        link: Link,
+        *,
+        may_block: bool,
+        awaited: PendingCall | None = None,
+        spinning: Spinning | None = None,
+    ) -> bool:
+        """Receives, and handles what is complete; returns whether there was anything."""
+        try:
+            if spinning is None:
+                frames = link.receive(may_block=may_block)
+            else:
+                frames = link.receive_spinning(spinning)
             for frame in frames:
                 self._dispatch(peer, frame, awaited)
+            return bool(frames)
         except LinkClosed as error:
             self.lose(peer, str(error))
         except ProtocolError as error:
             _log.error("closing the connection to worker %r: %s", peer.name, error)
             self.lose(peer, f"it sent what no worker sends: {error}")
+        return False
 
     def _dispatch(self, peer: Peer, frame: Frame, awaited: PendingCall | None) -> None:
         if frame.kind == Kind.REPLY:
@@ -403,7 +431,8 @@ class Agent:
         finally:
             link.reading.release()
             self.reactor.resume_reading(link.read_fd)
-        self.wait(call)
+        if not call.is_done:
+            self.wait(call)
 
     def wait(self, call: PendingCall) -> None:
         """Blocks until ``call`` is done. Its outcome is in ``call.frame`` or ``call.error``.
@@ -432,10 +461,28 @@ class Agent:
             self.reactor.resume_reading(link.read_fd)
 
     def _read_until_done(self, peer: Peer, link: Link, call: PendingCall) -> None:
+        """Reads a link, whose ``reading`` this thread has, until ``call`` is answered."""
+        reactor = self.reactor
         # A read may take longer than what is left in the end; others read on then.
         limit_s = call.deadline_s - READ_TICK_S
-        # Done as well as outcome: whoever looks at the outcome takes it away.
-        self._read_until(peer, link, lambda: call.is_done or call.has_outcome, limit_s, call)
+        is_counted = reactor.begin_wait()
+        try:
+            if link.answer_spinning.is_worthwhile():
+                self._read(
+                    peer, link, may_block=False, awaited=call, spinning=link.answer_spinning
+                )
+                if reactor.tasks:
+                    reactor.wake()
+            # Done as well as outcome: whoever looks at the outcome takes it away.
+            while not (call.frame or call.error or call.is_done or peer.lost):
+                if time.monotonic() > limit_s:
+                    return
+                self._read(peer, link, may_block=True, awaited=call)
+                if reactor.tasks:
+                    reactor.wake()
+        finally:
+            if is_counted:
+                reactor.end_wait()
 
     def _read_until(
         self,
@@ -443,14 +490,13 @@ class Agent:
         link: Link,
         is_over: Callable[[], bool],
         limit_s: float,
-        awaited: PendingCall | None = None,
     ) -> None:
         """Reads a link, whose ``reading`` this thread has, in place of the reactor."""
         tasks = self.reactor.tasks
         is_counted = self.reactor.begin_wait()
         try:
             while not is_over() and peer.lost is None and time.monotonic() < limit_s:
-                self._read(peer, link, may_block=True, awaited=awaited)
+                self._read(peer, link, may_block=True)
                 if tasks:
                     self.reactor.wake()
         finally:

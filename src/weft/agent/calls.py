@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import threading
 import time
 from _thread import allocate_lock
 from collections.abc import Callable
@@ -76,7 +76,7 @@ class PendingCall:
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until done or for ``timeout_s``; returns whether it is done."""
-        bounded_s = -1 if math.isinf(timeout_s) else max(timeout_s, 0)
+        bounded_s = -1 if timeout_s > threading.TIMEOUT_MAX else max(timeout_s, 0)
         if not self._done.acquire(timeout=bounded_s):
             return False
         self._done.release()

@@ -42,15 +42,26 @@ class Parcel:
     Attributes:
         head: Bytes of the message kind's fixed layout.
         payload: The pickle; opaque here.
+        buffers: The memory of the tensors, as far as it has come.
+        channel_table: How the rest comes; empty once all is here.
         externals: Other objects taken out of the pickle; only in a message to oneself.
     """
 
-    __slots__ = ("_buffers", "_table", "_tensors", "_worker", "externals", "head", "payload")
+    __slots__ = (
+        "_table",
+        "_tensors",
+        "_worker",
+        "buffers",
+        "channel_table",
+        "externals",
+        "head",
+        "payload",
+    )
 
     def __init__(self, sections: ParcelSections, buffers: Sequence[Buffer], worker: str) -> None:
-        self.head, self.payload, self._table, _ = sections
+        self.head, self.payload, self._table, self.channel_table = sections
         self.externals: Sequence[object] | None = None
-        self._buffers = buffers
+        self.buffers = buffers
         self._worker = worker
         self._tensors: list[Tensor] | None = [] if not self._table else None
 
@@ -85,7 +96,7 @@ class Parcel:
         if self._tensors is not None:
             return self._tensors
         return tensor_table.rebuild(
-            self._table, self._buffers, detached=detached, worker=self._worker
+            self._table, self.buffers, detached=detached, worker=self._worker
         )
 
 
@@ -155,41 +166,46 @@ class ParcelService:
         control = encode_parcel(head, payload, table, channel_table)
         return encode_frame(kind, flags, number, control, following)
 
-    def open(self, peer: Peer, frame: Frame) -> Parcel:
-        """Takes a received message apart and fetches its tensors. May block; not for readers.
+    def read(self, frame: Frame) -> Parcel:
+        """Takes a received message apart, without fetching anything.
+
+        Raises:
+            ProtocolError: The message is malformed.
+        """
+        control = frame.control
+        if isinstance(control, LocalParcel):
+            return Parcel.local(control, self._name)
+        return Parcel(decode_parcel(control), frame.buffers, self._name)
+
+    def fetch(self, peer: Peer, parcel: Parcel) -> None:
+        """Fetches the tensors that did not come with the message. May block; not for readers.
 
         Raises:
             ProtocolError: The message is malformed.
             WorkerLost: The sender was lost before its tensors could be fetched.
         """
-        control = frame.control
-        if isinstance(control, LocalParcel):
-            return Parcel.local(control, self._name)
-        sections = decode_parcel(control)
-        buffers: Sequence[Buffer] = frame.buffers
-        if sections.channel_table:
-            buffers = self._fetch(peer, frame, sections.channel_table)
-        return Parcel(sections, buffers, self._name)
+        if parcel.channel_table:
+            parcel.buffers = self._fetch(peer, parcel)
+            parcel.channel_table = b""
 
-    def discard(self, peer: Peer, frame: Frame) -> None:
+    def open(self, peer: Peer, frame: Frame) -> Parcel:
+        """Reads a message and fetches its tensors; see ``read`` and ``fetch``."""
+        parcel = self.read(frame)
+        if parcel.channel_table:
+            self.fetch(peer, parcel)
+        return parcel
+
+    def discard(self, peer: Peer, parcel: Parcel) -> None:
         """Lets the sender of a message that nobody will read go of its tensors."""
-        if not isinstance(frame.control, LocalParcel):
-            channel_table = decode_parcel(frame.control).channel_table
-            if channel_table:
-                self._let_go(peer, self._read_table(frame, channel_table))
+        if parcel.channel_table:
+            self._let_go(peer, self._read_table(parcel))
 
-    def head_of(self, frame: Frame) -> Buffer:
-        """Returns the head of a message without fetching its tensors."""
-        if isinstance(frame.control, LocalParcel):
-            return frame.control.head
-        return decode_parcel(frame.control).head
+    def _read_table(self, parcel: Parcel) -> BufferTable:
+        sizes = [len(buffer) for buffer in parcel.buffers]
+        return decode_table(parcel.channel_table, sizes, self._frame_limit_bytes)
 
-    def _read_table(self, frame: Frame, channel_table: Buffer) -> BufferTable:
-        sizes = [len(buffer) for buffer in frame.buffers]
-        return decode_table(channel_table, sizes, self._frame_limit_bytes)
-
-    def _fetch(self, peer: Peer, frame: Frame, channel_table: Buffer) -> Sequence[Buffer]:
-        table = self._read_table(frame, channel_table)
+    def _fetch(self, peer: Peer, parcel: Parcel) -> Sequence[Buffer]:
+        table = self._read_table(parcel)
         try:
             pulled: Sequence[Buffer] = pull_buffers(
                 table, peer.channels, self._agent.pool, self._puller
@@ -199,7 +215,7 @@ class ParcelService:
         else:
             self._let_go(peer, table)
             self._agent.pulled_bytes += sum(len(buffer) for buffer in pulled)
-        return in_order(table, frame.buffers, pulled)
+        return in_order(table, parcel.buffers, pulled)
 
     def _let_go(self, peer: Peer, table: BufferTable) -> None:
         self._agent.post_ints(peer, Kind.PULLED, table.token)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from weft.channel.choice import Capabilities, Channels, choose
 from weft.channel.sending import HeldTensors
-from weft.errors import ProtocolError, WorkerLost
+from weft.errors import ConfigurationError, ProtocolError, WorkerLost
 from weft.protocol.membership import Registration
 from weft.transport import addresses
 from weft.transport.handshake import Greeting, receive_greeting, send_greeting
@@ -157,16 +157,16 @@ class Connector:
         for text in peer.registration.addresses:
             try:
                 return addresses.dial(addresses.parse(text), self._timeout_s)
-            except OSError as error:
-                errors.append(f"{text}: {error.strerror or error}")
+            except (OSError, ConfigurationError) as error:
+                errors.append(f"{text}: {getattr(error, 'strerror', None) or error}")
         raise ConnectionRefusedError("; ".join(errors) or "it listens nowhere that this side reaches")
 
     def accept(self, connection: socket.socket, peers: list[Peer]) -> None:
         """Greets whoever has connected, and takes the connection if it is of the group."""
         try:
             greeting = receive_greeting(connection, Kind.HELLO, self._token, self._timeout_s)
-            if not 0 <= greeting.worker < len(peers):
-                raise ProtocolError(f"there is no rank {greeting.worker}")
+            if not 0 <= greeting.worker < len(peers) or greeting.worker == self._worker:
+                raise ProtocolError(f"there is no other worker of rank {greeting.worker}")
         except (OSError, ProtocolError):
             connection.close()  # A stranger learns nothing, not even why.
             return

@@ -52,6 +52,7 @@ class Reactor:
         self._limit = limit
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
+        self._lingers: dict[int, Callable[[], bool]] = {}
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._started = 0
@@ -86,20 +87,38 @@ class Reactor:
 
     # Descriptors
 
-    def watch_reading(self, fd: int, handler: Callable[[], None]) -> None:
-        """Has ``handler`` called, on one thread, when ``fd`` is readable; then it is paused."""
+    def watch_reading(
+        self,
+        fd: int,
+        handler: Callable[[], None],
+        linger: Callable[[], bool] | None = None,
+    ) -> None:
+        """Has ``handler`` called, on one thread, when ``fd`` is readable; then it is paused.
+
+        Args:
+            fd: The descriptor.
+            handler: Called on one of the threads.
+            linger: Called by the same thread when it has done what followed from the event; it
+                may look for more for a moment, and returns whether there was.
+        """
         self._handlers[fd] = handler
+        if linger is not None:
+            self._lingers[fd] = linger
         self._epoll.register(fd, _READ)
 
     def resume_reading(self, fd: int) -> None:
         """Arms ``fd`` for one more event."""
-        with contextlib.suppress(OSError, ValueError):
+        try:
             self._epoll.modify(fd, _READ)
+        except (OSError, ValueError):
+            pass  # Forgotten or closed meanwhile. Suppressing costs more than the call itself.
 
     def pause_reading(self, fd: int) -> None:
         """Keeps ``fd`` from waking a thread: the caller reads it itself."""
-        with contextlib.suppress(OSError, ValueError):
+        try:
             self._epoll.modify(fd, _PAUSED)
+        except (OSError, ValueError):
+            pass
 
     def watch_writing(self, fd: int, handler: Callable[[], None]) -> None:
         """Makes ``fd`` known; ``handler`` is called once after each ``resume_writing``."""
@@ -114,6 +133,7 @@ class Reactor:
     def forget(self, fd: int) -> None:
         """Stops watching ``fd``, before it is closed."""
         self._handlers.pop(fd, None)
+        self._lingers.pop(fd, None)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(fd)
 
@@ -176,14 +196,17 @@ class Reactor:
 
     def _serve(self) -> None:
         poll = self._epoll.poll
-        handlers = self._handlers
-        while not self._is_closing:
+        is_needed = True
+        while is_needed and not self._is_closing:
             for fd, _ in poll(-1, 1):
-                handler = handlers.get(fd)
+                handler = self._handlers.get(fd)
                 if handler is not None:
                     _guarded(handler)
-            if self.tasks and not self._work():
-                break
+                if self.tasks:
+                    is_needed = self._work()
+                    linger = self._lingers.get(fd)
+                    while is_needed and linger is not None and linger():
+                        is_needed = self._work()
         with self._lock:
             self._threads.discard(threading.current_thread())
 

@@ -90,6 +90,7 @@ def join(store: Any, registration: Registration, world_size: int, timeout_s: flo
     Raises:
         RendezvousTimeout: Somebody did not come; says who.
         DuplicateName: Two workers chose the same name.
+        RendezvousError: Rank 0 was told another number of workers.
     """
     start_s = time.monotonic()
     store.set(_key(registration.id), registration.encode())
@@ -99,6 +100,7 @@ def join(store: Any, registration: Registration, world_size: int, timeout_s: flo
     else:
         directory = _await_directory(store, world_size, start_s, timeout_s)
     if not directory.refusal:
+        _check_size(directory, world_size)
         return directory
     if directory.missing:
         elapsed_s = time.monotonic() - start_s
@@ -106,6 +108,14 @@ def join(store: Any, registration: Registration, world_size: int, timeout_s: flo
     if directory.has_duplicates:
         raise DuplicateName(directory.refusal)
     raise RendezvousError(directory.refusal)
+
+
+def _check_size(directory: Directory, world_size: int) -> None:
+    if len(directory.workers) != world_size:
+        raise RendezvousError(
+            f"rank 0 has a group of {len(directory.workers)} workers, this rank one of "
+            f"{world_size}; give all the same world_size"
+        )
 
 
 def _collect(store: Any, world_size: int, start_s: float, timeout_s: float) -> Directory:

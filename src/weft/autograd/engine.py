@@ -8,6 +8,8 @@ connection handles it at once.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -23,8 +25,8 @@ from weft.agent.peers import Peer
 from weft.autograd import codec
 from weft.autograd.contexts import Contexts
 from weft.autograd.failures import operation_of
-from weft.autograd.graph import LocalPass
-from weft.errors import AutogradError, NotInitialized, ProtocolError
+from weft.autograd.graph import LocalPass, Outgoing
+from weft.errors import AutogradError, NotInitialized
 from weft.ids import scoped_id, worker_of
 from weft.protocol import backward as protocol
 from weft.protocol.backward import PassKey
@@ -165,7 +167,7 @@ class Engine:
 
     def _sort_gradients(self, peer: Peer, frame: Frame) -> None:
         """Leaves gradients for a pass of this worker to the thread that leads it."""
-        context_id, pass_id, _ = decode_ints(self._parcels.head_of(frame))
+        context_id, pass_id, _ = decode_ints(self._parcels.read(frame).head)
         led = self._led.get(PassKey(context_id, pass_id))
         if led is None:
             self._agent.reactor.tasks.append((self._on_gradients, peer, frame))
@@ -228,7 +230,11 @@ class Engine:
             with part.lock:
                 return part.machine.walked(action.round, frontier)
         if isinstance(action, protocol.Start):
-            outgoing = part.local.run(retain_graph=action.retain_graph, fast=action.fast)
+            outgoing = part.local.run(
+                retain_graph=action.retain_graph,
+                fast=action.fast,
+                answer_late=functools.partial(self._answer_late, part.machine.key),
+            )
         else:
             assert isinstance(action, protocol.Execute)
             outgoing = []
@@ -256,6 +262,12 @@ class Engine:
             peer,
             self._parcels.seal(peer, Kind.GRADIENTS, 0, 0, head, packed.payload, packed.tensors),
         )
+
+    def _answer_late(self, key: PassKey, outgoing: Outgoing) -> None:
+        to_worker, message_id, gradients = outgoing
+        # Who is lost waits for nothing, and this thread has a message to hand over.
+        with contextlib.suppress(ConnectionError, NotInitialized):
+            self._send_gradients(to_worker, protocol.Gradients(key, message_id, gradients))
 
     def _post(self, kind: Kind, to_worker: int, message: protocol.Message) -> None:
         if isinstance(message, protocol.Failed) and isinstance(message.error, BaseException):

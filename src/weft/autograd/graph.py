@@ -9,7 +9,7 @@ thread runs the graph at a time; others leave their gradients to it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,7 @@ class LocalPass:
         self._is_running = False
         self._is_started = False
         self._is_closed = False
+        self._is_fast = False
 
     def walk_roots(self, roots: Iterable[Tensor]) -> Frontier:
         """Makes the roots live; their gradients are ones.
@@ -113,12 +114,19 @@ class LocalPass:
             )
         return record
 
-    def run(self, *, retain_graph: bool = False, fast: bool = False) -> list[Outgoing]:
+    def run(
+        self,
+        *,
+        retain_graph: bool = False,
+        fast: bool = False,
+        answer_late: Callable[[Outgoing], None] = lambda outgoing: None,
+    ) -> list[Outgoing]:
         """Starts the pass: all live sends are known now. Runs what is ready.
 
         Args:
             retain_graph: Whether the graph must survive for another pass.
             fast: Whether nothing was discovered: all sends are live, all receives get an answer.
+            answer_late: Takes the answers to messages that arrive after this, where all get one.
 
         Returns:
             Gradients to send to the senders of messages received here.
@@ -126,7 +134,7 @@ class LocalPass:
         unreached: list[Outgoing] = []
         with self._walk_lock:
             if fast:
-                unreached = self._discover_all()
+                unreached = self._discover_all(answer_late)
             self._form_components(retain_graph)
         with self._inbox_lock:
             self._waiting_for = set(self._live)
@@ -135,13 +143,16 @@ class LocalPass:
                 self._inbox[ROOTS] = [torch.ones_like(root) for root in self._roots]
         return unreached + self._drain()
 
-    def _discover_all(self) -> list[Outgoing]:
+    def _discover_all(self, answer_late: Callable[[Outgoing], None]) -> list[Outgoing]:
+        self._is_fast = True
         for record in self._context.sends():
             if record.message_id not in self._live:
                 self._walk(_live_of(record))
+        # Calls that nobody waits for may still be on their way; their senders wait for this pass.
+        receives = self._context.follow_receives(lambda late: answer_late(_answer_none(late)))
         return [
-            Outgoing(receive.from_worker, receive.message_id, [None] * len(receive.metas))
-            for receive in self._context.receives()
+            _answer_none(receive)
+            for receive in receives
             if receive.message_id not in self._reached
         ]
 
@@ -212,6 +223,8 @@ class LocalPass:
         touched: dict[int, Component] = {}
         for message_id, gradients in arrived.items():
             component = self._component_of.get(message_id)
+            if component is None and self._is_fast and not any(g is not None for g in gradients):
+                continue  # It was sent after the pass began here.
             if component is None or message_id not in self._waiting_for:
                 raise ProtocolError(f"gradients of message {message_id} came without being due")
             component.arrive(self._live[message_id], self._placed(message_id, gradients))
@@ -271,6 +284,10 @@ def _placed_as(meta: TensorMeta, gradient: Tensor | None) -> Tensor | None:
             f"{tuple(meta.shape)}"
         )
     return gradient if gradient.device == meta.device else gradient.to(meta.device)
+
+
+def _answer_none(receive: ReceiveRecord) -> Outgoing:
+    return Outgoing(receive.from_worker, receive.message_id, [None] * len(receive.metas))
 
 
 def _live_of(record: SendRecord) -> Live:

@@ -2,7 +2,8 @@
 
 An entry leaves the table exactly once: answered, expired, or failed with its worker. Who takes
 it out completes it; everybody else finds it gone. Single operations rely on the atomicity of
-``dict``, so that a hot path takes no lock.
+``dict``, so that a hot path takes no lock. ``copy`` is one of them; going through ``items`` is
+not, for a collection may begin in between and run finalizers, and other threads with them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class CallTable(Generic[Entry]):
         """
         expired: list[Entry] = []
         earliest_s = math.inf
-        for number, entry in list(self._entries.items()):
+        for number, entry in self._entries.copy().items():
             if entry.deadline_s > now_s:
                 earliest_s = min(earliest_s, entry.deadline_s)
             elif self.take(number) is not None:
@@ -74,6 +75,6 @@ class CallTable(Generic[Entry]):
         return self._take_where(lambda entry: True)
 
     def _take_where(self, is_meant: Callable[[Entry], bool]) -> list[Entry]:
-        numbers = [number for number, entry in list(self._entries.items()) if is_meant(entry)]
+        numbers = [number for number, entry in self._entries.copy().items() if is_meant(entry)]
         taken = [self.take(number) for number in numbers]
         return [entry for entry in taken if entry is not None]

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from weft.autograd.contexts import enter
+
+_log = logging.getLogger("weft")
+
+_CLOSE_TIMEOUT_S = 5.0
 
 
 class CoroutineRunner:
@@ -45,15 +52,21 @@ class CoroutineRunner:
             return self._loop
 
     def close(self) -> None:
-        """Cancels what still runs, and ends the thread."""
+        """Cancels what still runs, and ends the thread; not one whose coroutine blocks it."""
         with self._lock:
             loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
         if loop is None or thread is None:
             return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(timeout=5.0)
+        cancelling = asyncio.run_coroutine_threadsafe(_cancel_others(), loop)
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            cancelling.result(timeout=_CLOSE_TIMEOUT_S)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        thread.join(_CLOSE_TIMEOUT_S)
+        if thread.is_alive():
+            _log.warning("a coroutine blocks thread %r at shutdown", self._name)
+        else:
+            loop.close()
 
 
 class _InContext:

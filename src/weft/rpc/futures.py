@@ -59,6 +59,11 @@ class Future(torch.futures.Future[T]):
         def pass_on(done: torch.futures.Future[T]) -> None:
             try:
                 result = torch.futures.Future.wait(done)
+            except StopIteration as error:
+                # No coroutine can raise it: asyncio refuses it, and the caller would wait for ever.
+                stopped = RuntimeError(f"the remote function raised {error!r}")
+                stopped.__cause__ = error
+                loop.call_soon_threadsafe(_set, waiter, waiter.set_exception, stopped)
             except BaseException as error:
                 loop.call_soon_threadsafe(_set, waiter, waiter.set_exception, error)
             else:

@@ -46,11 +46,13 @@ class RpcBackendOptions:
             raise ConfigurationError(
                 f"num_worker_threads is {self.num_worker_threads}; it must be at least 1"
             )
-        if self.rpc_timeout < 0:
+        if not self.rpc_timeout >= 0:
             raise ConfigurationError(
                 f"rpc_timeout is {self.rpc_timeout} s; it must be positive, or 0 for no limit"
             )
-        if self.init_timeout <= 0:
-            raise ConfigurationError(f"init_timeout is {self.init_timeout} s; it must be positive")
+        if not 0 < self.init_timeout < math.inf:
+            raise ConfigurationError(
+                f"init_timeout is {self.init_timeout} s; it must be positive and finite"
+            )
         if self.store is not None and self.init_method is not None:
             raise ConfigurationError("give init_method or store, not both")

@@ -49,18 +49,20 @@ def install(worker: Worker) -> None:
 
 def _serve(worker: Worker, peer: Peer, frame: Frame) -> None:
     """Runs one call; whatever goes wrong with it becomes its answer."""
-    head = decode_call_head(worker.parcels.head_of(frame))
+    parcel = worker.parcels.read(frame)
+    head = decode_call_head(parcel.head)
     finish = _answer(worker, peer, frame.id, head)
     if finish is None:
-        worker.parcels.discard(peer, frame)
+        worker.parcels.discard(peer, parcel)
         worker.refuse(peer, head.references)
         return
-    try:
-        parcel = worker.parcels.open(peer, frame)
-    except Exception as error:
-        worker.refuse(peer, head.references)
-        finish(None, error)
-        return
+    if parcel.channel_table:
+        try:
+            worker.parcels.fetch(peer, parcel)
+        except Exception as error:
+            worker.refuse(peer, head.references)
+            finish(None, error)
+            return
     if not head.context_id:
         _run(worker, peer, head, parcel, finish)
         return

@@ -23,11 +23,11 @@ from weft.serialize.functions import name_of
 from weft.serialize.objects import Packed, pack, unpack
 from weft.wire.frames import Frame
 from weft.wire.messages import (
+    ERROR_REPLY,
     NO_CREATION,
     CallHead,
     HandedReference,
     Kind,
-    ReplyFlag,
     ReplyHead,
     decode_reply_head,
     encode_call_head,
@@ -177,7 +177,7 @@ class Worker:
         """Sends the error of a call."""
         payload = pack_error(error, self.agent.info.name, main_by_name=peer.main_by_name)
         head = encode_reply_head(ReplyHead(0, 0, ()))
-        message = self.parcels.seal(peer, Kind.REPLY, ReplyFlag.ERROR, number, head, payload, ())
+        message = self.parcels.seal(peer, Kind.REPLY, ERROR_REPLY, number, head, payload, ())
         try:
             self.agent.send(peer, message)
         except ConnectionError:
@@ -192,19 +192,22 @@ class Worker:
         call.frame = None  # Its memory belongs to the result from here on.
         peer = self.agent.peers[call.worker]
         parcel = self.parcels.open(peer, frame)
-        if frame.flags & ReplyFlag.ERROR:
+        if frame.flags == ERROR_REPLY:
             raise unpack_error(bytes(parcel.payload))
         head = decode_reply_head(parcel.head)
         return self.open_content(peer, parcel, head.references, head.context_id, head.message_id)
 
     def discard_reply(self, peer: Peer, frame: Frame) -> None:
         """Gives back what a reply carries that came too late."""
-        self.parcels.discard(peer, frame)
-        if not peer.is_self and frame.control:
-            try:
-                self.refuse(peer, decode_reply_head(self.parcels.head_of(frame)).references)
-            except ProtocolError:
-                _log.debug("a late reply of worker %r cannot be read", peer.name)
+        if not frame.control:
+            return  # Tensors sent again, for somebody who has given up.
+        try:
+            parcel = self.parcels.read(frame)
+            self.parcels.discard(peer, parcel)
+            if not parcel.is_local:
+                self.refuse(peer, decode_reply_head(parcel.head).references)
+        except ProtocolError:
+            _log.debug("a late reply of worker %r cannot be read", peer.name)
 
 
 class Request:

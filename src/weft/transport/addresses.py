@@ -37,7 +37,7 @@ def parse(text: str) -> Address:
     if scheme == "unix" and rest.startswith("@"):
         return UnixAddress(rest[1:])
     host, _, port = rest.rpartition(":")
-    if scheme == "tcp" and host and port.isdigit():
+    if scheme == "tcp" and host and port.isdecimal() and int(port) <= 0xFFFF:
         return TcpAddress(host, int(port))
     raise ConfigurationError(f"{text!r} is no address; one looks like tcp:127.0.0.1:4000")
 

@@ -50,14 +50,18 @@ def decode_greeting(data: bytes, token: str) -> Greeting:
     """Reads a greeting and checks that it belongs to this run; raises ProtocolError if not."""
     try:
         greeting = Greeting(**json.loads(data))
-    except (ValueError, TypeError) as error:
+        token_told = greeting.token.encode()
+        if type(greeting.worker) is not int or not isinstance(greeting.facts, dict):
+            raise TypeError("a field has the wrong type")
+    # RecursionError: strangers may nest brackets as deep as they like.
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"the greeting makes no sense: {error}") from error
     if greeting.version != VERSION:
         raise ProtocolError(
             f"the other side speaks version {greeting.version} of the protocol, this one {VERSION};"
             " install the same Weft everywhere"
         )
-    if not hmac.compare_digest(str(greeting.token).encode(), token.encode()):
+    if not hmac.compare_digest(token_told, token.encode()):
         raise ProtocolError("the other side belongs to another run")
     return greeting
 
@@ -85,7 +89,10 @@ def receive_greeting(
 def _receive_exactly(connection: socket.socket, size_bytes: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < size_bytes:
-        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError("the greeting took too long")
+        connection.settimeout(remaining_s)
         part = connection.recv(size_bytes - len(data))
         if not part:
             raise ConnectionError("end of file during the greeting")

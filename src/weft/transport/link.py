@@ -15,19 +15,21 @@ timeout lets a blocked reader look at the clock now and then.
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
+from weft.transport.spinning import Spinning
 from weft.wire.frames import Buffer, Frame, FrameParser
 
 READ_TICK_S = 0.1
 _IOV_LIMIT = 512
 _DONTWAIT = socket.MSG_DONTWAIT
 _SOCKET_BUFFER_BYTES = 1 << 20
+_DRAIN_POLL_S = 0.001
 
 
 class LinkClosed(ConnectionError):
@@ -48,6 +50,8 @@ class Link:
         self, connection: socket.socket, parser: FrameParser, when_full: Callable[[Link], None]
     ) -> None:
         self.reading = threading.Lock()
+        self.answer_spinning = Spinning()
+        self.request_spinning = Spinning()
         self.bytes_sent = 0
         self.bytes_received = 0
         self._socket = connection
@@ -81,7 +85,27 @@ class Link:
                 self._queue.extend(parts)
                 return
             self._is_writing = True
+        if len(parts) == 1:
+            parts = self._write_at_once(parts[0])
+            if not parts:
+                return
         self._write(parts, may_block)
+
+    def _write_at_once(self, part: Buffer) -> list[Buffer]:
+        """Writes what the socket takes of one piece; returns the rest, for ``_write``.
+
+        If nothing is returned, this thread is no longer the writer.
+        """
+        try:
+            size = self._socket.send(part, _DONTWAIT)
+        except OSError:
+            return [part]  # Full, or broken: ``_write`` finds out which.
+        self.bytes_sent += size
+        with self._queue_lock:
+            if size == len(part) and not self._queue:
+                self._is_writing = False
+                return []
+        return [memoryview(part)[size:]]
 
     def flush(self) -> None:
         """Writes on after ``when_full``; never blocks. Called by the reactor."""
@@ -130,7 +154,21 @@ class Link:
             LinkClosed: The other side is gone; everything it sent before has been returned.
             ProtocolError: What it sent makes no sense.
         """
-        flags = 0 if may_block else _DONTWAIT
+        size = self._receive_some(0 if may_block else _DONTWAIT)
+        return self._parser.received(size) if size else []
+
+    def receive_spinning(self, spinning: Spinning) -> list[Frame]:
+        """Like ``receive``, without blocking, but looks for what comes within a moment."""
+        limit_s = time.monotonic() + spinning.spin_s
+        while not (size := self._receive_some(_DONTWAIT)):
+            if time.monotonic() > limit_s:
+                spinning.failed()
+                return []
+        spinning.succeeded()
+        return self._parser.received(size)
+
+    def _receive_some(self, flags: int) -> int:
+        """Receives into the parser's space; returns how much, 0 if there is nothing yet."""
         space = self._parser.space()
         try:
             if len(space) == 1:
@@ -138,22 +176,20 @@ class Link:
             else:
                 size = self._socket.recvmsg_into(space[:_IOV_LIMIT], 0, flags)[0]
         except BlockingIOError:
-            return []
+            return 0
         except OSError as error:
             raise LinkClosed(str(error)) from error
         if not size:
             raise LinkClosed("end of file")
         self.bytes_received += size
-        return self._parser.received(size)
+        return size
 
     def drain(self, timeout_s: float) -> None:
-        """Waits, for a limited time, until everything queued has been written."""
-        poller = select.poll()
-        poller.register(self.write_fd, select.POLLOUT)
-        remaining_s = timeout_s
-        while self._queue and not self._is_closed and remaining_s > 0:
-            poller.poll(10)
-            remaining_s -= 0.01
+        """Waits, for a limited time, until everything given to ``send`` has been written."""
+        deadline_s = time.monotonic() + timeout_s
+        # Not the queue: a writer has taken out of it what it is writing.
+        while self._is_writing and not self._is_closed and time.monotonic() < deadline_s:
+            time.sleep(_DRAIN_POLL_S)
 
     def hang_up(self) -> None:
         """Ends the connection; readers notice at once. Safe from any thread."""

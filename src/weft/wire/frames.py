@@ -10,7 +10,8 @@ A frame is a fixed header, the lengths of its buffers, a control part, and the b
 The control part says what is wanted; the buffers are the memory of tensors. A frame that fits
 the receive buffer is parsed out of it. Of a larger one, every part is received straight into
 memory of its own, so that a large tensor is copied once, by the kernel. Lengths are checked
-against the limits before any memory is taken for them.
+against the limits before any memory is taken for them. The receive buffer grows where it cannot
+hold a header and its lengths, which are at most half a megabyte.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from weft.errors import ProtocolError
 HEADER = struct.Struct("<BBHIQ")
 HEADER_BYTES = HEADER.size
 MAX_BUFFERS = 0xFFFF
+_JOIN_LIMIT_BYTES = 4096
+_LENGTH = struct.Struct("<Q")
 
 Buffer = bytes | bytearray | memoryview
 Allocate = Callable[[int], memoryview]
@@ -46,6 +49,11 @@ def encode_frame(
     if not buffers:
         return [HEADER.pack(kind, flags, 0, len(control), frame_id) + control]
     count = len(buffers)
+    if count == 1 and buffers[0].nbytes <= _JOIN_LIMIT_BYTES:
+        # One piece is written faster than two.
+        length = buffers[0].nbytes
+        header = HEADER.pack(kind, flags, 1, len(control), frame_id)
+        return [b"".join((header, _LENGTH.pack(length), control, buffers[0]))]
     if count > MAX_BUFFERS:
         raise ProtocolError(f"a message has {count} tensors; at most {MAX_BUFFERS} fit one message")
     lengths = struct.pack(f"<{count}Q", *[buffer.nbytes for buffer in buffers])
@@ -77,6 +85,7 @@ class FrameParser:
         self._control_limit_bytes = control_limit_bytes
         self._frame_limit_bytes = frame_limit_bytes
         self._view = memoryview(bytearray(receive_bytes))
+        self._whole_view = [self._view]
         self._start = 0
         self._end = 0
         self._large: _LargeFrame | None = None
@@ -86,7 +95,7 @@ class FrameParser:
         if self._large is not None:
             return self._large.missing
         if not self._end:
-            return [self._view]
+            return self._whole_view
         return [self._view[self._end :]]
 
     def received(self, size_bytes: int) -> list[Frame]:
@@ -108,7 +117,10 @@ class FrameParser:
             if not size:
                 break
             self._start += size
-        self._compact()
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start:
+            self._compact()
         return frames
 
     def _parse_one(self, frames: list[Frame]) -> int:
@@ -132,7 +144,8 @@ class FrameParser:
                 return 0
             return self._begin_large(Frame(kind, flags, frame_id, b"", ()), control_bytes, ())
         if available < HEADER_BYTES + 8 * count:
-            return self._wait_for_lengths(count)
+            self._ensure_capacity(HEADER_BYTES + 8 * count)
+            return 0
         lengths: tuple[int, ...] = struct.unpack_from(f"<{count}Q", self._view, start + HEADER_BYTES)
         size = body_start - start + sum(lengths)
         if size > self._frame_limit_bytes:
@@ -148,12 +161,12 @@ class FrameParser:
             return 0
         return self._begin_large(Frame(kind, flags, frame_id, b"", ()), control_bytes, lengths)
 
-    def _wait_for_lengths(self, count: int) -> int:
-        if HEADER_BYTES + 8 * count > self._capacity:
-            raise ProtocolError(
-                f"a frame announces {count} buffers; their lengths do not fit the receive buffer"
-            )
-        return 0
+    def _ensure_capacity(self, size_bytes: int) -> None:
+        if size_bytes > self._capacity:
+            grown = memoryview(bytearray(size_bytes))
+            grown[: self._end] = self._view[: self._end]
+            self._view, self._capacity = grown, size_bytes
+            self._whole_view = [grown]
 
     def _copy_out(self, start: int, lengths: Sequence[int]) -> list[bytearray]:
         buffers = []
@@ -180,12 +193,9 @@ class FrameParser:
 
     def _compact(self) -> None:
         """Moves an incomplete frame to the front, so that the rest of it has room."""
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._start:
-            remainder = bytes(self._view[self._start : self._end])
-            self._view[: len(remainder)] = remainder
-            self._start, self._end = 0, len(remainder)
+        remainder = bytes(self._view[self._start : self._end])
+        self._view[: len(remainder)] = remainder
+        self._start, self._end = 0, len(remainder)
 
 
 class _LargeFrame:

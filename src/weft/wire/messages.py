@@ -39,16 +39,14 @@ class Kind(enum.IntEnum):
     BACKWARD_ANSWER = 14
 
 
-class ReplyFlag(enum.IntFlag):
-    """What a ``REPLY`` carries."""
-
-    VALUE = 0
-    ERROR = 1
+VALUE_REPLY = 0
+ERROR_REPLY = 1
+"""Flags of a ``REPLY``: what it carries."""
 
 
 _LENGTHS = struct.Struct("<IIII")
-_CALL_HEAD = struct.Struct("<dqQQHH")
-_REPLY_HEAD = struct.Struct("<QQH")
+_CALL_HEAD = struct.Struct("<dqQQHI")
+_REPLY_HEAD = struct.Struct("<QQI")
 _REFERENCE = struct.Struct("<qqqq")
 _LENGTH_LIMIT = 1 << 32
 NO_CREATION = -1

@@ -1,0 +1,235 @@
+"""The local optimizer of one owner: what a distributed optimizer runs where parameters live.
+
+A local optimizer reads ``.grad``, which belongs to the user. For the time of a step, ``.grad`` is
+what the context holds, and afterwards it is again what it was. So all local optimizers of a
+worker take turns: two that share a parameter would see each other's gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from weft.agent.current import current
+from weft.autograd import get_gradients
+from weft.errors import ConfigurationError
+from weft.optim.groups import GroupPart, Options
+from weft.optim.owners import Address, value_at
+from weft.rpc import RRef
+
+
+class Placed(NamedTuple):
+    """What an owner says of the parameters it was given.
+
+    Attributes:
+        optimizer: A reference to its local optimizer.
+        defaults: The hyper-parameters of groups that say nothing else.
+        options: The hyper-parameters of each group, by its number.
+        shapes: The shapes of the parameters, by their numbers.
+    """
+
+    optimizer: RRef[LocalOptimizer]
+    defaults: Options
+    options: dict[int, Options]
+    shapes: dict[int, tuple[int, ...]]
+
+
+class Saved(NamedTuple):
+    """What an owner contributes to a ``state_dict``; copies, all of it.
+
+    Attributes:
+        options: The hyper-parameters of each group, by its number.
+        state: The state of each parameter by its number, and what has another key.
+    """
+
+    options: dict[int, Options]
+    state: dict[Any, Any]
+
+
+class LocalOptimizer:
+    """An optimizer over those parameters of a distributed optimizer that live on this worker.
+
+    Args:
+        make: Makes the optimizer out of parameter groups.
+        parts: The groups, as far as they live here.
+        lock: Held while ``.grad`` of any parameter of this worker is replaced.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[list[dict[str, Any]]], Optimizer],
+        parts: Iterable[GroupPart],
+        lock: threading.Lock,
+    ) -> None:
+        self._numbers: dict[Tensor, int] = {}
+        self._group_numbers: list[int] = []  # in the order of the optimizer's own groups
+        self._lock = lock
+        self._optimizer = make([self._take(part) for part in parts])
+
+    def _take(self, part: GroupPart) -> dict[str, Any]:
+        parameters = [reference.local_value() for reference in part.parameters]
+        for number, parameter in zip(part.numbers, parameters, strict=True):
+            self._check(number, parameter)
+            self._numbers[parameter] = number
+        self._group_numbers.append(part.group)
+        return {**part.options, "params": parameters}
+
+    def _check(self, number: int, parameter: object) -> None:
+        if not isinstance(parameter, Tensor) or not parameter.is_leaf:
+            kind = (
+                "tensor that is no leaf"
+                if isinstance(parameter, Tensor)
+                else type(parameter).__name__
+            )
+            raise ConfigurationError(
+                f"parameter {number}, on worker {_my_name()!r}, is a {kind}; pass RRefs to "
+                "parameters, for instance those of RemoteModule.remote_parameters()"
+            )
+        if parameter in self._numbers:
+            raise ConfigurationError(
+                f"parameters {self._numbers[parameter]} and {number}, on worker {_my_name()!r}, "
+                "are the same tensor behind two RRefs; leave one out"
+            )
+
+    def add(self, parts: Iterable[GroupPart]) -> None:
+        """Takes up more groups."""
+        with self._lock:
+            for part in parts:
+                self._optimizer.add_param_group(self._take(part))
+
+    def placed(self, reference: RRef[LocalOptimizer]) -> Placed:
+        """Returns what the distributed optimizer has to know of this one."""
+        shapes = {number: tuple(tensor.shape) for tensor, number in self._numbers.items()}
+        return Placed(reference, dict(self._optimizer.defaults), self._options(), shapes)
+
+    def _options(self) -> dict[int, Options]:
+        groups = zip(self._group_numbers, self._optimizer.param_groups, strict=True)
+        return {
+            number: {key: value for key, value in group.items() if key != "params"}
+            for number, group in groups
+        }
+
+    def step(self, gradients: Mapping[Tensor, Tensor], changes: Mapping[int, Options]) -> None:
+        """Steps with the gradients of a context; parameters that have none there stay.
+
+        Args:
+            gradients: The gradients, of these and perhaps of other parameters.
+            changes: Hyper-parameters that have changed, by the number of their group.
+        """
+        with self._lock:
+            self._change(changes)
+            with _as_grad(self._numbers, gradients):
+                self._optimizer.step()
+
+    def _change(self, changes: Mapping[int, Options]) -> None:
+        if changes:
+            groups = zip(self._group_numbers, self._optimizer.param_groups, strict=True)
+            for number, group in groups:
+                group.update(changes.get(number, {}))
+
+    def save(self, changes: Mapping[int, Options]) -> Saved:
+        """Returns a copy of the state, after ``changes`` of hyper-parameters."""
+        with self._lock:
+            self._change(changes)
+            numbers = self._numbers_in_order()
+            state = {
+                numbers[key] if isinstance(key, int) else key: value
+                for key, value in self._optimizer.state_dict()["state"].items()
+            }
+            # The answer is put into bytes after the lock is free again.
+            return copy.deepcopy(Saved(self._options(), state))
+
+    def load(self, saved: Saved) -> None:
+        """Goes on from what ``save`` returned, here or on other workers."""
+        with self._lock:
+            content = self._optimizer.state_dict()
+            state = copy.deepcopy(saved.state)
+            positions = {number: place for place, number in enumerate(self._numbers_in_order())}
+            content["state"] = {positions.get(key, key): value for key, value in state.items()}
+            content["param_groups"] = [
+                {**saved.options[number], "params": group["params"]}
+                for number, group in zip(self._group_numbers, content["param_groups"], strict=True)
+            ]
+            self._optimizer.load_state_dict(content)
+
+    def _numbers_in_order(self) -> list[int]:
+        """Returns the numbers of the parameters in the order of the optimizer's ``state_dict``."""
+        groups = self._optimizer.param_groups
+        return [self._numbers[parameter] for group in groups for parameter in group["params"]]
+
+
+@contextlib.contextmanager
+def _as_grad(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Has ``.grad`` of ``parameters`` be their ``gradients`` within a ``with`` block."""
+    before: list[tuple[Tensor, Tensor | None]] = []
+    try:
+        for parameter in parameters:
+            before.append((parameter, parameter.grad))
+            parameter.grad = gradients.get(parameter)
+        yield
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad
+
+
+# What a distributed optimizer asks of an owner, by name.
+
+
+def place(
+    optimizer: RRef[LocalOptimizer] | None,
+    optimizer_class: type[Optimizer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parts: list[GroupPart],
+) -> Placed:
+    """Gives groups to a local optimizer of this worker, a new one where there is none."""
+    if optimizer is not None:
+        local = optimizer.local_value()
+        local.add(parts)
+        return local.placed(optimizer)
+    made = LocalOptimizer(
+        lambda groups: optimizer_class(groups, *args, **kwargs), parts, _step_lock()
+    )
+    return made.placed(RRef(made))
+
+
+def step(optimizer: Address, context_id: int, changes: dict[int, Options]) -> None:
+    """Steps a local optimizer of this worker."""
+    _local(optimizer).step(get_gradients(context_id), changes)
+
+
+def save(optimizer: Address, changes: dict[int, Options]) -> Saved:
+    """Returns the state of a local optimizer of this worker."""
+    return _local(optimizer).save(changes)
+
+
+def load(optimizer: Address, saved: Saved) -> None:
+    """Has a local optimizer of this worker go on from a state."""
+    _local(optimizer).load(saved)
+
+
+def _local(optimizer: Address) -> LocalOptimizer:
+    local: LocalOptimizer = value_at(optimizer)
+    return local
+
+
+def _my_name() -> str:
+    return current().info.name
+
+
+class _StepLock:
+    """The lock that the local optimizers of one worker share; a part of its agent."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def _step_lock() -> threading.Lock:
+    shared: _StepLock = current().parts.setdefault(_StepLock, _StepLock())
+    return shared.lock

@@ -1,0 +1,55 @@
+"""A group of workers that the tests of a file share, and a check that no reference stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import weft
+from tests.processes.functions import count_references, wait_until
+from weft import rpc
+from weft.launch import Cluster, Nursery
+
+WORKER_THREADS = 2
+"""So few that calls which wait for one another would run out of them, if they held them."""
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """A warm process; all groups of the session are forked from it."""
+    with Nursery() as warm:
+        yield warm
+
+
+def options(**others: float) -> rpc.RpcBackendOptions:
+    return rpc.RpcBackendOptions(
+        **{"num_worker_threads": WORKER_THREADS, "rpc_timeout": 20.0, **others}  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module")
+def shared_group(nursery: Nursery) -> Iterator[Cluster]:
+    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
+        yield group
+
+
+@pytest.fixture
+def group(shared_group: Cluster) -> Iterator[Cluster]:
+    """The workers ``worker0`` and ``worker1`` around the test, which is ``driver``.
+
+    When the test is over nobody may hold a reference any more, and no value may be left.
+    """
+    yield shared_group
+    everybody = [shared_group.name, *shared_group.names]
+    left: dict[str, dict[str, int]] = {}
+
+    def is_clean() -> bool:
+        left.clear()
+        for name in everybody:
+            counts = rpc.rpc_sync(name, count_references)
+            if any(counts.values()):
+                left[name] = counts
+        return not left
+
+    wait_until(is_clean, lambda: f"references are left: {left}")

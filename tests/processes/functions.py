@@ -1,0 +1,446 @@
+"""What the workers of these tests run, and what they are asked about themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch.futures import Future
+
+from weft import rpc
+from weft.agent.current import current
+from weft.agent.references import ReferenceKeeper
+from weft.channel.cma import PullError
+from weft.channel.memory import PoolStatistics
+from weft.channel.sending import HeldStatistics
+from weft.rpc.worker import Worker
+
+LIMIT_S = 5.0
+GATE_LIMIT_S = 20.0
+POLL_S = 0.01
+
+_gates: dict[str, threading.Event] = {}
+_gates_lock = threading.Lock()
+_kept: dict[str, Any] = {}
+
+
+def wait_until(is_so: Callable[[], bool], message: Callable[[], str], limit_s: float = LIMIT_S) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, message()
+        time.sleep(POLL_S)
+
+
+# Plain functions
+
+
+def add(first: Any, second: Any) -> Any:
+    return first + second
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+def collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
+
+
+def name_here() -> str:
+    return rpc.get_worker_info().name
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def _sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return 2 * first + second
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    scripted_sum = torch.jit.script(_sum)
+
+
+class Accumulator:
+    """A value with methods of every kind."""
+
+    unit: ClassVar[str] = "steps"
+
+    def __init__(self, start: float = 0.0) -> None:
+        self.total = start
+
+    def add(self, amount: float) -> float:
+        self.total += amount
+        return self.total
+
+    def __call__(self, amount: float) -> float:
+        return self.add(amount)
+
+    def fail(self) -> None:
+        raise LookupError(f"at {self.total}")
+
+    def where(self) -> str:
+        return name_here()
+
+    @classmethod
+    def unit_of(cls, amount: float) -> str:
+        return f"{amount} {cls.unit}"
+
+    @staticmethod
+    def double(amount: float) -> float:
+        return 2 * amount
+
+    @rpc.async_execution
+    def add_from(self, to: str, amount: float) -> Future[float]:
+        return rpc.rpc_async(to, identity, args=(amount,)).then(
+            lambda done: self.add(done.wait())
+        )
+
+    @classmethod
+    @rpc.async_execution
+    def unit_from(cls, to: str) -> Future[str]:
+        return rpc.rpc_async(to, add, args=("in ", cls.unit))
+
+    @staticmethod
+    @rpc.async_execution
+    def double_from(to: str, amount: float) -> Future[float]:
+        return rpc.rpc_async(to, Accumulator.double, args=(amount,))
+
+    async def add_soon(self, amount: float) -> float:
+        await asyncio.sleep(0)
+        return self.add(amount)
+
+
+# Functions that call others
+
+
+def call_through(names: list[str], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Calls ``function`` on the last worker of ``names``, by way of all others."""
+    if not names:
+        return function(*args)
+    return rpc.rpc_sync(names[0], call_through, args=(names[1:], function, args))
+
+
+def bounce(depth: int, names: list[str]) -> int:
+    """Calls itself on one worker after the other, ``depth`` calls deep; counts them."""
+    if not depth:
+        return 0
+    deeper: int = rpc.rpc_sync(names[depth % len(names)], bounce, args=(depth - 1, names))
+    return deeper + 1
+
+
+def fan_out(depth: int, names: list[str]) -> int:
+    """Calls itself on all workers at once; counts the leaves of the tree."""
+    if not depth:
+        return 1
+    branches = [rpc.rpc_async(name, fan_out, args=(depth - 1, names)) for name in names]
+    return sum(torch.futures.wait_all(branches))
+
+
+def bounce_references(depth: int, names: list[str]) -> int:
+    if not depth:
+        return 0
+    deeper = rpc.remote(names[depth % len(names)], bounce_references, args=(depth - 1, names))
+    return deeper.to_here() + 1
+
+
+def wait_for_then(to: str, value: int) -> int:
+    """Blocks in a future of PyTorch's own, which tells nobody that this thread waits."""
+    return rpc.rpc_async(to, identity, args=(value,)).then(lambda done: done.wait() + 1).wait()
+
+
+@rpc.async_execution
+def add_by(to: str, first: Any, second: Any) -> Future[Any]:
+    return rpc.rpc_async(to, add, args=(first, second))
+
+
+@rpc.async_execution
+def add_in_chain(names: list[str], value: int) -> Future[int]:
+    """Adds one on every worker of ``names``; no thread waits for another."""
+    if not names:
+        done: Future[int] = Future()
+        done.set_result(value)
+        return done
+    return rpc.rpc_async(names[0], add_in_chain, args=(names[1:], value + 1))
+
+
+@rpc.async_execution
+def complete_from_a_thread(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    threading.Thread(target=future.set_result, args=(value,)).start()
+    return future
+
+
+@rpc.async_execution
+def fail_in_future(error: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+@rpc.async_execution
+def return_no_future() -> Any:
+    return 3
+
+
+async def soon(value: Any) -> Any:
+    await asyncio.sleep(0)
+    return value
+
+
+async def soon_through(to: str, value: Any) -> Any:
+    return await rpc.rpc_async(to, soon, args=(value,))
+
+
+async def fail_soon(error: Exception) -> None:
+    await asyncio.sleep(0)
+    raise error
+
+
+async def meet(barrier: str, parties: int) -> int:
+    """Returns when as many coroutines as ``parties`` are in here; one alone never would."""
+    arrived = _kept.setdefault(barrier, [])
+    arrived.append(None)
+    while len(arrived) < parties:
+        await asyncio.sleep(0)
+    return len(arrived)
+
+
+# Errors
+
+
+class OddError(Exception):
+    """Its constructor takes something else than it hands on."""
+
+    def __init__(self, code: int, *, detail: str) -> None:
+        super().__init__(f"code {code}: {detail}")
+        self.code = code
+        self.detail = detail
+
+
+class WorseError(OddError):
+    """Cannot be made from its ``args`` by anybody."""
+
+    def __init__(self, first: object, second: object, third: object) -> None:
+        super().__init__(3, detail=f"{first}{second}{third}")
+        self.parts = (first, second, third)
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def fail_oddly() -> None:
+    raise OddError(7, detail="seven")
+
+
+def fail_worse() -> None:
+    raise WorseError("a", "b", "c")
+
+
+def fail_with_cause() -> None:
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        raise ValueError("outer") from error
+
+
+def fail_with_lock() -> None:
+    error = ValueError("holds a lock")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    raise error
+
+
+def fail_locally_defined() -> None:
+    class HereOnly(ArithmeticError):
+        pass
+
+    raise HereOnly("nobody else has my type")
+
+
+def fail_holding(value: object) -> None:
+    """Fails with a traceback that holds the argument."""
+    raise ValueError("of a call with a reference")
+
+
+def exit_here() -> None:
+    sys.exit(3)
+
+
+def interrupt_here() -> None:
+    raise KeyboardInterrupt
+
+
+def make_lock() -> Any:
+    return threading.Lock()
+
+
+def make_meta_tensor() -> Any:
+    return torch.empty(3, device="meta")
+
+
+class Unreadable:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return fail, (ArithmeticError("cannot be rebuilt"),)
+
+
+# Gates: a call stays until it is let through, however long that takes.
+
+
+def _gate(name: str) -> threading.Event:
+    with _gates_lock:
+        return _gates.setdefault(name, threading.Event())
+
+
+def pass_gate(name: str, value: Any = None) -> Any:
+    _gate(f"{name} reached").set()
+    assert _gate(name).wait(GATE_LIMIT_S)
+    return value
+
+
+def await_gate_reached(name: str) -> None:
+    assert _gate(f"{name} reached").wait(GATE_LIMIT_S)
+
+
+async def open_gate(name: str) -> None:
+    """Is a coroutine, so that it finds its way in while all threads are taken."""
+    _gate(name).set()
+
+
+async def is_gate_reached(name: str) -> bool:
+    return _gate(f"{name} reached").is_set()
+
+
+# Values and references
+
+
+class Tracked:
+    """A value whose end is counted."""
+
+    alive: ClassVar[weakref.WeakSet[Tracked]] = weakref.WeakSet()
+
+    def __init__(self, content: Any = None) -> None:
+        self.content = content
+        self.other: Any = None
+        Tracked.alive.add(self)
+
+    def get(self) -> Any:
+        return self.content
+
+    def set_other(self, other: Any) -> None:
+        self.other = other
+
+    def this(self) -> Tracked:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Tracked, (self.content,)
+
+
+def count_tracked() -> int:
+    gc.collect()
+    return len(Tracked.alive)
+
+
+def make_reference(content: Any = None) -> rpc.RRef[Tracked]:
+    return rpc.RRef(Tracked(content))
+
+
+def fetch_content(reference: rpc.RRef[Tracked]) -> Any:
+    return reference.to_here().content
+
+
+def make_on(to: str, content: Any) -> rpc.RRef[Tracked]:
+    return rpc.remote(to, Tracked, args=(content,))
+
+
+def keep(name: str, value: Any) -> None:
+    _kept[name] = value
+
+
+def give(name: str) -> Any:
+    return _kept[name]
+
+
+def drop(name: str) -> None:
+    del _kept[name]
+    gc.collect()
+
+
+def count_references() -> dict[str, int]:
+    gc.collect()
+    return current().part(ReferenceKeeper).counts()
+
+
+def bookkeeping_sizes() -> dict[str, int]:
+    """Returns how many entries each table of the reference keeper has."""
+    gc.collect()
+    keeper = vars(current().part(ReferenceKeeper))
+    tables = ("_values", "_handles", "_confirmed", "_dead", "_sites", "_ended")
+    return {name: len(keeper[name]) for name in tables if keeper[name]}
+
+
+def is_confirmed(reference: rpc.RRef[Any]) -> bool:
+    return reference.confirmed_by_owner()
+
+
+# Tensors
+
+
+def describe_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str, float]:
+    total = float(tensor.to(torch.float64).sum())
+    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype), total
+
+
+def fill(tensor: torch.Tensor, value: float) -> float:
+    tensor.fill_(value)
+    return float(tensor.flatten()[0])
+
+
+def make_tensor(size_bytes: int) -> torch.Tensor:
+    return torch.arange(size_bytes, dtype=torch.int64).to(torch.uint8)
+
+
+def keep_tensor(name: str, size_bytes: int) -> None:
+    _kept[name] = make_tensor(size_bytes)
+
+
+def held_for(peer: str) -> HeldStatistics:
+    """Returns what this worker keeps for another that has not pulled it yet."""
+    return current().find(peer).held.statistics()
+
+
+def pool_statistics() -> PoolStatistics:
+    gc.collect()
+    return current().pool.statistics()
+
+
+def channel_to(peer: str) -> str:
+    return current().find(peer).channels.channel_for(1 << 24).name
+
+
+def break_pulling() -> None:
+    """From now on this worker cannot read the memory of others."""
+
+    def refuse(pid: int, address: int, into: memoryview) -> None:
+        raise PullError(1, "not permitted any more", pid, address, len(into))
+
+    puller = current().part(Worker).parcels._puller
+    puller.pull = refuse  # type: ignore[method-assign]
+
+
+def offer_unusual_device(tensor: torch.Tensor) -> str:
+    return str(tensor.device)

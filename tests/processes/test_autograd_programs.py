@@ -1,0 +1,63 @@
+"""Random programs leave the same gradients on real workers as in a single process.
+
+A program that fails is named in the message by its number; ``check`` runs it alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.processes.autograd_programs import (
+    Program,
+    random_program,
+    run_in_one_process,
+    run_on_workers,
+)
+from weft.launch import cluster
+
+LOT = 50
+TOLERANCE = 1e-10
+pytestmark = pytest.mark.keeps("threads", "descriptors")
+run_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers() -> Iterator[None]:
+    with cluster(workers=2):
+        yield
+
+
+def check(seed: int, mode: str) -> None:
+    program = random_program(seed)
+    actual = run_on_workers(program, mode, next(run_numbers))
+    expected = run_in_one_process(program)
+    assert actual.keys() == expected.keys(), described(program, mode)
+    for key, gradient in expected.items():
+        torch.testing.assert_close(
+            actual[key],
+            gradient,
+            rtol=TOLERANCE,
+            atol=TOLERANCE,
+            msg=lambda text, key=key: f"{key}: {text}\n{described(program, mode)}",
+        )
+
+
+def described(program: Program, mode: str) -> str:
+    steps = "\n  ".join(map(str, program.body.steps))
+    return f"in program {program.seed}, {mode}:\n  {steps}\n  {program._replace(body=None)}"
+
+
+@pytest.mark.parametrize("first", range(0, 500, LOT))
+def test_programs_equal_a_single_process(first: int) -> None:
+    for seed in range(first, first + LOT):
+        check(seed, "smart")
+
+
+@pytest.mark.parametrize("first", range(0, 100, LOT))
+def test_programs_equal_a_single_process_without_discovery(first: int) -> None:
+    for seed in range(first, first + LOT):
+        check(seed, "fast")
