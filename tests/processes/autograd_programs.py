@@ -105,7 +105,7 @@ class Generator:
         leader = chance.choice([0, 0, 0, 1])
         steps = tuple(self._step(leader, 2, True) for _ in range(chance.randint(5, 9)))
         passes = chance.choice([1] * 7 + [2])
-        return Program(self._seed, leader, Body(steps, chance.choice([1, 2, 3])), passes)
+        return Program(self._seed, leader, Body(steps, chance.choice([1, 2, 3, 5])), passes)
 
     def _step(self, worker: int, depth: int, may_remember: bool) -> Step:
         chance = self._chance

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -25,11 +26,8 @@ from weft.channel.sending import HeldStatistics
 from weft.rpc.worker import Worker
 
 LIMIT_S = 5.0
-GATE_LIMIT_S = 20.0
 POLL_S = 0.01
 
-_gates: dict[str, threading.Event] = {}
-_gates_lock = threading.Lock()
 _kept: dict[str, Any] = {}
 
 
@@ -297,31 +295,43 @@ class Unreadable:
         return fail, (ArithmeticError("cannot be rebuilt"),)
 
 
-# Gates: a call stays until it is let through, however long that takes.
+# Gates: a call stays until it is let through, and holds no thread meanwhile.
 
 
-def _gate(name: str) -> threading.Event:
+class _Gate:
+    def __init__(self) -> None:
+        self.is_open = False
+        self.waiting: list[tuple[Future[Any], Any]] = []
+
+
+_gates: defaultdict[str, _Gate] = defaultdict(_Gate)
+_gates_lock = threading.Lock()
+
+
+@rpc.async_execution
+def pass_gate(name: str, value: Any = None) -> Future[Any]:
+    future: Future[Any] = Future()
     with _gates_lock:
-        return _gates.setdefault(name, threading.Event())
+        gate = _gates[name]
+        gate.waiting.append((future, value))
+        is_open = gate.is_open
+    if is_open:
+        open_gate(name)
+    return future
 
 
-def pass_gate(name: str, value: Any = None) -> Any:
-    _gate(f"{name} reached").set()
-    assert _gate(name).wait(GATE_LIMIT_S)
-    return value
+def open_gate(name: str) -> None:
+    with _gates_lock:
+        gate = _gates[name]
+        gate.is_open = True
+        waiting, gate.waiting = gate.waiting, []
+    for future, value in waiting:
+        future.set_result(value)
 
 
-def await_gate_reached(name: str) -> None:
-    assert _gate(f"{name} reached").wait(GATE_LIMIT_S)
-
-
-async def open_gate(name: str) -> None:
-    """Is a coroutine, so that it finds its way in while all threads are taken."""
-    _gate(name).set()
-
-
-async def is_gate_reached(name: str) -> bool:
-    return _gate(f"{name} reached").is_set()
+def count_at_gate(name: str) -> int:
+    with _gates_lock:
+        return len(_gates[name].waiting)
 
 
 # Values and references

@@ -323,10 +323,10 @@ def test_a_short_timeout_is_kept_after_idleness(group: Cluster) -> None:
         start_s = time.monotonic()
         call = rpc.rpc_async("worker0", functions.pass_gate, args=("idle",), timeout=0.01)
         done = threading.Event()
-        call.add_done_callback(lambda _: done.set())  # noqa: B023
+        call.add_done_callback(lambda _, done=done: done.set())  # type: ignore[misc]
         assert done.wait(functions.LIMIT_S)
         assert time.monotonic() - start_s < 0.25
-        rpc.rpc_sync("worker0", functions.open_gate, args=("idle",))
+    rpc.rpc_sync("worker0", functions.open_gate, args=("idle",))
 
 
 def test_no_timeout(group: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

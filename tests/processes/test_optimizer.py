@@ -145,6 +145,7 @@ def test_training_is_bit_equal_to_one_process(kind: Any, options: dict[str, Any]
     twin.check_equal()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of Adagrad itself
 @pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
 def test_sparse_gradients_reach_the_local_optimizer_as_they_are(kind: Any) -> None:
     twin = Twin(Part)
@@ -308,9 +309,8 @@ def test_training_goes_on_from_a_state_dict_saved_by_either_kind() -> None:
     train_both(twin, optimizer, local_optimizer)
     optimizer.param_groups[0]["lr"] = local_optimizer.param_groups[0]["lr"] = 0.02
     mine, theirs = saved_and_loaded(optimizer.state_dict()), local_optimizer.state_dict()
-    assert [each["owner"] for each in mine["parameters"]][::2] == [FIRST, SECOND, SECOND][:2] + [
-        "driver"
-    ] or mine["parameters"]
+    owners = [each["owner"] for each in mine["parameters"]]
+    assert owners == [FIRST] * 3 + [SECOND] * 2 + ["driver"] * 2
     assert mine["param_groups"] == theirs["param_groups"]
     assert mine["state"].keys() == theirs["state"].keys()
     resumed = DistributedOptimizer(torch.optim.Adam, twin.references, lr=9.0)
@@ -397,7 +397,7 @@ class Shared(nn.Module):
         self.table = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
 
     def forward(self, row: int) -> Tensor:
-        return self.table[row].square().sum()
+        return self.table[row].sum()  # no weight is needed again in the backward pass
 
 
 def train_row(module: RemoteModule, row: int, steps: int) -> None:
@@ -419,7 +419,7 @@ def test_trainers_side_by_side_do_not_mix_their_gradients() -> None:
     expected = torch.ones(2, 3, dtype=torch.float64)
     for row, done in enumerate([steps, steps // 2]):
         for _ in range(done):
-            expected[row] -= 0.1 * 2 * expected[row]
+            expected[row] -= 0.1
     assert torch.equal(table, expected)
 
 

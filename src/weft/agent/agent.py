@@ -134,6 +134,7 @@ class Agent:
         """Begins to accept connections; all handlers are known by now."""
         jobs = [self._expire_calls, self._help_stalled, *jobs]
         self.housekeeper = Housekeeper(f"weft-{self.info.name}-clock", jobs)
+        self.reactor.on_queued = self._look_soon
         for listener in self._listeners:
             listener.setblocking(False)
             self.reactor.watch_reading(
@@ -197,10 +198,12 @@ class Agent:
         )
 
     def _on_connection(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            connection, _ = listener.accept()
-            self.reactor.submit(self._connector.accept, connection, self.peers)
-        self.reactor.resume_reading(listener.fileno())
+        try:
+            with contextlib.suppress(BlockingIOError):
+                connection, _ = listener.accept()
+                self.reactor.submit(self._connector.accept, connection, self.peers)
+        finally:
+            self.reactor.resume_reading(listener.fileno())
 
     # Sending
 
@@ -353,15 +356,16 @@ class Agent:
 
     def deliver(self, peer: Peer, frame: Frame) -> None:
         """Handles a frame from this worker to itself, which touches no socket."""
-        had_tasks = len(self.reactor.tasks)
+        reactor = self.reactor
+        had_waiting = len(reactor.tasks) + len(reactor.urgent)
         self._dispatch(peer, frame, None)
-        if len(self.reactor.tasks) > had_tasks:
-            self.reactor.wake()
+        if len(reactor.tasks) + len(reactor.urgent) > had_waiting:
+            reactor.wake()
 
     def _take_reply(self, peer: Peer, frame: Frame, awaited: PendingCall | None) -> None:
         call = self.calls.take(frame.id)
         if call is None:
-            self.reactor.tasks.append((self._on_late_reply, peer, frame))
+            self.reactor.urgent.append((self._on_late_reply, peer, frame))
             return
         call.frame = frame
         if call is awaited:
@@ -370,7 +374,7 @@ class Agent:
         elif call.on_done is None:
             call.finish()
         else:
-            self.reactor.tasks.append((_run_on_done, call, None))
+            self.reactor.urgent.append((_run_on_done, call, None))
 
     def _on_reply(self, peer: Peer, frame: Frame) -> None:
         self._take_reply(peer, frame, None)
@@ -468,17 +472,15 @@ class Agent:
         is_counted = reactor.begin_wait()
         try:
             if link.answer_spinning.is_worthwhile():
-                self._read(
-                    peer, link, may_block=False, awaited=call, spinning=link.answer_spinning
-                )
-                if reactor.tasks:
+                self._read(peer, link, may_block=False, awaited=call, spinning=link.answer_spinning)
+                if reactor.tasks or reactor.urgent:
                     reactor.wake()
             # Done as well as outcome: whoever looks at the outcome takes it away.
             while not (call.frame or call.error or call.is_done or peer.lost):
                 if time.monotonic() > limit_s:
                     return
                 self._read(peer, link, may_block=True, awaited=call)
-                if reactor.tasks:
+                if reactor.tasks or reactor.urgent:
                     reactor.wake()
         finally:
             if is_counted:
@@ -492,16 +494,16 @@ class Agent:
         limit_s: float,
     ) -> None:
         """Reads a link, whose ``reading`` this thread has, in place of the reactor."""
-        tasks = self.reactor.tasks
-        is_counted = self.reactor.begin_wait()
+        reactor = self.reactor
+        is_counted = reactor.begin_wait()
         try:
             while not is_over() and peer.lost is None and time.monotonic() < limit_s:
                 self._read(peer, link, may_block=True)
-                if tasks:
-                    self.reactor.wake()
+                if reactor.tasks or reactor.urgent:
+                    reactor.wake()
         finally:
             if is_counted:
-                self.reactor.end_wait()
+                reactor.end_wait()
 
     def _wait_for_others(self, call: PendingCall) -> None:
         """Waits for another thread to complete ``call``, at most until its deadline."""
@@ -565,7 +567,12 @@ class Agent:
         return True
 
     def _help_stalled(self, now_s: float) -> float:
-        return now_s + self._stall_s if self.reactor.help_if_stalled() else math.inf
+        is_queued = self.reactor.help_if_stalled(len(self.calls))
+        return now_s + self._stall_s if is_queued else math.inf
+
+    def _look_soon(self) -> None:
+        if self.housekeeper is not None:
+            self.housekeeper.nudge(time.monotonic() + self._stall_s)
 
     _stall_s = knobs.STALL_S.get()
 

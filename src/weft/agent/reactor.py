@@ -14,6 +14,9 @@ Rules of this file:
   progress within ``stall_s``, the housekeeper wakes another thread (``help_if_stalled``). Waking
   helpers at once would have them fight for the interpreter lock over calls that take no time.
 * A handler of an event never blocks and never runs user code; tasks do.
+* What others may be waiting for (answers to calls, news of a lost worker, a new connection) is
+  *urgent*: any thread that waits for events runs it, whatever the limit. A task may block where
+  nobody sees it, as in PyTorch's ``wait_all``, until an urgent task completes what it waits for.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ _WRITE = select.EPOLLOUT | select.EPOLLONESHOT
 # Without EPOLLONESHOT a closed connection would be reported over and over while paused.
 _PAUSED = select.EPOLLONESHOT
 _SPARE_THREADS = 4
+_LOOKS_UNTIL_STUCK = 10
 
 
 class Reactor:
@@ -48,8 +52,10 @@ class Reactor:
 
     def __init__(self, name: str, limit: int) -> None:
         self.tasks: deque[Task] = deque()
+        self.urgent: deque[Task] = deque()
         self._name = name
         self._limit = limit
+        self._extra = 0
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._lingers: dict[int, Callable[[], bool]] = {}
@@ -58,8 +64,13 @@ class Reactor:
         self._started = 0
         self._waiting = 0
         self._running = 0
+        self._running_urgent = 0
         self._completed = 0
         self._completed_at_last_look = -1
+        self._stalled_looks = 0
+        self._is_watched = False
+        self.on_queued: Callable[[], None] = lambda: None
+        """Called when tasks begin to wait: see that ``help_if_stalled`` is called soon."""
         self._is_closing = False
         self._local = threading.local()
         # Edge-triggered and never read: each write wakes one waiting thread.
@@ -83,7 +94,7 @@ class Reactor:
     @property
     def busy(self) -> int:
         """Number of tasks that run or wait to run."""
-        return self._running + len(self.tasks)
+        return self._running + self._running_urgent + len(self.tasks) + len(self.urgent)
 
     # Descriptors
 
@@ -140,8 +151,13 @@ class Reactor:
     # Tasks
 
     def submit(self, function: Callable[..., None], first: Any = None, second: Any = None) -> None:
-        """Has ``function(first, second)`` run on one of the threads. Never blocks."""
-        self.tasks.append((function, first, second))
+        """Has ``function(first, second)`` run soon on one of the threads. Never blocks."""
+        self.urgent.append((function, first, second))
+        self.wake()
+
+    def submit_task(self, function: Callable[..., None], first: Any = None) -> None:
+        """Has ``function(first, None)`` run as a task that counts against the limit."""
+        self.tasks.append((function, first, None))
         self.wake()
 
     def wake(self) -> None:
@@ -156,6 +172,8 @@ class Reactor:
             Whether it was counted; then ``end_wait`` must follow.
         """
         if not getattr(self._local, "is_running", False):
+            if self.urgent:
+                self.wake()  # This thread may be running urgent tasks, and blocks now.
             return False
         with self._lock:
             self._running -= 1
@@ -168,19 +186,37 @@ class Reactor:
         with self._lock:
             self._running += 1
 
-    def help_if_stalled(self) -> bool:
+    def help_if_stalled(self, open_calls: int) -> bool:
         """Wakes one more thread if tasks wait and none ended since the last look.
+
+        Args:
+            open_calls: How many answers this worker waits for. As many tasks may be blocked
+                where nobody sees it, as in PyTorch's ``wait_all``. If nothing moves for long,
+                so many run beyond the limit: the answers may depend on tasks that wait here.
 
         Returns:
             Whether tasks are waiting, so that looking again makes sense.
         """
-        if not self.tasks:
+        if not self.tasks and not self.urgent:
             self._completed_at_last_look = -1
+            self._stalled_looks = self._extra = 0
+            self._is_watched = False
             return False
         if self._completed == self._completed_at_last_look:
+            self._stalled_looks += 1
+            is_stuck = self._stalled_looks % _LOOKS_UNTIL_STUCK == 0
+            if is_stuck and self._running >= self._limit + self._extra and self._extra < open_calls:
+                self._extra += 1
             self.wake()
+        else:
+            self._stalled_looks = 0
         self._completed_at_last_look = self._completed
         return True
+
+    def _watch_queue(self) -> None:
+        if not self._is_watched:
+            self._is_watched = True
+            self.on_queued()
 
     # Threads
 
@@ -202,7 +238,7 @@ class Reactor:
                 handler = self._handlers.get(fd)
                 if handler is not None:
                     _guarded(handler)
-                if self.tasks:
+                if self.tasks or self.urgent:
                     is_needed = self._work()
                     linger = self._lingers.get(fd)
                     while is_needed and linger is not None and linger():
@@ -211,19 +247,30 @@ class Reactor:
             self._threads.discard(threading.current_thread())
 
     def _work(self) -> bool:
-        """Runs tasks until none waits; returns whether this thread is still needed."""
-        while self.tasks:
+        """Runs what waits to run; returns whether this thread is still needed."""
+        while self.urgent or self.tasks:
+            is_urgent = bool(self.urgent)
             with self._lock:
-                if self._running >= self._limit:
+                if is_urgent:
+                    self._running_urgent += 1
+                elif self._running < self._limit + self._extra:
+                    self._running += 1
+                else:
+                    self._watch_queue()
                     return True
-                self._running += 1
                 self._waiting -= 1
                 is_last_waiting = self._waiting == 0
             if is_last_waiting:
                 self._spawn()
-            self._run_tasks()
+            if is_urgent:
+                self._run_all(self.urgent)
+            else:
+                self._run_tasks()
             with self._lock:
-                self._running -= 1
+                if is_urgent:
+                    self._running_urgent -= 1
+                else:
+                    self._running -= 1
                 if self._waiting > _SPARE_THREADS and not self.tasks:
                     return False
                 self._waiting += 1
@@ -232,22 +279,27 @@ class Reactor:
     def _run_tasks(self) -> None:
         self._local.is_running = True
         try:
-            while True:
-                try:
-                    function, first, second = self.tasks.popleft()
-                except IndexError:
-                    return
-                try:
-                    function(first, second)
-                except Exception:
-                    _log.exception("a message could not be handled")
-                self._completed += 1
-                # What is held here must not outlive the task: references count.
-                del function, first, second
-                if self._running > self._limit:
-                    return  # Others came back from a wait; this one makes room.
+            self._run_all(self.tasks)
         finally:
             self._local.is_running = False
+
+    def _run_all(self, queue: deque[Task]) -> None:
+        while True:
+            try:
+                function, first, second = queue.popleft()
+            except IndexError:
+                return
+            if queue and not self._is_watched:
+                self._watch_queue()
+            try:
+                function(first, second)
+            except Exception:
+                _log.exception("a message could not be handled")
+            self._completed += 1
+            # What is held here must not outlive the task: references count.
+            del function, first, second
+            if self._running > self._limit + self._extra:
+                return  # Others came back from a wait; this one makes room.
 
     def close(self, timeout_s: float) -> list[str]:
         """Ends all threads; returns the names of those that did not end in time.

@@ -101,6 +101,7 @@ class ReferenceKeeper:
         self._orphans: list[tuple[OwnedValue, WeftError]] = []
         self._ended: deque[ReferenceId] = deque()
         self._due_s = math.inf
+        self._remind_s = math.inf
         agent.parts[ReferenceKeeper] = self
         agent.on(Kind.REFERENCES, self._on_message, inline=True)
         agent.on_lost(self._on_lost)
@@ -280,8 +281,9 @@ class ReferenceKeeper:
 
     def tick(self, now_s: float) -> float:
         """Does what is due; a job of the housekeeper."""
-        if self._due_s > now_s:
-            return self._due_s
+        if min(self._due_s, self._remind_s) > now_s:
+            return min(self._due_s, self._remind_s)
+        # First: a handle that ends from here on has it called again.
         self._due_s = math.inf
         self._drain_ended()
         with self._lock:
@@ -290,8 +292,8 @@ class ReferenceKeeper:
         self._settle()
         self.flush()
         # What was just sent may have to be sent again.
-        self._due_s = min(self._due_s, now_s + 1.0 if is_waiting else math.inf)
-        return self._due_s
+        self._remind_s = now_s + 1.0 if is_waiting else math.inf
+        return min(self._due_s, self._remind_s)
 
     def _drain_ended(self) -> None:
         with self._lock:
@@ -355,8 +357,9 @@ class ReferenceKeeper:
         )
 
     def _nudge(self) -> None:
-        if self._due_s == math.inf:
-            self._due_s = time.monotonic() + self._batch_s
+        due_s = time.monotonic() + self._batch_s
+        if due_s < self._due_s:
+            self._due_s = due_s
             if self._agent.housekeeper is not None:
                 self._agent.housekeeper.nudge(self._due_s)
 

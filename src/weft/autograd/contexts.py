@@ -101,6 +101,7 @@ class Context:
         self._sends: dict[int, SendRecord] = {}
         self._receives: dict[int, ReceiveRecord] = {}
         self._known_workers: set[int] = set()
+        self._is_cleared = False
         self._followers: list[Callable[[ReceiveRecord], None]] = []
 
     def record_send(self, tensors: Iterable[Tensor], to_worker: int) -> int:
@@ -164,10 +165,16 @@ class Context:
             follower(record)
 
     def add_known_worker(self, worker: int) -> None:
-        """Notes a worker that takes part in the context."""
+        """Notes a worker that takes part in the context.
+
+        Raises:
+            AutogradError: If the context has been released, and the worker was not known before.
+        """
         # One add to a set is atomic; readers copy under the lock that adders of new ones take.
         if worker != self.worker and worker not in self._known_workers:
             with self._lock:
+                if self._is_cleared:  # Those known have been told, and nobody would tell this one.
+                    raise _released_error(self.id)
                 self._known_workers.add(worker)
 
     @property
@@ -207,6 +214,7 @@ class Context:
     def clear(self) -> None:
         """Lets go of all graphs and gradients."""
         with self._lock:
+            self._is_cleared = True
             self._sends.clear()
             self._receives.clear()
             self._followers.clear()
@@ -295,9 +303,8 @@ class Contexts:
             self._released.add(context_id)
         if context is None:
             return frozenset()
-        workers = context.known_workers
         context.clear()
-        return workers
+        return context.known_workers
 
     def ids(self) -> list[int]:
         """Returns the numbers of all contexts that are alive here."""

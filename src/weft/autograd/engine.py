@@ -26,7 +26,7 @@ from weft.autograd import codec
 from weft.autograd.contexts import Contexts
 from weft.autograd.failures import operation_of
 from weft.autograd.graph import LocalPass, Outgoing
-from weft.errors import AutogradError, NotInitialized
+from weft.errors import AutogradError, NotInitialized, WorkerLost
 from weft.ids import scoped_id, worker_of
 from weft.protocol import backward as protocol
 from weft.protocol.backward import PassKey
@@ -90,6 +90,9 @@ class Engine:
                 actions = driver.start_fast(known) if fast else driver.start(frontier)
             self._drive(led, actions)
             self._lead(led)
+        except BaseException as error:
+            self._cancel(led, error)
+            raise
         finally:
             with self._lock:
                 self._led.pop(key, None)
@@ -112,13 +115,16 @@ class Engine:
                 continue
             if not self._agent.wait_for_signal(led.signal, self._only_peer(led), deadline_s):
                 error = AutogradError("a backward pass took longer than WEFT_BACKWARD_TIMEOUT_S")
-                with led.lock:
-                    actions = led.driver.cancel(error)
-                self._drive(led, actions)
+                self._cancel(led, error)
             led.signal.clear()
         outcome = led.outcome[0]
         if isinstance(outcome, protocol.Fail):
             raise self._failure(outcome)
+
+    def _cancel(self, led: _LedPass, error: BaseException) -> None:
+        with led.lock:
+            actions = led.driver.cancel(error)
+        self._drive(led, actions)
 
     def _do_own_part(self, led: _LedPass) -> None:
         while led.own_messages:
@@ -133,7 +139,10 @@ class Engine:
     def _failure(self, fail: protocol.Fail) -> AutogradError:
         if isinstance(fail.error, bytes):
             fail.error = unpack_error(fail.error)
-        return protocol.failure_error(fail, self._agent.peers[fail.worker].name)
+        name = self._agent.peers[fail.worker].name
+        if isinstance(fail.error, WorkerLost):
+            name = fail.error.worker or name  # Another worker may have noticed first.
+        return protocol.failure_error(fail, name)
 
     def _drive(self, led: _LedPass, actions: Iterable[protocol.Action]) -> None:
         """Carries out what the driver of a pass asks for."""
@@ -176,19 +185,36 @@ class Engine:
             led.signal.set()
 
     def _on_gradients(self, peer: Peer, frame: Frame) -> None:
-        parcel = self._parcels.open(peer, frame)
-        context_id, pass_id, message_id = decode_ints(parcel.head)
-        gradients = unpack(parcel.payload, parcel.tensors(detached=True), ())
+        context_id, pass_id, message_id = decode_ints(self._parcels.read(frame).head)
         key = PassKey(context_id, pass_id)
+        try:
+            parcel = self._parcels.open(peer, frame)
+            gradients = unpack(parcel.payload, parcel.tensors(detached=True), ())
+        except Exception as error:
+            self._report(key, error)
+            return
         self._take_part(peer.id, protocol.Gradients(key, message_id, gradients))
 
     def _take_part(self, source: int, message: protocol.Message) -> None:
-        part = self._part_of(message.key)
+        try:
+            part = self._part_of(message.key)
+        except AutogradError as error:  # The context has been released meanwhile.
+            self._report(message.key, error)
+            return
         if part is None:
             return
         with part.lock:
             actions = part.machine.receive(source, message)
         self._participate(part, actions)
+
+    def _report(self, key: PassKey, error: Exception) -> None:
+        """Tells the driver of a pass that it cannot go on, whatever this worker's part in it."""
+        driver = worker_of(key.pass_id)
+        failed = protocol.Failed(key, self._me, operation_of(error), error)
+        if driver == self._me:
+            self._tell_driver(self._me, failed)
+        else:
+            self._post(Kind.BACKWARD_ANSWER, driver, failed)
 
     def _part_of(self, key: PassKey) -> _Part | None:
         """Returns this worker's part in a pass, made now if the pass is new; None if it is over."""
@@ -196,11 +222,11 @@ class Engine:
         if part is not None:
             return part
         with self._lock:
-            if key.pass_id in self._ended:
+            driver = worker_of(key.pass_id)
+            if key.pass_id in self._ended or self._agent.peers[driver].lost is not None:
                 return None
             if key not in self._parts:
                 context = self.contexts.get_or_create(key.context_id)
-                driver = worker_of(key.pass_id)
                 known = context.known_workers
                 machine = protocol.Participant(key, self._me, driver, known)
                 self._parts[key] = _Part(machine, LocalPass(context))

@@ -6,7 +6,10 @@ from types import TracebackType
 
 import torch
 
+from weft.errors import WeftError
+
 NATIVE = "an operation of torch"
+EXCHANGE = "exchanging gradients"
 
 
 def operation_of(error: BaseException) -> str:
@@ -14,7 +17,7 @@ def operation_of(error: BaseException) -> str:
 
     torch does not say which of its own operations failed; its text usually tells.
     """
-    name = NATIVE
+    name = EXCHANGE if isinstance(error, WeftError) else NATIVE
     step: TracebackType | None = error.__traceback__
     while step is not None:
         for value in list(step.tb_frame.f_locals.values()):

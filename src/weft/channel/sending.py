@@ -89,6 +89,8 @@ def prepare(
     if not buffers:
         return b"", buffers
     channel_for = channels.channel_for
+    if len(buffers) == 1 and channel_for(buffers[0].nbytes) != CMA:
+        return b"", buffers
     kinds = [channel_for(buffer.nbytes) for buffer in buffers]
     if CMA not in kinds:
         return b"", buffers

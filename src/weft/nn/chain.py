@@ -72,15 +72,18 @@ class Chain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with these arguments, then the rest; returns the end. Blocks."""
-        return rpc_sync(self._module.owner(), owner.run, self._call(args, kwargs))
+        creator, owner_rank, number = self._module.id
+        address = (creator, owner_rank, number)
+        call = (address, self._device, self._steps, args, kwargs)
+        return rpc_sync(owner_rank, owner.run_at, call)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Starts the chain and returns a future of its end."""
-        return rpc_async(self._module.owner(), owner.run, self._call(args, kwargs))
+        return rpc_async(self._module.id.owner, owner.run, self._call(args, kwargs))
 
     def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Starts the chain and returns a reference to its end, which stays on the owner."""
-        return remote(self._module.owner(), owner.run, self._call(args, kwargs))
+        return remote(self._module.id.owner, owner.run, self._call(args, kwargs))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         return self._module, self._device, self._steps, args, kwargs

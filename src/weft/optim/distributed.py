@@ -44,7 +44,9 @@ class DistributedOptimizer(Optimizer):
     ``param_groups`` holds the hyper-parameters, and may be changed at any time, also by the
     schedulers of ``torch.optim.lr_scheduler``: the next step tells the owners. Sparse gradients
     reach the local optimizer as they are, so whatever it does with them works. Not thread-safe;
-    trainers that share parameters each make an optimizer of their own.
+    trainers that share parameters each make an optimizer of their own. If one of them steps
+    between the forward and the backward pass of another, and that one's backward needs the old
+    weights, it raises, as it does in local training.
 
     Args:
         optimizer_class: Any ``torch.optim.Optimizer`` that needs no closure.

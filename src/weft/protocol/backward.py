@@ -399,7 +399,8 @@ class Participant:
 
     def failed(self, operation: str, error: object) -> list[Action]:
         """Takes an error of ``Walk``, ``Start`` or ``Execute``, or of sending something."""
-        if self._phase in _OVER:
+        # Also when done: what failed may be the sending of the last gradients.
+        if self._phase is Phase.ABORTED:
             return []
         message = Failed(self.key, self.worker, operation, error)
         return [Send(self.driver, message), *self._end(Phase.ABORTED)]

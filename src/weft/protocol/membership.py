@@ -9,6 +9,9 @@ from typing import Any
 from weft.errors import ProtocolError
 from weft.ids import WorkerInfo
 
+# What comes of JSON that is none, or of another shape, or nested without end.
+_NONSENSE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
 
 @dataclass(frozen=True, slots=True)
 class Registration:
@@ -43,7 +46,7 @@ class Registration:
         try:
             fields = data if isinstance(data, dict) else json.loads(data)
             return Registration(**{**fields, "addresses": tuple(fields["addresses"])})
-        except (ValueError, TypeError, KeyError) as error:
+        except _NONSENSE as error:
             raise ProtocolError(f"a worker's registration makes no sense: {error}") from error
 
 
@@ -77,7 +80,7 @@ class Directory:
             workers = tuple(Registration.decode(worker) for worker in fields.pop("workers"))
             missing = tuple(fields.pop("missing"))
             return Directory(workers=workers, missing=missing, **fields)
-        except (ValueError, TypeError, KeyError) as error:
+        except _NONSENSE as error:
             raise ProtocolError(f"the directory of the group makes no sense: {error}") from error
 
 

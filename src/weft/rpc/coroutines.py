@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from weft.autograd.contexts import enter
+from weft.errors import CallRefused
 
 _log = logging.getLogger("weft")
 
@@ -29,6 +30,7 @@ class CoroutineRunner:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def run(
         self,
@@ -37,12 +39,17 @@ class CoroutineRunner:
         on_done: Callable[[Any, BaseException | None], None],
     ) -> None:
         """Runs ``coroutine`` in an autograd context; ``on_done`` gets its result or its error."""
-        asyncio.run_coroutine_threadsafe(
-            _report(_InContext(coroutine, context_id), on_done), self._started()
-        )
+        loop = self._started()
+        if loop is None:
+            coroutine.close()
+            on_done(None, CallRefused("the worker is shutting down; it starts no coroutine"))
+            return
+        asyncio.run_coroutine_threadsafe(_report(_InContext(coroutine, context_id), on_done), loop)
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _started(self) -> asyncio.AbstractEventLoop | None:
         with self._lock:
+            if self._is_closed:
+                return None
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
@@ -55,7 +62,7 @@ class CoroutineRunner:
         """Cancels what still runs, and ends the thread; not one whose coroutine blocks it."""
         with self._lock:
             loop, thread = self._loop, self._thread
-            self._loop = self._thread = None
+            self._loop, self._thread, self._is_closed = None, None, True
         if loop is None or thread is None:
             return
         cancelling = asyncio.run_coroutine_threadsafe(_cancel_others(), loop)

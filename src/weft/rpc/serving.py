@@ -162,7 +162,7 @@ def _finish_when_ready(
         proceed(waiting.owned)
     else:
         # The thread that makes the value has its own work to do.
-        waiting.owned.when_ready(lambda owned: worker.agent.reactor.submit(proceed, owned))
+        waiting.owned.when_ready(lambda owned: worker.agent.reactor.submit_task(proceed, owned))
 
 
 # What other workers ask for by name: see weft.rpc.calls.

@@ -15,7 +15,7 @@ from weft.agent.peers import Peer
 from weft.agent.references import ReferenceKeeper
 from weft.autograd.contexts import Contexts, current_id
 from weft.autograd.engine import Engine
-from weft.errors import ProtocolError, ReferenceGone
+from weft.errors import AutogradError, ProtocolError, ReferenceGone
 from weft.rpc.coroutines import CoroutineRunner
 from weft.rpc.handles import RRef
 from weft.serialize.exceptions import pack_error, unpack_error
@@ -87,22 +87,28 @@ class Worker:
         name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
         content = (args, kwargs) if name is not None else (args, kwargs, function)
         packed = pack(content, main_by_name=peer.main_by_name)
-        context_id = current_id()
-        message_id = self._record_send(context_id, packed.tensors, peer)
+        context_id, message_id = self._record_send(current_id(), packed.tensors, peer)
         references = self._hand_on(packed.externals, peer)
         head = encode_call_head(
             CallHead(timeout_s, creation, context_id, message_id, name or b"", references)
         )
         return Request(self, peer, head, packed, references)
 
-    def _record_send(self, context_id: int, tensors: Sequence[Tensor], peer: Peer) -> int:
+    def _record_send(
+        self, context_id: int, tensors: Sequence[Tensor], peer: Peer
+    ) -> tuple[int, int]:
+        """Returns the context that a message belongs to and its number in it; 0 for none."""
         # To oneself, tensors go by reference and stay in the graph that they are in.
         if not context_id or peer.is_self:
-            return 0
-        return self.contexts.get_or_create(context_id).record_send(tensors, peer.id)
+            return context_id, 0
+        try:
+            context = self.contexts.get_or_create(context_id)
+            return context_id, context.record_send(tensors, peer.id)
+        except AutogradError:  # A call that outlives its context goes on without it.
+            return 0, 0
 
     def _hand_on(self, externals: Sequence[object], peer: Peer) -> tuple[HandedReference, ...]:
-        if not externals or peer.is_self:
+        if peer.is_self:
             return ()
         handed = []
         for reference in externals:
@@ -142,9 +148,12 @@ class Worker:
     ) -> list[Tensor]:
         if not context_id or peer.is_self:
             return parcel.tensors(detached=False)
-        context = self.contexts.get_or_create(context_id)
-        if not message_id:
+        try:
+            context = self.contexts.get_or_create(context_id)
             context.add_known_worker(peer.id)
+        except AutogradError:  # The context has been released; the call may have other effects.
+            message_id = 0
+        if not message_id:
             return parcel.tensors(detached=False)
         tensors = parcel.tensors(detached=True)
         flags = [flag.requires_grad | flag.is_parameter << 1 for flag in parcel.flags()]
@@ -161,7 +170,7 @@ class Worker:
         """Sends the result of a call; an error instead, where it cannot travel."""
         try:
             packed = pack(result, main_by_name=peer.main_by_name)
-            message_id = self._record_send(context_id, packed.tensors, peer)
+            context_id, message_id = self._record_send(context_id, packed.tensors, peer)
             references = self._hand_on(packed.externals, peer)
         except Exception as error:
             self.reply_error(peer, number, error)

@@ -21,7 +21,7 @@ import pickle
 import sys
 from collections.abc import Sequence
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import cloudpickle
 import torch
@@ -80,6 +80,11 @@ def pack(value: object, *, main_by_name: bool) -> Packed:
     Raises:
         SerializationError: Some part cannot be sent; says which one, and what to do.
     """
+    # Most results are one tensor or nothing: these need no pickle.
+    if value is None:
+        return Packed(b"", [], [])
+    if _is_plain(value):
+        return Packed(b"", [value], [])
     try:
         return _pack_by_name(value, main_by_name)
     except Exception:
@@ -104,6 +109,8 @@ def unpack(
         SerializationError: Rebuilding some object in it failed.
         ProtocolError: It was made with more tensors or references than came.
     """
+    if not payload:
+        return tensors[0] if tensors else None
     unpickler = _Unpickler(io.BytesIO(payload))
     unpickler.tensors = tensors
     unpickler.externals = externals
@@ -115,6 +122,18 @@ def unpack(
         raise SerializationError(
             f"a received object cannot be rebuilt: {type(error).__name__}: {error}"
         ) from error
+
+
+def _is_plain(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor that its memory and its entry in the table say all about."""
+    return (
+        (type(value) is Tensor or type(value) is Parameter)
+        and value.layout is _STRIDED
+        and value.dtype in CODES
+        and not value.is_nested
+        and not value.is_meta
+        and not value.__dict__
+    )
 
 
 def _tensor(number: int) -> Tensor:
@@ -154,14 +173,7 @@ class _NamePickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
-        if (
-            (kind is Tensor or kind is Parameter)
-            and value.layout is _STRIDED
-            and value.dtype in CODES
-            and not value.is_nested
-            and not value.is_meta
-            and not value.__dict__
-        ):
+        if _is_plain(value):
             tensors = self.tensors
             tensors.append(value)
             return _tensor, (len(tensors) - 1,)

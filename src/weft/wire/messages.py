@@ -163,7 +163,8 @@ def decode_reply_head(data: Buffer) -> ReplyHead:
     if len(data) < _REPLY_HEAD.size:
         raise ProtocolError(f"the head of a reply has {len(data)} bytes, too few")
     context_id, message_id, count = _REPLY_HEAD.unpack_from(data)
-    return ReplyHead(context_id, message_id, _decode_references(data, _REPLY_HEAD.size, count))
+    references = _decode_references(data, _REPLY_HEAD.size, count)
+    return ReplyHead(context_id, message_id, references)
 
 
 def _encode_references(references: tuple[HandedReference, ...]) -> bytes:

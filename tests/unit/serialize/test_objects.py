@@ -337,7 +337,14 @@ def test_an_object_that_cannot_be_rebuilt_says_why() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\x80", b"garbage", b"\x80\x05\x95"])
+@pytest.mark.parametrize("value", [None, torch.ones(2), torch.nn.Parameter(torch.ones(2))])
+def test_a_lone_tensor_or_nothing_needs_no_pickle(value: torch.Tensor | None) -> None:
+    packed = pack(value, main_by_name=True)
+    assert packed.payload == b""
+    assert unpack(packed.payload, packed.tensors, []) is value
+
+
+@pytest.mark.parametrize("payload", [b"\x80", b"garbage", b"\x80\x05\x95"])
 def test_garbage_is_an_error_of_ours(payload: bytes) -> None:
     with pytest.raises(SerializationError):
         unpack(payload, [], [])

@@ -1,0 +1,64 @@
+"""A worker that dies in a backward pass ends it everywhere, by name, and nobody hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import weft
+from tests.processes import autograd_functions as functions
+from weft import rpc
+from weft.errors import AutogradError, OwnerLost, WorkerLost
+from weft.launch import Nursery, cluster
+
+PROMPT_S = 5.0
+FIRST, SECOND = "worker0", "worker1"
+
+every_mode = pytest.mark.parametrize("mode", ["smart", "fast"])
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as warm:
+        yield warm
+
+
+def await_no_part(worker: str) -> None:
+    deadline_s = time.monotonic() + PROMPT_S
+    while (left := rpc.rpc_sync(worker, functions.remains))["parts"] or left["led"]:
+        assert time.monotonic() < deadline_s, f"the pass is not over on {worker}"
+        time.sleep(0.01)
+
+
+@every_mode
+@pytest.mark.parametrize("doomed", [FIRST, SECOND])
+def test_the_worker_that_dies_is_named(nursery: Nursery, doomed: str, mode: Any) -> None:
+    with cluster(workers=2, nursery=nursery, check=False), weft.autograd.context() as context_id:
+        value = functions.parameter("x") * 1
+        other = rpc.rpc_sync(FIRST, functions.layer, (value,))
+        if doomed == FIRST:
+            value = rpc.rpc_sync(FIRST, functions.fatal, (value,))
+        else:
+            value = rpc.rpc_sync(FIRST, functions.pass_to, (SECOND, functions.fatal, value))
+        start_s = time.monotonic()
+        with pytest.raises(AutogradError, match="is lost") as caught:
+            weft.autograd.backward(context_id, [(value + other).sum()], mode=mode)
+        assert caught.value.worker == doomed
+        assert isinstance(caught.value.__cause__, WorkerLost)
+        assert time.monotonic() - start_s < PROMPT_S
+        for worker in {"driver", FIRST} - {doomed}:
+            await_no_part(worker)
+
+
+def test_the_pass_of_a_leader_that_dies_is_dropped(nursery: Nursery) -> None:
+    with cluster(workers=2, nursery=nursery, check=False), weft.autograd.context() as context_id:
+        value = rpc.rpc_sync(SECOND, functions.layer, (functions.parameter("x") * 1,))
+        broken = rpc.remote(FIRST, functions.fatal, (value,))
+        loss = rpc.remote(FIRST, functions.total, (broken,))
+        with pytest.raises(OwnerLost):
+            loss.backward(context_id)
+        for worker in ("driver", SECOND):
+            await_no_part(worker)

@@ -1,0 +1,66 @@
+"""The format of a ``state_dict``, and what is said of one that does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.errors import ConfigurationError
+from weft.optim.layout import Parameter, as_state_dict, check_fits, read_options, read_state
+
+SHAPES = [(2,), (3, 4), ()]
+STATE = as_state_dict(
+    [{"lr": 0.1}, {"lr": 0.2}],
+    [1, 2],
+    {0: {"step": 1}, 2: {"step": 3}},
+    [Parameter(owner, shape) for owner, shape in zip("aba", SHAPES, strict=True)],
+)
+
+
+def test_it_is_that_of_a_local_optimizer_and_a_key_more() -> None:
+    assert STATE == {
+        "state": {0: {"step": 1}, 2: {"step": 3}},
+        "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1, 2]}],
+        "parameters": [
+            {"owner": "a", "shape": (2,)},
+            {"owner": "b", "shape": (3, 4)},
+            {"owner": "a", "shape": ()},
+        ],
+    }
+    check_fits(STATE, [1, 2], SHAPES)
+
+
+def test_what_is_read_goes_by_position() -> None:
+    saved = {
+        "state": {7: "of the second", "all": "of none"},
+        "param_groups": [{"lr": 1.0, "param_names": ["x"], "params": [5, 7]}],
+    }
+    assert read_options(saved) == [{"lr": 1.0}]
+    assert read_state(saved) == {1: "of the second", "all": "of none"}
+    check_fits(saved, [2], [(1,), (1,)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"param_groups": []}, "has 0 parameter groups, the optimizer 2"),
+        (
+            {"param_groups": [{"params": [0]}, {"params": [1]}]},
+            "has 1 parameters in group 1, the optimizer 2",
+        ),
+        (
+            {"parameters": [{"shape": (2,)}, {"shape": [4, 3]}]},
+            r"has shape \(4, 3\) for parameter 1, the optimizer \(3, 4\)",
+        ),
+    ],
+)
+def test_what_differs_is_said(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_fits({**STATE, **change}, [1, 2], SHAPES)
+
+
+@pytest.mark.parametrize("wrong", [None, [], {"state": {}}])
+def test_what_is_no_state_dict_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match="no state_dict of an optimizer"):
+        check_fits(wrong, [1, 2], SHAPES)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import ConfigurationError
+from weft.transport.addresses import (
+    Address,
+    TcpAddress,
+    UnixAddress,
+    dial,
+    listen_tcp,
+    listen_unix,
+    parse,
+)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [UnixAddress("weft-1"), TcpAddress("127.0.0.1", 4000), TcpAddress("::1", 1), TcpAddress("h", 0)],
+    ids=str,
+)
+def test_an_address_survives_as_text(address: Address) -> None:
+    assert parse(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "unix:x", "tcp:", "tcp:host", "tcp::1", "tcp:host:", "tcp:host:²", "tcp:host:65536", "x"],
+)
+def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="looks like tcp:127"):
+        parse(text)
+
+
+@settings(max_examples=50)
+@given(st.text(max_size=20) | st.text(max_size=9).map(lambda text: f"tcp:{text}:{text}"))
+def test_any_text_is_an_address_or_refused(text: str) -> None:
+    try:
+        address = parse(text)
+    except ConfigurationError:
+        return
+    assert parse(str(address)) == address
+
+
+def test_a_dialled_unix_listener_answers() -> None:
+    check_listener(*listen_unix())
+
+
+def test_a_dialled_tcp_listener_answers() -> None:
+    check_listener(*listen_tcp("127.0.0.1"))
+
+
+def check_listener(listener: socket.socket, address: Address) -> None:
+    with listener, dial(address, 5.0) as caller:
+        accepted, _ = listener.accept()
+        with accepted:
+            accepted.sendall(b"hello")
+            assert caller.recv(5) == b"hello"
+
+
+def test_names_of_unix_listeners_are_all_different() -> None:
+    listeners = [listen_unix() for _ in range(20)]
+    assert len({address for _, address in listeners}) == 20
+    for listener, _ in listeners:
+        listener.close()
+
+
+@pytest.mark.parametrize("address", [UnixAddress("weft-nobody"), TcpAddress("127.0.0.1", 1)])
+def test_nobody_answers(address: Address) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        dial(address, 5.0)
+
+
+def test_an_address_of_another_machine_is_explained() -> None:
+    with pytest.raises(ConfigurationError, match=r"192\.0\.2\.1.*leave the option out"):
+        listen_tcp("192.0.2.1")

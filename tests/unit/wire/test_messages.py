@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import ProtocolError
+from weft.ids import ReferenceId
+from weft.wire.messages import (
+    NO_CREATION,
+    CallHead,
+    HandedReference,
+    Kind,
+    ReplyHead,
+    decode_call_head,
+    decode_ints,
+    decode_parcel,
+    decode_reply_head,
+    encode_call_head,
+    encode_ints,
+    encode_parcel,
+    encode_reply_head,
+)
+
+signed = st.integers(-(2**63), 2**63 - 1)
+unsigned = st.integers(0, 2**64 - 1)
+sections = st.binary(max_size=20)
+handed = st.builds(HandedReference, st.builds(ReferenceId, signed, signed, signed), signed)
+references = st.lists(handed, max_size=3).map(tuple)
+HANDED = HandedReference(ReferenceId(1, 2, 3), 4)
+
+
+def test_kinds_fit_the_header() -> None:
+    assert all(0 < kind < 256 for kind in Kind)
+
+
+@settings(max_examples=40)
+@given(sections, sections, sections, sections, st.booleans())
+def test_a_parcel_survives(
+    head: bytes, payload: bytes, table: bytes, channels: bytes, is_view: bool
+) -> None:
+    control = encode_parcel(head, payload, table, channels)
+    parts = decode_parcel(memoryview(control) if is_view else control)
+    assert [bytes(part) for part in parts] == [head, payload, table, channels]
+
+
+@settings(max_examples=40)
+@given(
+    st.builds(
+        CallHead,
+        remaining_s=st.floats(allow_nan=False),
+        creation=signed,
+        context_id=unsigned,
+        message_id=unsigned,
+        function=sections,
+        references=references,
+    )
+)
+def test_the_head_of_a_call_survives(head: CallHead) -> None:
+    assert decode_call_head(encode_call_head(head)) == head
+    assert decode_call_head(memoryview(encode_call_head(head))) == head
+
+
+@settings(max_examples=40)
+@given(st.builds(ReplyHead, context_id=unsigned, message_id=unsigned, references=references))
+def test_the_head_of_a_reply_survives(head: ReplyHead) -> None:
+    assert decode_reply_head(encode_reply_head(head)) == head
+
+
+def test_more_references_than_a_short_count_holds() -> None:
+    many = (HANDED,) * 70_000
+    call = CallHead(math.inf, NO_CREATION, 0, 0, b"f", many)
+    assert decode_call_head(encode_call_head(call)) == call
+    reply = ReplyHead(0, 0, many)
+    assert decode_reply_head(encode_reply_head(reply)) == reply
+
+
+@settings(max_examples=40)
+@given(st.lists(signed, max_size=5))
+def test_integers_survive(values: list[int]) -> None:
+    assert decode_ints(encode_ints(*values)) == tuple(values)
+
+
+Decode = Callable[[bytes], object]
+DECODERS: list[tuple[Decode, bytes]] = [
+    (decode_parcel, encode_parcel(b"head", b"payload", b"table", b"channels")),
+    (decode_call_head, encode_call_head(CallHead(1.0, 2, 3, 4, b"name", (HANDED, HANDED)))),
+    (decode_reply_head, encode_reply_head(ReplyHead(1, 2, (HANDED,)))),
+]
+
+
+@pytest.mark.parametrize(("decode", "valid"), DECODERS)
+def test_cut_or_lengthened_bytes_are_refused(decode: Decode, valid: bytes) -> None:
+    for size in range(len(valid)):
+        with pytest.raises(ProtocolError):
+            decode(valid[:size])
+    with pytest.raises(ProtocolError):
+        decode(valid + b"x")
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([*(decode for decode, _ in DECODERS), decode_ints]),
+    st.one_of(
+        st.binary(max_size=120),
+        st.lists(st.integers(0, 60), max_size=30).map(
+            lambda values: b"".join(value.to_bytes(4, "little") for value in values)
+        ),
+    ),
+)
+def test_any_bytes_are_decoded_or_refused(decode: Decode, data: bytes) -> None:
+    try:
+        decode(data)
+    except ProtocolError:
+        return
+    assert data or decode is decode_ints
