@@ -1,6 +1,4 @@
 """Saves a run so that it can be gone on with: the model, its place in the text, the figures.
-
-The optimizer's running averages are not saved; a resumed run gathers them anew.
 """
 
 from __future__ import annotations

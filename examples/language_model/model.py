@@ -114,7 +114,7 @@ class Trainer:
         lstm: The LSTM to start with; every trainer is sent the same one.
         embedding: The embedding table on the server.
         decoder: The decoder on the server.
-        gradient_sum: A reference to the ``GradientSum`` on the server.
+        gradient_sum: A reference to the ``GradientSum`` on the server; None for a lone trainer.
         training: Tokens to train on, shape ``(rows, batch)``.
         held_out: Tokens to be tested on, shape ``(rows, columns)``.
         window: Rows that are read in one step.
@@ -127,7 +127,7 @@ class Trainer:
         lstm: nn.LSTM,
         embedding: RemoteModule,
         decoder: RemoteModule,
-        gradient_sum: rpc.RRef[GradientSum],
+        gradient_sum: rpc.RRef[GradientSum] | None,
         training: Tensor,
         held_out: Tensor,
         window: int,
@@ -162,6 +162,8 @@ class Trainer:
     def share_gradients(self, context_id: int) -> Traffic:
         """Replaces the gradients of this LSTM by the sum over all copies; after the backward."""
         self._traffic.book("model")
+        if self._gradient_sum is None:
+            return self._traffic
         gradients = autograd.get_gradients(context_id)
         mine = [gradients[parameter] for parameter in self._lstm.parameters()]
         summed = self._gradient_sum.rpc_sync().add(self._number, mine)

@@ -87,7 +87,9 @@ class SynchronousTraining:
     ) -> list[rpc.RRef[Trainer]]:
         torch.manual_seed(settings.seed)
         lstm = nn.LSTM(settings.embedding, settings.hidden, dtype=dtype)
-        gradient_sum = rpc.remote(self._server, GradientSum, args=(len(names),))
+        gradient_sum = None
+        if len(names) > 1:
+            gradient_sum = rpc.remote(self._server, GradientSum, args=(len(names),))
         training = corpus.training.chunk(len(names), dim=1)
         held_out = corpus.held_out.chunk(len(names), dim=1)
         modules = (lstm, self._embedding, self._decoder, gradient_sum)
@@ -126,6 +128,7 @@ class SynchronousTraining:
             "embedding": self._embedding.get_module_rref().rpc_sync().state_dict(),
             "decoder": self._decoder.get_module_rref().rpc_sync().state_dict(),
             "trainers": wait_all([t.rpc_async().state() for t in self._trainers]),
+            "optimizer": self._optimizer.state_dict(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -134,6 +137,7 @@ class SynchronousTraining:
         self._decoder.get_module_rref().rpc_sync().load_state_dict(state["decoder"])
         for trainer, trainer_state in zip(self._trainers, state["trainers"], strict=True):
             trainer.rpc_sync().load(trainer_state)
+        self._optimizer.load_state_dict(state["optimizer"])
 
     def _set_training(self, is_training: bool) -> None:
         for module in (self._embedding, self._decoder):

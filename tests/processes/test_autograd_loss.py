@@ -11,7 +11,7 @@ import pytest
 import weft
 from tests.processes import autograd_functions as functions
 from weft import rpc
-from weft.errors import AutogradError, OwnerLost, WorkerLost
+from weft.errors import AutogradError, WorkerLost
 from weft.launch import Nursery, cluster
 
 PROMPT_S = 5.0
@@ -58,7 +58,7 @@ def test_the_pass_of_a_leader_that_dies_is_dropped(nursery: Nursery) -> None:
         value = rpc.rpc_sync(SECOND, functions.layer, (functions.parameter("x") * 1,))
         broken = rpc.remote(FIRST, functions.fatal, (value,))
         loss = rpc.remote(FIRST, functions.total, (broken,))
-        with pytest.raises(OwnerLost):
+        with pytest.raises(WorkerLost):
             loss.backward(context_id)
         for worker in ("driver", SECOND):
             await_no_part(worker)

@@ -77,7 +77,8 @@ class Twin:
 
     def remote_loss(self, seed: int) -> Tensor:
         hidden = self.remote[1](self.remote[0](batch(seed)))
-        return self.own(hidden).square().sum()
+        loss: Tensor = self.own(hidden).square().sum()
+        return loss
 
     def local_loss(self, seed: int) -> Tensor:
         value: Tensor = batch(seed)
@@ -109,7 +110,7 @@ def train_both(
         local_optimizer.zero_grad()
         local_loss = twin.local_loss(seed)
         assert torch.equal(loss, local_loss)
-        local_loss.backward()
+        local_loss.backward()  # type: ignore[no-untyped-call]
         local_optimizer.step()
         after()
 

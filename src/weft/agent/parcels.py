@@ -122,6 +122,7 @@ class ParcelService:
         self._puller = Puller(f"weft-{agent.info.name}-pull")
         self._frame_limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
         agent.on(Kind.SUPPLY, self._on_supply, inline=True)
+        agent.on_lost(lambda peer: peer.held.close())
 
     def close(self) -> None:
         """Ends the thread that helps with large pulls."""

@@ -167,7 +167,7 @@ class Connector:
             greeting = receive_greeting(connection, Kind.HELLO, self._token, self._timeout_s)
             if not 0 <= greeting.worker < len(peers) or greeting.worker == self._worker:
                 raise ProtocolError(f"there is no other worker of rank {greeting.worker}")
-        except (OSError, ProtocolError):
+        except Exception:
             connection.close()  # A stranger learns nothing, not even why.
             return
         peer = peers[greeting.worker]

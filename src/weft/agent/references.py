@@ -8,6 +8,7 @@ out as one frame a peer.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
@@ -216,7 +217,8 @@ class ReferenceKeeper:
         """Raises what happened to the value, if it is lost or was released."""
         error = self._dead.get(reference)
         if error is not None:
-            raise error
+            # A copy: this one is kept, and would keep the frames that it passes when raised.
+            raise copy.copy(error)
 
     # Shutdown
 

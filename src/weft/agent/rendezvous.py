@@ -128,7 +128,11 @@ def _collect(store: Any, world_size: int, start_s: float, timeout_s: float) -> D
 
 
 def _await_directory(store: Any, world_size: int, start_s: float, timeout_s: float) -> Directory:
-    if _wait(store, "directory", timeout_s + _GRACE_S):
+    # Without rank 0 there is nobody who could still write one.
+    is_complete = _wait(store, "directory", timeout_s) or (
+        _is_there(store, _key(0)) and _wait(store, "directory", _GRACE_S)
+    )
+    if is_complete:
         return Directory.decode(store.get("directory"))
     missing = tuple(rank for rank in range(world_size) if not _is_there(store, _key(rank))) or (0,)
     elapsed_s = time.monotonic() - start_s

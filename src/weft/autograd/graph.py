@@ -151,9 +151,7 @@ class LocalPass:
         # Calls that nobody waits for may still be on their way; their senders wait for this pass.
         receives = self._context.follow_receives(lambda late: answer_late(_answer_none(late)))
         return [
-            _answer_none(receive)
-            for receive in receives
-            if receive.message_id not in self._reached
+            _answer_none(receive) for receive in receives if receive.message_id not in self._reached
         ]
 
     def _form_components(self, retain_graph: bool) -> None:

@@ -85,9 +85,7 @@ class RemoteModule(nn.Module):
         self.on = module_rref.owner_name()
 
     @classmethod
-    def from_module_rref(
-        cls, module_rref: RRef[nn.Module], device: str = owner.HOST
-    ) -> RemoteModule:
+    def from_module_rref(cls, module_rref: RRef[Any], device: str = owner.HOST) -> RemoteModule:
         """Returns a remote module for a module that exists already.
 
         Args:
@@ -107,9 +105,7 @@ class RemoteModule(nn.Module):
         return made
 
     @classmethod
-    def init_from_module_rref(
-        cls, remote_device: str, module_rref: RRef[nn.Module]
-    ) -> RemoteModule:
+    def init_from_module_rref(cls, remote_device: str, module_rref: RRef[Any]) -> RemoteModule:
         """Returns a remote module for a module that exists already, and checks where it is.
 
         Args:

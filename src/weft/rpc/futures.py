@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from weft.agent.agent import Agent
 from weft.agent.calls import PendingCall
 from weft.errors import CallCancelled
+from weft.serialize.exceptions import fresh_copy
 
 T = TypeVar("T")
 
@@ -38,6 +39,13 @@ class Future(torch.futures.Future[T]):
         if not self.done():
             self._agent.wait(self._call)
         return super().wait()
+
+    def set_exception(self, error: BaseException) -> None:  # type: ignore[override]
+        """Completes the future with an error; each who waits is raised a copy of it."""
+        # No collector looks into a future of PyTorch. A traceback in it would lead to frames that
+        # hold the future itself, and all of it would stay for good.
+        self._set_unwrap_func(_raise_copy)  # type: ignore[attr-defined]
+        self.set_result(error.with_traceback(None))  # type: ignore[arg-type]
 
     def cancel(self) -> bool:
         """Gives the call up: the future fails with ``CallCancelled``.
@@ -71,6 +79,10 @@ class Future(torch.futures.Future[T]):
 
         self.add_done_callback(pass_on)
         return waiter.__await__()
+
+
+def _raise_copy(error: BaseException) -> NoReturn:
+    raise fresh_copy(error)
 
 
 def _set(waiter: asyncio.Future[Any], setter: Callable[[Any], None], outcome: Any) -> None:

@@ -10,6 +10,7 @@ from weft.agent.current import current
 from weft.agent.references import ReferenceKeeper
 from weft.errors import CallTimeout, ConfigurationError, SerializationError
 from weft.ids import ReferenceId, WorkerInfo
+from weft.serialize.exceptions import fresh_copy
 from weft.serialize.objects import register_external
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class RRef(Generic[T]):
                 if is_counted:
                     reactor.end_wait()
         if owned.error is not None:
-            raise owned.error
+            raise fresh_copy(owned.error)
         value: T = owned.value
         return value
 

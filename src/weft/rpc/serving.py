@@ -18,6 +18,7 @@ from weft.errors import AutogradError, ConfigurationError, ProtocolError
 from weft.ids import ReferenceId
 from weft.rpc.functions import is_async_execution
 from weft.rpc.worker import Worker
+from weft.serialize.exceptions import pack_error, unpack_error
 from weft.serialize.functions import describe, resolve
 from weft.wire.frames import Frame
 from weft.wire.messages import NO_CREATION, CallHead, Kind, decode_call_head
@@ -83,7 +84,17 @@ def _answer(worker: Worker, peer: Peer, number: int, head: CallHead) -> Finish |
         return reply
     reference = ReferenceId(peer.id, worker.agent.info.id, head.creation)
     owned = worker.references.created(reference)
-    return None if owned is None else owned.resolve
+    if owned is None:
+        return None
+    made = owned
+
+    def keep(result: Any, error: BaseException | None) -> None:
+        if error is not None:
+            # As its users will get it: the original's traceback would keep what its frames hold.
+            error = unpack_error(pack_error(error, worker.agent.info.name))
+        made.resolve(result, error)
+
+    return keep
 
 
 def _run(worker: Worker, peer: Peer, head: CallHead, parcel: Parcel, finish: Finish) -> None:

@@ -93,6 +93,27 @@ def unpack_error(content: bytes | bytearray | memoryview) -> BaseException:
         return RemoteError(f"a remote error could not be read: {failure!r}")
 
 
+def fresh_copy(error: BaseException) -> BaseException:
+    """Returns an equal error without traceback, to be raised in place of one that is kept.
+
+    Raising adds the frames that an error passes, and who keeps it keeps all that they hold. An
+    error that cannot be copied is returned itself.
+    """
+    kind = type(error)
+    try:
+        arguments, attributes = _state(error)
+        native = _native_base(kind)
+        copy: BaseException = native.__new__(kind, *arguments)
+        native.__init__(copy, *arguments)
+        for name, value in attributes.items():
+            _assign(copy, name, value)
+    except Exception:
+        return error
+    for name in ("__cause__", "__context__", "__suppress_context__"):
+        _assign(copy, name, getattr(error, name))
+    return copy
+
+
 class _Packer:
     """Makes the records of one exception and all that hang on it."""
 

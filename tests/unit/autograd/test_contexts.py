@@ -161,6 +161,16 @@ def test_released_context_does_not_come_back() -> None:
         registry.get(context_id)
 
 
+def test_a_released_context_takes_no_new_workers() -> None:
+    registry = Contexts(0)
+    context = registry.get_or_create(77)
+    context.add_known_worker(4)
+    assert registry.release(77) == {4}
+    context.add_known_worker(4)
+    with pytest.raises(AutogradError, match="not alive"):
+        context.record_send([torch.ones(2, requires_grad=True)], 5)  # nobody would tell worker 5
+
+
 def test_release_may_come_before_the_first_use() -> None:
     registry = Contexts(0)
     registry.release(77)

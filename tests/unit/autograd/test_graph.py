@@ -259,3 +259,22 @@ def test_gradients_that_arrive_while_another_thread_runs_are_left_to_it() -> Non
 def test_another_torch_without_the_inner_engine_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_engine, "_engine", None)
     check(programs.hooked_decoder)
+
+
+def test_fast_answers_messages_that_arrive_during_the_pass() -> None:
+    context = Context(7, 0)
+    local = LocalPass(context)
+    late: list[Any] = []
+    assert local.run(fast=True, answer_late=late.append) == []
+    context.record_receive(99, 1, [torch.ones(2), torch.ones(2)], [1, 1])
+    assert late == [(1, 99, [None, None])]
+
+
+def test_fast_passes_over_answers_to_messages_sent_during_the_pass() -> None:
+    context = Context(7, 0)
+    local = LocalPass(context)
+    local.run(fast=True)
+    message_id = context.record_send([torch.ones(2, requires_grad=True)], 1)
+    assert local.gradients_arrived(message_id, [None]) == []
+    with pytest.raises(ProtocolError, match="without being due"):
+        local.gradients_arrived(message_id, [torch.ones(2)])

@@ -19,6 +19,7 @@ class Held(RRef[Any]):
     """A reference to a value that is at hand."""
 
     __slots__ = ("value",)
+    value: Any
 
     def local_value(self) -> Any:
         return self.value

@@ -23,7 +23,7 @@ def make(*parts: GroupPart, kind: Any = torch.optim.SGD, **options: Any) -> Loca
     return LocalOptimizer(lambda groups: kind(groups, **options), parts, threading.Lock())
 
 
-def ones(count: int) -> list[nn.Parameter]:
+def ones(count: int) -> list[Tensor]:
     return [nn.Parameter(torch.ones(2)) for _ in range(count)]
 
 
@@ -31,7 +31,7 @@ def test_a_step_uses_the_gradients_given_and_leaves_grad_alone() -> None:
     with_grad, without, not_stepped = parameters = ones(3)
     mine = with_grad.grad = torch.full((2,), 5.0)
     not_stepped_grad = not_stepped.grad = torch.full((2,), 5.0)
-    optimizer = make(part(0, [0, 1, 2], list(parameters)), lr=1.0)
+    optimizer = make(part(0, [0, 1, 2], parameters), lr=1.0)
     optimizer.step({with_grad: torch.full((2,), 0.25), without: torch.full((2,), 0.5)}, {})
     assert [parameter[0].item() for parameter in parameters] == [0.75, 0.5, 1.0]
     assert with_grad.grad is mine
@@ -63,7 +63,7 @@ def test_changes_of_hyper_parameters_go_to_their_group() -> None:
 def test_state_goes_by_the_numbers_of_the_parameters() -> None:
     parameters = ones(3)
     optimizer = make(
-        part(0, [5, 3], list(parameters[:2])), part(1, [8], [parameters[2]]), lr=0.1, momentum=0.9
+        part(0, [5, 3], parameters[:2]), part(1, [8], [parameters[2]]), lr=0.1, momentum=0.9
     )
     optimizer.step({p: torch.full((2,), float(i)) for i, p in enumerate(parameters)}, {})
     saved = optimizer.save({})

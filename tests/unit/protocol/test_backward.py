@@ -224,6 +224,14 @@ def test_a_failure_is_told_once_and_ends_the_pass_here() -> None:
     assert participant.phase is Phase.ABORTED
 
 
+def test_last_gradients_that_cannot_be_sent_fail_the_pass() -> None:
+    participant = running()
+    participant.executed([(2, 21, "g")], is_done=True)
+    assert participant.phase is Phase.DONE
+    told = [Send(0, Failed(KEY, 1, "sending", "why"))]
+    assert participant.failed("sending", "why") == told
+
+
 @pytest.mark.parametrize("events", range(3))
 def test_abort_ends_a_pass_at_any_time(events: int) -> None:
     participant = Participant(KEY, 1, 0)
