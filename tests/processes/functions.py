@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from weft.agent.references import ReferenceKeeper
 from weft.channel.cma import PullError
 from weft.channel.memory import PoolStatistics
 from weft.channel.sending import HeldStatistics
+from weft.rpc.leaving import Leaving
 from weft.rpc.worker import Worker
 
 LIMIT_S = 5.0
@@ -31,7 +33,9 @@ POLL_S = 0.01
 _kept: dict[str, Any] = {}
 
 
-def wait_until(is_so: Callable[[], bool], message: Callable[[], str], limit_s: float = LIMIT_S) -> None:
+def wait_until(
+    is_so: Callable[[], bool], message: Callable[[], str], limit_s: float = LIMIT_S
+) -> None:
     deadline_s = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < deadline_s, message()
@@ -101,9 +105,7 @@ class Accumulator:
 
     @rpc.async_execution
     def add_from(self, to: str, amount: float) -> Future[float]:
-        return rpc.rpc_async(to, identity, args=(amount,)).then(
-            lambda done: self.add(done.wait())
-        )
+        return rpc.rpc_async(to, identity, args=(amount,)).then(lambda done: self.add(done.wait()))
 
     @classmethod
     @rpc.async_execution
@@ -284,10 +286,6 @@ def make_lock() -> Any:
     return threading.Lock()
 
 
-def make_meta_tensor() -> Any:
-    return torch.empty(3, device="meta")
-
-
 class Unreadable:
     """Can be pickled, but not unpickled."""
 
@@ -410,9 +408,8 @@ def is_confirmed(reference: rpc.RRef[Any]) -> bool:
 # Tensors
 
 
-def describe_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str, float]:
-    total = float(tensor.to(torch.float64).sum())
-    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype), total
+def describe_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, float]:
+    return tuple(tensor.shape), str(tensor.dtype), float(tensor.to(torch.float64).sum())
 
 
 def fill(tensor: torch.Tensor, value: float) -> float:
@@ -452,5 +449,39 @@ def break_pulling() -> None:
     puller.pull = refuse  # type: ignore[method-assign]
 
 
-def offer_unusual_device(tensor: torch.Tensor) -> str:
-    return str(tensor.device)
+# The end of a group
+
+
+def die_when_settling() -> None:
+    """This worker will die when the shutdown of the group is almost through."""
+
+    def die(leaving: Leaving, *_: object) -> None:
+        os._exit(7)
+
+    Leaving._settle = die  # type: ignore[method-assign]
+
+
+WRITE_DELAY_S = 0.2
+"""Long enough for a shutdown that does not wait to be through."""
+
+
+def write_slowly(path: str) -> None:
+    time.sleep(WRITE_DELAY_S)
+    Path(path).touch()
+
+
+async def write_soon(path: str) -> None:
+    await asyncio.sleep(WRITE_DELAY_S)
+    Path(path).touch()
+
+
+def write_after_calls(path: str) -> None:
+    here = name_here()
+    for _ in range(5):
+        rpc.rpc_sync("driver", call_through, args=([here], time.sleep, (WRITE_DELAY_S / 5,)))
+    Path(path).touch()
+
+
+async def block_event_loop() -> None:
+    await asyncio.sleep(0)
+    pass_gate("loop").wait()

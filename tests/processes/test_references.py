@@ -16,7 +16,6 @@ import torch
 from tests.processes import functions
 from tests.processes.functions import Tracked, wait_until
 from weft import rpc
-from weft.agent.current import current
 from weft.errors import CallTimeout, ConfigurationError, SerializationError
 from weft.launch import Cluster
 
@@ -31,6 +30,13 @@ def alive_on(worker: str) -> int:
 
 def await_end_on(worker: str) -> None:
     wait_until(lambda: alive_on(worker) == 0, lambda: f"values live on {worker}")
+
+
+def await_confirmation_at(worker: str, reference: rpc.RRef[Any]) -> None:
+    wait_until(
+        lambda: bool(rpc.rpc_sync(worker, functions.is_confirmed, args=(reference,))),
+        lambda: f"the owner never confirmed {worker}",
+    )
 
 
 # Use
@@ -99,7 +105,7 @@ def test_user_to_user(group: Cluster) -> None:
     reference = rpc.remote("worker0", Tracked, args=("x",))
     assert rpc.rpc_sync("worker1", functions.fetch_content, args=(reference,)) == "x"
     rpc.rpc_sync("worker1", functions.keep, args=("mine", reference))
-    assert rpc.rpc_sync("worker1", functions.is_confirmed, args=(reference,))
+    await_confirmation_at("worker1", reference)
     del reference
     given = rpc.rpc_sync("worker1", functions.give, args=("mine",))
     rpc.rpc_sync("worker1", functions.drop, args=("mine",))
@@ -256,8 +262,6 @@ def test_a_circle_through_the_owner_lasts_until_it_is_broken(group: Cluster) -> 
 
 
 def test_counts_are_of_this_worker(group: Cluster) -> None:
-    keeper = current().parts
-    assert keeper
     mine, theirs = rpc.RRef(1), rpc.remote("worker0", Tracked)
     assert functions.count_references() == {"owned": 1, "held": 1}
     assert rpc.rpc_sync("worker0", functions.count_references)["owned"] == 1

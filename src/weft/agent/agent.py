@@ -24,9 +24,9 @@ from weft.agent.calls import PendingCall
 from weft.agent.housekeeper import Housekeeper, Job
 from weft.agent.peers import Connector, Peer, Unreachable
 from weft.agent.reactor import Reactor
-from weft.channel.memory import BufferPool
 from weft.channel.choice import describe
 from weft.channel.cma import Nonce
+from weft.channel.memory import BufferPool
 from weft.errors import NotInitialized, ProtocolError, UnknownWorker, WorkerLost
 from weft.ids import WorkerInfo
 from weft.protocol.calls import CallTable

@@ -18,7 +18,7 @@ from weft import knobs
 from weft.agent.agent import Agent, Outgoing
 from weft.agent.calls import PendingCall
 from weft.agent.peers import Peer
-from weft.channel.cma import PullError, Puller
+from weft.channel.cma import Puller, PullError
 from weft.channel.receiving import in_order, pull_buffers
 from weft.channel.sending import prepare
 from weft.channel.table import CMA, BufferTable, decode_table
@@ -221,9 +221,7 @@ class ParcelService:
     def _let_go(self, peer: Peer, table: BufferTable) -> None:
         self._agent.post_ints(peer, Kind.PULLED, table.token)
 
-    def _ask_for_supply(
-        self, peer: Peer, table: BufferTable, error: PullError
-    ) -> Sequence[Buffer]:
+    def _ask_for_supply(self, peer: Peer, table: BufferTable, error: PullError) -> Sequence[Buffer]:
         """Has the sender stream what could not be pulled, and stop offering it that way."""
         call = PendingCall(peer.id, peer.name, "resend of tensors", knobs.RPC_TIMEOUT_S.get())
         request = encode_ints(table.token)

@@ -159,7 +159,9 @@ class Connector:
                 return addresses.dial(addresses.parse(text), self._timeout_s)
             except (OSError, ConfigurationError) as error:
                 errors.append(f"{text}: {getattr(error, 'strerror', None) or error}")
-        raise ConnectionRefusedError("; ".join(errors) or "it listens nowhere that this side reaches")
+        raise ConnectionRefusedError(
+            "; ".join(errors) or "it listens nowhere that this side reaches"
+        )
 
     def accept(self, connection: socket.socket, peers: list[Peer]) -> None:
         """Greets whoever has connected, and takes the connection if it is of the group."""

@@ -105,7 +105,7 @@ class ReferenceKeeper:
         self._remind_s = math.inf
         agent.parts[ReferenceKeeper] = self
         agent.on(Kind.REFERENCES, self._on_message, inline=True)
-        agent.on_lost(self._on_lost)
+        agent.on_lost(self.peer_lost)
 
     # Values of this worker
 
@@ -268,7 +268,8 @@ class ReferenceKeeper:
                 self._machine.message(peer.id, message)
         self._settle()
 
-    def _on_lost(self, peer: Peer) -> None:
+    def peer_lost(self, peer: Peer) -> None:
+        """Gives up what a lost worker held and what it owned."""
         with self._lock:
             self._machine.peer_lost(peer.id)
             self._outgoing.pop(peer.id, None)
@@ -337,7 +338,8 @@ class ReferenceKeeper:
             self._sites.pop(action.reference, None)
             return self._values.pop(action.reference, None)
         elif isinstance(action, protocol.Confirmed):
-            self._confirmed.add(action.reference)
+            if action.reference in self._handles:
+                self._confirmed.add(action.reference)
         elif isinstance(action, protocol.ValueGone):
             gone = ReferenceGone(f"{action.reference} has no value any more")
             self._dead[action.reference] = gone
@@ -345,10 +347,11 @@ class ReferenceKeeper:
             if owned is not None:
                 self._orphans.append((owned, gone))
         elif isinstance(action, protocol.OwnerLost):
-            self._dead[action.reference] = self._owner_lost(action.reference)
+            self._dead[action.reference] = self.owner_lost(action.reference)
         return None
 
-    def _owner_lost(self, reference: ReferenceId) -> OwnerLost:
+    def owner_lost(self, reference: ReferenceId) -> OwnerLost:
+        """Returns the error of a reference whose owner is lost."""
         lost = self._agent.peers[reference.owner].lost
         assert lost is not None
         return OwnerLost(

@@ -72,7 +72,7 @@ def _check_method(method: str) -> None:
     missing = [name for name in _ENVIRONMENT if scheme == "env" and name not in os.environ]
     if missing:
         raise ConfigurationError(
-            f"environment variable {' and '.join(missing)} not set, which init method env:// needs; "
+            f"environment variable {' and '.join(missing)} not set; init method env:// needs it; "
             "start the script with 'weft run' or 'torchrun', or pass "
             "init_method='tcp://host:port' in the back-end options"
         )

@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ from weft.protocol.backward import PassKey
 from weft.protocol.tombstones import Tombstones
 from weft.serialize.exceptions import pack_error, unpack_error
 from weft.serialize.objects import pack, unpack
-from weft.wire.frames import Frame, encode_frame
+from weft.wire.frames import Buffer, Frame, encode_frame
 from weft.wire.messages import Kind, decode_ints, encode_ints
 
 _REMEMBERED_PASSES = 4096
@@ -98,9 +98,9 @@ class Engine:
                 self._led.pop(key, None)
             self._close(key, part)
 
-    def release(self, context_id: int) -> None:
+    def release(self, context_id: int, told_by: int | None = None) -> None:
         """Lets go of a context here, and tells the workers that know it."""
-        for worker in self.contexts.release(context_id):
+        for worker in self.contexts.release(context_id) - {told_by}:
             peer = self._agent.peers[worker]
             self._agent.post_ints(peer, Kind.RELEASE_CONTEXT, context_id)
 
@@ -111,6 +111,7 @@ class Engine:
         deadline_s = time.monotonic() + knobs.BACKWARD_TIMEOUT_S.get()
         while not led.outcome:
             self._do_own_part(led)
+            self._post_held(led)
             if led.outcome or led.own_messages:
                 continue
             if not self._agent.wait_for_signal(led.signal, self._only_peer(led), deadline_s):
@@ -150,6 +151,9 @@ class Engine:
             if isinstance(action, protocol.Send):
                 if action.to_worker == self._me:
                     led.own_messages.append(action.message)
+                elif isinstance(action.message, protocol.Run) and not action.message.fast:
+                    # Nothing can run there before gradients come, and the first come from here.
+                    led.held[action.to_worker] = action.message
                 else:
                     self._post(Kind.BACKWARD, action.to_worker, action.message)
             else:
@@ -157,6 +161,11 @@ class Engine:
                 led.outcome.append(action)
         # The leader looks again: there may be work for it, or more workers to listen to.
         led.signal.set()
+
+    def _post_held(self, led: _LedPass) -> None:
+        """Sends the messages that no gradients of this worker went along with."""
+        while led.held:
+            self._post(Kind.BACKWARD, *led.held.popitem())
 
     def _on_answer(self, peer: Peer, frame: Frame) -> None:
         self._tell_driver(peer.id, codec.decode(frame.control))
@@ -236,18 +245,17 @@ class Engine:
         """Carries out what a participant asks for, and what follows from that."""
         todo = deque(actions)
         while todo:
-            action = todo.popleft()
             try:
-                todo.extend(self._carry_out(part, action))
+                if isinstance(todo[0], protocol.Send):
+                    self._send_all(_take_sends(todo))
+                else:
+                    todo.extend(self._carry_out(part, todo.popleft()))
             except Exception as error:
                 operation = operation_of(error)
                 with part.lock:
                     todo.extend(part.machine.failed(operation, error))
 
     def _carry_out(self, part: _Part, action: protocol.Action) -> list[protocol.Action]:
-        if isinstance(action, protocol.Send):
-            self._send(part, action)
-            return []
         if isinstance(action, protocol.Close):
             self._close(part.machine.key, part)
             return []
@@ -271,35 +279,54 @@ class Engine:
         with part.lock:
             return part.machine.executed(outgoing, is_done)
 
-    def _send(self, part: _Part, action: protocol.Send) -> None:
-        message = action.message
-        if isinstance(message, protocol.Gradients):
-            self._send_gradients(action.to_worker, message)
-        elif action.to_worker == self._me:
-            self._tell_driver(self._me, message)
-        else:
-            self._post(Kind.BACKWARD_ANSWER, action.to_worker, message)
+    def _send_all(self, messages: Mapping[int, Sequence[protocol.Message]]) -> None:
+        """Sends messages of a participant, those to one worker at once: a write wakes somebody."""
+        for worker, batch in messages.items():
+            if worker == self._me:
+                for message in batch:
+                    self._tell_driver(self._me, message)
+            elif isinstance(batch[0], protocol.Gradients):
+                self._send_with_gradients(worker, batch)
+            else:
+                for message in batch:
+                    self._post(Kind.BACKWARD_ANSWER, worker, message)
 
-    def _send_gradients(self, to_worker: int, message: protocol.Gradients) -> None:
+    def _send_with_gradients(self, to_worker: int, batch: Sequence[protocol.Message]) -> None:
         peer = self._agent.peers[to_worker]
+        buffers: list[Buffer] = []
+        led = self._led.get(batch[0].key)
+        if led is not None and (held := led.held.pop(to_worker, None)) is not None:
+            buffers += self._framed(Kind.BACKWARD, held)
+        for message in batch:
+            if isinstance(message, protocol.Gradients):
+                buffers += self._sealed(peer, message)
+            else:
+                buffers += self._framed(Kind.BACKWARD_ANSWER, message)
+        self._agent.send(peer, buffers)
+
+    def _sealed(self, peer: Peer, message: protocol.Gradients) -> list[Buffer]:
         packed = pack(message.gradients, main_by_name=True)
         head = encode_ints(*message.key, message.message_id)
-        self._agent.send(
-            peer,
-            self._parcels.seal(peer, Kind.GRADIENTS, 0, 0, head, packed.payload, packed.tensors),
+        sealed = self._parcels.seal(
+            peer, Kind.GRADIENTS, 0, 0, head, packed.payload, packed.tensors
         )
+        assert not isinstance(sealed, Frame)  # Nobody records messages to oneself.
+        return sealed
 
     def _answer_late(self, key: PassKey, outgoing: Outgoing) -> None:
         to_worker, message_id, gradients = outgoing
         # Who is lost waits for nothing, and this thread has a message to hand over.
         with contextlib.suppress(ConnectionError, NotInitialized):
-            self._send_gradients(to_worker, protocol.Gradients(key, message_id, gradients))
+            message = protocol.Gradients(key, message_id, gradients)
+            self._send_with_gradients(to_worker, [message])
 
     def _post(self, kind: Kind, to_worker: int, message: protocol.Message) -> None:
+        self._agent.post(self._agent.peers[to_worker], self._framed(kind, message))
+
+    def _framed(self, kind: Kind, message: protocol.Message) -> list[Buffer]:
         if isinstance(message, protocol.Failed) and isinstance(message.error, BaseException):
             message.error = pack_error(message.error, self._agent.info.name)
-        peer = self._agent.peers[to_worker]
-        self._agent.post(peer, encode_frame(kind, 0, 0, codec.encode(message)))
+        return encode_frame(kind, 0, 0, codec.encode(message))
 
     def _close(self, key: PassKey, part: _Part) -> None:
         with self._lock:
@@ -312,7 +339,8 @@ class Engine:
     def _on_release(self, peer: Peer, frame: Frame) -> None:
         (context_id,) = decode_ints(frame.control)
         # The end of a graph may run any code, and takes its time.
-        self._agent.reactor.submit(lambda released, _: self.release(released), context_id)
+        # Not ``submit``: the thread that reads this does it next, no other need wake for it.
+        self._agent.reactor.tasks.append((self.release, context_id, peer.id))
 
     def _on_lost(self, peer: Peer) -> None:
         for led in list(self._led.values()):
@@ -334,6 +362,7 @@ class _LedPass:
         self.signal = threading.Event()
         self.own_messages: deque[protocol.Message] = deque()
         self.own_gradients: deque[tuple[Peer, Frame]] = deque()
+        self.held: dict[int, protocol.Message] = {}
         self.outcome: list[protocol.Complete | protocol.Fail] = []
 
 
@@ -344,3 +373,12 @@ class _Part:
         self.machine = machine
         self.local = local
         self.lock = threading.Lock()
+
+
+def _take_sends(todo: deque[protocol.Action]) -> dict[int, list[protocol.Message]]:
+    """Takes the messages that come first, by the worker that they go to."""
+    messages: dict[int, list[protocol.Message]] = {}
+    while todo and isinstance(action := todo[0], protocol.Send):
+        messages.setdefault(action.to_worker, []).append(action.message)
+        todo.popleft()
+    return messages

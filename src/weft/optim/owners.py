@@ -124,15 +124,8 @@ def raise_failures(what: str, failures: list[Failure]) -> None:
 
 
 def _fields_of(error: WorkerLost | CallTimeout) -> dict[str, Any]:
-    names = (
-        ("worker", "since", "cause")
-        if isinstance(error, WorkerLost)
-        else (
-            "worker",
-            "call",
-            "elapsed_s",
-        )
-    )
+    is_lost = isinstance(error, WorkerLost)
+    names = ("worker", "since", "cause") if is_lost else ("worker", "call", "elapsed_s")
     return {name: getattr(error, name) for name in names}
 
 

@@ -31,7 +31,7 @@ class CallTable(Generic[Entry]):
         self._entries: dict[int, Entry] = {}
         self._numbers = itertools.count(1)
         self.total = 0
-        """How many calls there have been, roughly: it grows with each, unless two are made at once."""
+        """How many calls there have been: it changes with each, and roughly counts them."""
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -117,7 +117,8 @@ class Leader:
             return self._tell_all(Step.SETTLE)
         if self.phase is Step.SETTLE and self.workers <= self.settled:
             self.phase = Step.CLOSE
-            return [*self._tell_all(Step.CLOSE), Closed(tuple(sorted(self.lost)))]
+            lost = tuple(sorted(self.lost))
+            return [*self._tell_all(Step.CLOSE, *lost), Closed(lost)]
         return []
 
     def _is_quiet(self) -> bool:

@@ -6,13 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
-
 from weft.agent.agent import Agent
 from weft.agent.calls import PendingCall
 from weft.agent.current import current
 from weft.agent.peers import Peer
-from weft.errors import ConfigurationError
+from weft.errors import ConfigurationError, WorkerLost
 from weft.ids import WorkerInfo
 from weft.rpc import serving
 from weft.rpc.futures import Future
@@ -57,7 +55,7 @@ def rpc_sync(
     agent = current()
     worker: Worker = agent.parts[Worker]
     peer = agent.find(to)
-    return _call_and_wait(worker, peer, _checked(func), args or (), kwargs or {}, timeout)  # type: ignore[no-any-return]
+    return _call_and_wait(worker, peer, *_checked(func, args, kwargs), timeout)  # type: ignore[no-any-return]
 
 
 def rpc_async(
@@ -74,7 +72,7 @@ def rpc_async(
     """
     agent = current()
     worker: Worker = agent.parts[Worker]
-    return _start(worker, agent.find(to), _checked(func), args or (), kwargs or {}, timeout)
+    return _start(worker, agent.find(to), *_checked(func, args, kwargs), timeout)
 
 
 def remote(
@@ -98,32 +96,41 @@ def remote(
     """
     agent = current()
     worker: Worker = agent.parts[Worker]
-    return create(worker, agent.find(to), _checked(func), args or (), kwargs or {}, timeout)
+    return create(worker, agent.find(to), *_checked(func, args, kwargs), timeout)
 
 
 def fetch(reference: RRef[T], timeout: float) -> T:
     """Returns a copy of the value behind a reference of another worker. Blocks."""
-    agent = current()
+    agent = reference.agent()
     worker: Worker = agent.parts[Worker]
     peer = agent.peers[reference.id.owner]
-    return _call_and_wait(worker, peer, FETCH, (tuple(reference.id),), {}, timeout)  # type: ignore[no-any-return]
+    try:
+        return _call_and_wait(worker, peer, FETCH, (tuple(reference.id),), {}, timeout)  # type: ignore[no-any-return]
+    except WorkerLost as error:
+        if error.worker != peer.name:
+            raise  # from the function that was to make the value
+        raise worker.references.owner_lost(reference.id) from error
 
 
 def call_method(
     reference: RRef[Any], way: str, name: str, args: Any, kwargs: Any, timeout: float
 ) -> Any:
     """Calls a method of the value behind a reference, on its owner, in one of the three ways."""
-    agent = current()
+    agent = reference.agent()
     worker: Worker = agent.parts[Worker]
     peer = agent.peers[reference.id.owner]
-    call_args = (tuple(reference.id), name, args, kwargs)
-    call = _WAYS[way]
-    return call(worker, peer, CALL_METHOD, call_args, {}, timeout)
+    # Nobody waits for a ``remote`` call, so the reference itself goes along and keeps the value.
+    kept = reference if way == "remote" else None
+    call_args = (tuple(reference.id), name, args, kwargs, kept)
+    result = _WAYS[way](worker, peer, CALL_METHOD, call_args, {}, timeout)
+    if way == "async":
+        result.kept = reference  # until it is answered
+    return result
 
 
 def backward_from(reference: RRef[Any], context_id: int, retain_graph: bool) -> None:
     """Runs a backward pass from the value behind a reference, on its owner."""
-    agent = current()
+    agent = reference.agent()
     worker: Worker = agent.parts[Worker]
     if reference.is_owner():
         serving.run_backward(worker, reference.local_value(), context_id, retain_graph)
@@ -138,13 +145,26 @@ def backward_from(reference: RRef[Any], context_id: int, retain_graph: bool) -> 
     _call_and_wait(worker, peer, BACKWARD_FROM, args, {}, 0.0)
 
 
-def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    if callable(function):
-        return function
-    raise ConfigurationError(
-        f"func is {function!r}, a {type(function).__name__} that cannot be called; pass the "
-        "function itself, and its arguments as args=(...)"
-    )
+def _checked(
+    function: Callable[..., Any], args: Sequence[Any] | None, kwargs: dict[str, Any] | None
+) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
+    """Returns what to call and with what, or raises ConfigurationError."""
+    if not callable(function):
+        raise ConfigurationError(
+            f"func is {function!r}, a {type(function).__name__} that cannot be called; pass the "
+            "function itself, and its arguments as args=(...)"
+        )
+    if args is None:
+        args = ()
+    elif not isinstance(args, (tuple, list)):
+        raise ConfigurationError(
+            f"args is a {type(args).__name__}; pass a tuple, args=(value,) for a single argument"
+        )
+    if kwargs is None:
+        kwargs = {}
+    elif not isinstance(kwargs, dict):
+        raise ConfigurationError(f"kwargs is a {type(kwargs).__name__}; pass a dict")
+    return function, args, kwargs
 
 
 def _limit_s(agent: Agent, timeout: float) -> float:
@@ -178,7 +198,7 @@ def _start(
         try:
             result = worker.result_of(call)
         except BaseException as error:
-            future.set_exception(error)  # type: ignore[arg-type]
+            future.set_exception(error)
         else:
             future.set_result(result)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Generator
@@ -53,7 +51,7 @@ class CoroutineRunner:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
-                    target=self._loop.run_forever, name=self._name, daemon=True
+                    target=_run, args=(self._loop,), name=self._name, daemon=True
                 )
                 self._thread.start()
             return self._loop
@@ -65,15 +63,19 @@ class CoroutineRunner:
             self._loop, self._thread, self._is_closed = None, None, True
         if loop is None or thread is None:
             return
-        cancelling = asyncio.run_coroutine_threadsafe(_cancel_others(), loop)
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            cancelling.result(timeout=_CLOSE_TIMEOUT_S)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(_CLOSE_TIMEOUT_S)
         if thread.is_alive():
             _log.warning("a coroutine blocks thread %r at shutdown", self._name)
-        else:
-            loop.close()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs what comes until the loop is stopped, and what is left then until it is cancelled."""
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_cancel_others())
+    finally:
+        loop.close()
 
 
 class _InContext:

@@ -25,6 +25,7 @@ class Future(torch.futures.Future[T]):
 
     _call: PendingCall
     _agent: Agent
+    kept: object = None
 
     def wait(self) -> T:
         """Blocks until the call has ended, at most its timeout; returns its result.
@@ -44,7 +45,7 @@ class Future(torch.futures.Future[T]):
         """Completes the future with an error; each who waits is raised a copy of it."""
         # No collector looks into a future of PyTorch. A traceback in it would lead to frames that
         # hold the future itself, and all of it would stay for good.
-        self._set_unwrap_func(_raise_copy)  # type: ignore[attr-defined]
+        self._set_unwrap_func(_raise_copy)
         self.set_result(error.with_traceback(None))  # type: ignore[arg-type]
 
     def cancel(self) -> bool:

@@ -6,9 +6,10 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from weft.agent.agent import Agent
 from weft.agent.current import current
 from weft.agent.references import ReferenceKeeper
-from weft.errors import CallTimeout, ConfigurationError, SerializationError
+from weft.errors import CallTimeout, ConfigurationError, ReferenceGone, SerializationError
 from weft.ids import ReferenceId, WorkerInfo
 from weft.serialize.exceptions import fresh_copy
 from weft.serialize.objects import register_external
@@ -75,9 +76,20 @@ class RRef(Generic[T]):
 
     # Whose it is
 
+    def agent(self) -> Agent:
+        """Returns the current agent, if the reference is of its group.
+
+        Raises:
+            ReferenceGone: It is of a former group; its number may name something else now.
+        """
+        agent = current()
+        if agent.parts[ReferenceKeeper] is not self._keeper:
+            raise ReferenceGone("this reference belongs to a group that has been shut down")
+        return agent
+
     def owner(self) -> WorkerInfo:
         """Returns the worker that owns the value."""
-        return current().peers[self.id.owner].info
+        return self.agent().peers[self.id.owner].info
 
     def owner_name(self) -> str:
         """Returns the name of the worker that owns the value."""
@@ -85,7 +97,7 @@ class RRef(Generic[T]):
 
     def is_owner(self) -> bool:
         """Whether this worker owns the value."""
-        return self.id.owner == current().info.id
+        return self.id.owner == self.agent().info.id
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner is known to count this worker as a user of the value."""
@@ -105,12 +117,12 @@ class RRef(Generic[T]):
                 f"local_value() works on the owner only, which is worker {self.owner_name()!r}; "
                 "use to_here() for a copy"
             )
-        return self._wait_for_value(current().default_timeout_s)
+        return self._wait_for_value(self.agent().default_timeout_s)
 
     def _wait_for_value(self, timeout_s: float) -> T:
         owned = self._keeper.value_of(self.id)
         if not owned.is_ready:
-            reactor = current().reactor
+            reactor = self.agent().reactor
             is_counted = reactor.begin_wait()
             try:
                 if not owned.wait(timeout_s):
@@ -144,7 +156,7 @@ class RRef(Generic[T]):
         from weft.rpc.calls import fetch  # Calls make references.
 
         if self.is_owner():
-            agent = current()
+            agent = self.agent()
             limit_s = agent.default_timeout_s if timeout < 0 else timeout or math.inf
             return self._wait_for_value(limit_s)
         self._keeper.check_alive(self.id)
@@ -208,4 +220,3 @@ register_external(RRef)
 def _keeper() -> ReferenceKeeper:
     keeper: ReferenceKeeper = current().part(ReferenceKeeper)
     return keeper
-

@@ -55,7 +55,11 @@ def init_rpc(
         DuplicateName: Another worker has the same name.
     """
     current_agent.check_unset()
-    options = rpc_backend_options or RpcBackendOptions()
+    options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
+    if not isinstance(options, RpcBackendOptions):
+        raise ConfigurationError(
+            f"rpc_backend_options is a {type(options).__name__}; pass weft.rpc.RpcBackendOptions(...)"
+        )
     options.check()
     rank = _from_environment("RANK", "rank", rank)
     world_size = _from_environment("WORLD_SIZE", "world_size", world_size)

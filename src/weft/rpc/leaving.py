@@ -35,7 +35,6 @@ class Leaving:
         self._done = threading.Event()
         self._lost: dict[int, WorkerLost] = {}
         self._probe_at_s = math.inf
-        self._is_settling = False
         self._has_settled = False
         ranks = {peer.id for peer in self._agent.peers}
         self._leader = Leader(ranks) if self._agent.info.id == _LEADER else None
@@ -96,12 +95,13 @@ class Leaving:
         if step == Step.PROBE:
             self._report(peer, arguments[0])
         elif step == Step.SETTLE:
-            self._is_settling = True
             self._agent.is_leaving = True
             self._agent.reactor.submit(self._settle)
         elif step == Step.CLOSE:
             # The leader has others to tell first: it is done when it has told all.
             if self._leader is None:
+                for rank in arguments:
+                    self._note_lost(self._agent.peers[rank], "rank 0 says so")
                 self._done.set()
         elif self._leader is None:
             raise ProtocolError(f"shutdown step {step} is for rank {_LEADER} only")
@@ -133,19 +133,31 @@ class Leaving:
             self._done.set()
 
     def _on_departed(self, peer: Peer) -> None:
-        """Notes a closed connection after the group has gone quiet."""
+        """Notes a closed connection after the group has gone quiet.
+
+        Nobody leaves before the leader has told all that everybody has settled: who is gone
+        earlier has died.
+        """
+        cause = "end of file during shutdown"
+        if not self._has_settled:
+            self._note_lost(peer, cause)
+            self._worker.references.peer_lost(peer)
         if self._leader is None:
-            if peer.id == _LEADER:
+            if peer.id == _LEADER and not self._done.is_set():
+                self._note_lost(peer, cause)
                 self._done.set()
             return
         with self._lock:
             if self._leader.phase is Step.CLOSE:
                 return
-            lost = peer.declare_lost("end of file during shutdown")
-            if lost is not None:
-                self._lost[peer.id] = lost
             actions = self._leader.worker_lost(peer.id)
+        self._note_lost(peer, cause)
         self._act(actions)
+
+    def _note_lost(self, peer: Peer, cause: str) -> None:
+        peer.declare_lost(cause)
+        assert peer.lost is not None
+        self._lost[peer.id] = peer.lost
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -176,7 +188,7 @@ class Leaving:
 
     def _report(self, leader: Peer, probe_round: int) -> None:
         reactor = self._agent.reactor
-        is_idle = not len(self._agent.calls) and not reactor.busy
+        is_idle = not (len(self._agent.calls) or reactor.busy or self._worker.unfinished)
         activity = reactor.activity + self._agent.calls.total
         self._tell(Send(leader.id, Step.REPORT, (probe_round, int(is_idle), activity)))
 
@@ -187,6 +199,7 @@ class Leaving:
         while not references.is_settled() and not self._agent.reactor.is_closing:
             time.sleep(_SETTLE_POLL_S)
             references.flush()
+        self._has_settled = True
         self._tell(Send(_LEADER, Step.SETTLED))
 
     def _report_leaks(self) -> None:

@@ -42,17 +42,21 @@ class RpcBackendOptions:
 
     def check(self) -> None:
         """Raises ConfigurationError for the first value that cannot work."""
-        if self.num_worker_threads < 1:
+        threads = self.num_worker_threads
+        if not isinstance(threads, int) or threads < 1:
+            raise ConfigurationError(f"num_worker_threads is {threads!r}; it must be at least 1")
+        if not _is_number(self.rpc_timeout) or not self.rpc_timeout >= 0:
             raise ConfigurationError(
-                f"num_worker_threads is {self.num_worker_threads}; it must be at least 1"
+                f"rpc_timeout is {self.rpc_timeout!r}; it must be a number of seconds, "
+                "or 0 for no limit"
             )
-        if not self.rpc_timeout >= 0:
+        if not _is_number(self.init_timeout) or not 0 < self.init_timeout < math.inf:
             raise ConfigurationError(
-                f"rpc_timeout is {self.rpc_timeout} s; it must be positive, or 0 for no limit"
-            )
-        if not 0 < self.init_timeout < math.inf:
-            raise ConfigurationError(
-                f"init_timeout is {self.init_timeout} s; it must be positive and finite"
+                f"init_timeout is {self.init_timeout!r}; it must be a positive number of seconds"
             )
         if self.store is not None and self.init_method is not None:
             raise ConfigurationError("give init_method or store, not both")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))

@@ -37,6 +37,7 @@ class WhenReady(NamedTuple):
 
     owned: OwnedValue
     then: Callable[[Any], Any]
+    kept: object = None
 
 
 def install(worker: Worker) -> None:
@@ -87,12 +88,14 @@ def _answer(worker: Worker, peer: Peer, number: int, head: CallHead) -> Finish |
     if owned is None:
         return None
     made = owned
+    worker.unfinished.add(made)
 
     def keep(result: Any, error: BaseException | None) -> None:
         if error is not None:
             # As its users will get it: the original's traceback would keep what its frames hold.
             error = unpack_error(pack_error(error, worker.agent.info.name))
         made.resolve(result, error)
+        worker.unfinished.discard(made)
 
     return keep
 
@@ -154,9 +157,7 @@ def _finish_with_future(
     result.then(pass_on)
 
 
-def _finish_when_ready(
-    worker: Worker, context_id: int, waiting: WhenReady, finish: Finish
-) -> None:
+def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, finish: Finish) -> None:
     def proceed(owned: OwnedValue, _: object = None) -> None:
         if owned.error is not None:
             finish(None, owned.error)
@@ -185,15 +186,18 @@ def fetch(reference: tuple[int, int, int]) -> WhenReady:
 
 
 def call_method(
-    reference: tuple[int, int, int], name: str, args: Any, kwargs: dict[str, Any]
+    reference: tuple[int, int, int], name: str, args: Any, kwargs: dict[str, Any], kept: object
 ) -> WhenReady:
-    """Calls a method of the value behind a reference of this worker."""
+    """Calls a method of the value behind a reference of this worker.
+
+    ``kept`` is the reference itself where nobody else may keep it meanwhile.
+    """
 
     def call(value: Any) -> tuple[Callable[..., Any], Any]:
         method = getattr(value, name)
         return method, method(*args, **kwargs)
 
-    return WhenReady(_owned(reference), call)
+    return WhenReady(_owned(reference), call, kept)
 
 
 def backward_from(

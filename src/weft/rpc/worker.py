@@ -12,7 +12,7 @@ from weft.agent.agent import Agent, Outgoing
 from weft.agent.calls import PendingCall
 from weft.agent.parcels import Parcel, ParcelService
 from weft.agent.peers import Peer
-from weft.agent.references import ReferenceKeeper
+from weft.agent.references import OwnedValue, ReferenceKeeper
 from weft.autograd.contexts import Contexts, current_id
 from weft.autograd.engine import Engine
 from weft.errors import AutogradError, ProtocolError, ReferenceGone
@@ -51,6 +51,8 @@ class Worker:
         self.engine = Engine(agent, self.parcels)
         self.contexts: Contexts = self.engine.contexts
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
+        self.unfinished: set[OwnedValue] = set()
+        """Values that calls of others are making; a coroutine's call holds no thread meanwhile."""
         agent.discard = self.discard_reply
         agent.parts[Worker] = self
         agent.parts[Engine] = self.engine
@@ -108,12 +110,12 @@ class Worker:
             return 0, 0
 
     def _hand_on(self, externals: Sequence[object], peer: Peer) -> tuple[HandedReference, ...]:
-        if peer.is_self:
-            return ()
         handed = []
         for reference in externals:
             assert isinstance(reference, RRef)
-            handed.append(self.references.hand_on(reference.id, peer))
+            reference.agent()  # raises if it is of a former group
+            if not peer.is_self:
+                handed.append(self.references.hand_on(reference.id, peer))
         return tuple(handed)
 
     # What arrives
@@ -258,4 +260,3 @@ class Request:
         """Takes back what the message hands on: it could not be sent."""
         for handed in self._references:
             self._worker.references.undeliverable(handed, self._peer)
-

@@ -146,7 +146,9 @@ class FrameParser:
         if available < HEADER_BYTES + 8 * count:
             self._ensure_capacity(HEADER_BYTES + 8 * count)
             return 0
-        lengths: tuple[int, ...] = struct.unpack_from(f"<{count}Q", self._view, start + HEADER_BYTES)
+        lengths: tuple[int, ...] = struct.unpack_from(
+            f"<{count}Q", self._view, start + HEADER_BYTES
+        )
         size = body_start - start + sum(lengths)
         if size > self._frame_limit_bytes:
             raise ProtocolError(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -219,7 +220,7 @@ def test_a_full_descriptor_is_reported_when_it_has_room_again(make_reactor: Make
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        with pytest.raises(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):
             while True:
                 ours.send(b"x" * 100_000)
         reactor.watch_writing(ours.fileno(), events.release)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -80,10 +81,8 @@ keys = st.sampled_from(
 )
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     for reader in (Registration.decode, Directory.decode):
-        try:
-            reader(data)
-        except ProtocolError as error:
-            assert "makes no sense" in str(error)
+        with contextlib.suppress(ProtocolError):
+            assert reader(data)
 
 
 @pytest.mark.parametrize("data", [b"[" * 200_000, b'{"workers": [[]], "missing": []}', b"null"])

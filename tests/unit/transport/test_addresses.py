@@ -20,7 +20,12 @@ from weft.transport.addresses import (
 
 @pytest.mark.parametrize(
     "address",
-    [UnixAddress("weft-1"), TcpAddress("127.0.0.1", 4000), TcpAddress("::1", 1), TcpAddress("h", 0)],
+    [
+        UnixAddress("weft-1"),
+        TcpAddress("127.0.0.1", 4000),
+        TcpAddress("::1", 1),
+        TcpAddress("h", 0),
+    ],
     ids=str,
 )
 def test_an_address_survives_as_text(address: Address) -> None:

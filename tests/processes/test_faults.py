@@ -1,0 +1,167 @@
+"""What fails while a group works: a worker that is killed, a channel that stops working."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.processes import functions
+from tests.processes.conftest import options
+from tests.processes.functions import wait_until
+from weft import rpc
+from weft.errors import LaunchError, OwnerLost, ShutdownError, WorkerLost
+from weft.launch import Nursery
+
+NOTICE_S = 0.2
+LARGE_BYTES = 3 << 20
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def raised_by(wait: Callable[[], Any]) -> BaseException:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        wait()
+    return caught.value
+
+
+def test_a_killed_worker_is_noticed_at_once(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with weft.cluster(
+        workers=3, nursery=nursery, rpc_backend_options=options(), check=False
+    ) as group:
+        gate = functions.pass_gate
+        call = rpc.rpc_async("worker1", gate, args=("never",))
+        sent = torch.ones(LARGE_BYTES)
+        sending = rpc.rpc_async("worker1", functions.add, args=(sent, 1))
+        lost = rpc.remote("worker1", gate, args=("never",))
+        kept = rpc.remote("worker0", functions.Tracked, args=(3,))
+        rpc.rpc_sync("worker1", functions.keep, args=("kept", kept))
+        fetch = rpc.rpc_async("worker0", functions.fetch_content, args=(lost,))
+        sending.wait()
+        wait_until(
+            lambda: rpc.rpc_sync("worker1", functions.count_at_gate, args=("never",)) == 2,
+            lambda: "the calls did not arrive",
+        )
+
+        kill(group.pids["worker1"])
+        start_s = time.monotonic()
+        error = raised_by(call.wait)
+        assert time.monotonic() - start_s < NOTICE_S
+        assert isinstance(error, WorkerLost)
+        assert error.worker == "worker1"
+        assert "worker 'worker1' (rank 2) is lost" in str(error)
+        assert isinstance(error, ConnectionError)
+
+        for wait in (lost.to_here, fetch.wait):
+            owner_lost = raised_by(wait)
+            assert isinstance(owner_lost, OwnerLost)
+            assert owner_lost.worker == "worker1"
+        assert time.monotonic() - start_s < 2 * NOTICE_S
+        for again in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+            assert isinstance(raised_by(lambda again=again: again("worker1", len)), WorkerLost)
+        assert isinstance(raised_by(lost.rpc_sync().anything), WorkerLost)
+
+        assert functions.held_for("worker1") == (0, 0)
+        assert rpc.rpc_sync("worker0", functions.bounce, args=(9, ["worker0", "worker2"])) == 9
+        assert kept.to_here().content == 3
+        del kept
+        wait_until(
+            lambda: rpc.rpc_sync("worker0", functions.count_tracked) == 0,
+            lambda: "what only the lost worker held lives on",
+        )
+        capsys.readouterr()
+
+
+def test_a_worker_killed_while_it_is_waited_for_by_another(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with weft.cluster(
+        workers=2, nursery=nursery, rpc_backend_options=options(), check=False
+    ) as group:
+        path = ["worker0", "worker1"]
+        call = rpc.rpc_async(
+            "worker0", functions.call_through, args=(path[1:], os.kill, (os.getpid(), 0))
+        )
+        assert call.wait() is None
+        call = rpc.rpc_async("worker0", functions.add_by, args=("worker1", _Killer(), 1))
+        error = raised_by(call.wait)
+        assert "worker 'worker1' (rank 2) is lost" in str(error)
+        assert isinstance(error, RuntimeError)
+        assert rpc.rpc_sync("worker0", functions.name_here) == "worker0"
+        assert group.names == path
+        capsys.readouterr()
+
+
+class _Killer:
+    """Kills the process that adds something to it."""
+
+    def __add__(self, other: object) -> None:
+        kill(os.getpid())
+
+
+def test_the_shutdown_of_survivors_names_who_is_lost(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start_s = 0.0
+    with pytest.raises(ShutdownError, match=r"worker 'worker1' \(rank 2\) is lost"):  # noqa: SIM117
+        with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
+            rpc.rpc_sync("worker0", functions.call_through, args=(["worker1"], len, ((),)))
+            kill(group.pids["worker1"])
+            start_s = time.monotonic()
+            rpc.shutdown()
+    assert time.monotonic() - start_s < 3.0
+    assert "shut down without every worker" not in capsys.readouterr().out
+
+
+def test_a_worker_that_dies_during_the_shutdown(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start_s = 0.0
+    with pytest.raises((ShutdownError, LaunchError), match="worker1"):  # noqa: SIM117
+        with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()):
+            reference = rpc.remote("worker1", functions.Tracked)
+            rpc.rpc_sync("worker0", functions.keep, args=("kept", reference))
+            rpc.rpc_sync("worker1", functions.die_when_settling)
+            start_s = time.monotonic()
+    assert time.monotonic() - start_s < 3.0
+    capsys.readouterr()
+
+
+def test_pulling_that_fails_at_run_time_is_replaced_by_a_stream(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()):
+        rpc.rpc_sync("worker0", functions.name_here)
+        if functions.channel_to("worker0") != "CMA":
+            pytest.skip("no process may read another's memory here")
+        rpc.rpc_sync("worker0", functions.break_pulling)
+        sent = functions.make_tensor(LARGE_BYTES)
+        calls = [
+            rpc.rpc_async("worker0", functions.identity, args=([sent + number, number, sent],))
+            for number in range(6)
+        ]
+        for number, (first, same, third) in enumerate(torch.futures.wait_all(calls)):
+            assert same == number
+            assert torch.equal(first, sent + number)
+            assert torch.equal(third, sent)
+        assert functions.channel_to("worker0") == "STREAM"
+        assert rpc.rpc_sync("worker0", functions.channel_to, args=("driver",)) == "CMA"
+        # What a worker cannot pull may also be the result of a call of its own.
+        path = ["worker1", "worker0", "worker1"]
+        assert torch.equal(functions.call_through(path, functions.identity, (sent,)), sent)
+        assert functions.held_for("worker0") == (0, 0)
+    warnings = [text for text in caplog.messages if "no longer travel by cma" in text]
+    assert len(warnings) == 1
+    assert "'worker0'" in warnings[0]
+    assert "stream" in warnings[0]
+    assert capsys.readouterr().err.count("no longer travel by cma") == 1  # said by worker1

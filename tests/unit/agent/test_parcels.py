@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.agent.group import Member, group_of
+from weft import knobs
+from weft.agent import parcels
+from weft.agent.parcels import Parcel
+from weft.agent.peers import Peer
+from weft.channel.cma import PullError
+from weft.channel.table import CMA
+from weft.errors import ProtocolError
+from weft.wire.frames import Frame
+from weft.wire.messages import Kind
+
+LIMIT_S = 20.0
+SMALL = [torch.arange(6.0).reshape(2, 3).t(), torch.zeros(0, 4), torch.tensor(True)]
+
+
+class Received:
+    """What came to one member, opened there."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._came = threading.Semaphore(0)
+        self.parcel: Parcel | None = None
+        self.error: Exception | None = None
+        member.agent.on(Kind.CALL, self._on_call, inline=False)
+
+    def _on_call(self, peer: Peer, frame: Frame) -> None:
+        try:
+            self.parcel = self._member.parcels.open(peer, frame)
+        except Exception as error:
+            self.error = error
+        self._came.release()
+
+    def next(self) -> Parcel:
+        assert self._came.acquire(timeout=LIMIT_S)
+        assert self.error is None, self.error
+        assert self.parcel is not None
+        return self.parcel
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Member]]:
+    with knobs.CMA_FROM_BYTES.override(100_000), group_of(2) as members:
+        yield members
+
+
+def send(sender: Member, to: Peer, tensors: list[Tensor], payload: bytes = b"payload") -> None:
+    sender.agent.send(to, sender.parcels.seal(to, Kind.CALL, 0, 7, b"head", payload, tensors))
+
+
+def check_arrival(parcel: Parcel, tensors: list[Tensor]) -> None:
+    assert bytes(parcel.head) == b"head"
+    assert bytes(parcel.payload) == b"payload"
+    arrived = parcel.tensors(detached=False)
+    assert len(arrived) == len(tensors)
+    for got, sent in zip(arrived, tensors, strict=True):
+        assert torch.equal(got, sent)
+        assert got.stride() == sent.stride()
+
+
+@pytest.mark.parametrize("size", [0, 10, 20_000, 1_000_000], ids=["none", "10", "20k", "1M"])
+def test_tensors_arrive_by_whatever_channel(pair: list[Member], size: int) -> None:
+    first, second = pair
+    received = Received(second)
+    first.start()
+    second.start()
+    tensors = [*SMALL, torch.randn(size)] if size else []
+    send(first, first.peer(second), tensors)
+    parcel = received.next()
+    assert not parcel.is_local
+    check_arrival(parcel, tensors)
+
+
+def test_what_was_pulled_is_let_go_at_the_sender(pair: list[Member]) -> None:
+    first, second = pair
+    received = Received(second)
+    first.start()
+    second.start()
+    peer = first.peer(second)
+    send(first, peer, [])  # connects
+    received.next()
+    for _ in range(3):
+        send(first, peer, [torch.ones(500_000)])
+        check_arrival(received.next(), [torch.ones(500_000)])
+    wait_until_released(peer)
+
+
+def wait_until_released(peer: Peer) -> None:
+    released = threading.Event()
+    for _ in range(2000):
+        if not peer.held._held:
+            return
+        released.wait(0.001)
+    raise AssertionError("the sender goes on holding what was pulled")
+
+
+def test_what_nobody_reads_is_let_go_at_the_sender(pair: list[Member]) -> None:
+    first, second = pair
+    came = threading.Event()
+
+    def discard(peer: Peer, frame: Frame) -> None:
+        second.parcels.discard(peer, second.parcels.read(frame))
+        came.set()
+
+    second.agent.on(Kind.CALL, discard, inline=False)
+    first.start()
+    second.start()
+    send(first, first.peer(second), [torch.ones(500_000)])
+    assert came.wait(LIMIT_S)
+    wait_until_released(first.peer(second))
+
+
+def test_a_message_to_oneself_keeps_its_tensors_as_they_are(pair: list[Member]) -> None:
+    first = pair[0]
+    received = Received(first)
+    first.start()
+    tensor = torch.ones(3, requires_grad=True)
+    send(first, first.agent.me, [tensor])
+    parcel = received.next()
+    assert parcel.is_local
+    assert parcel.tensors(detached=True)[0] is tensor
+    assert not parcel.some_require_grad
+
+
+def test_what_requires_grad_is_told(pair: list[Member]) -> None:
+    first, second = pair
+    received = Received(second)
+    first.start()
+    second.start()
+    tensors = [torch.ones(2, requires_grad=True), torch.zeros(2)]
+    send(first, first.peer(second), tensors)
+    parcel = received.next()
+    assert parcel.some_require_grad
+    assert [flag.requires_grad for flag in parcel.flags()] == [True, False]
+    assert [t.requires_grad for t in parcel.tensors(detached=True)] == [False, False]
+
+
+@pytest.mark.parametrize("control", [b"", b"\xff" * 16, bytes(15)])
+def test_a_malformed_message_is_refused(pair: list[Member], control: bytes) -> None:
+    first, second = pair
+    with pytest.raises(ProtocolError):
+        first.parcels.open(first.peer(second), Frame(Kind.CALL, 0, 1, control, ()))
+
+
+def test_what_cannot_be_pulled_is_streamed(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise PullError(1, "not permitted", 2, 3, 4)
+
+    first, second = pair
+    received = Received(second)
+    first.start()
+    second.start()
+    peer = first.peer(second)
+    send(first, peer, [])
+    received.next()
+    if peer.channels.channel_for(1_000_000) != CMA:
+        pytest.skip("this machine does not let processes read each other's memory")
+    monkeypatch.setattr(parcels, "pull_buffers", fails)
+    tensors = [torch.randn(400_000), torch.arange(5), torch.randn(300_000)]
+    send(first, peer, tensors)
+    check_arrival(received.next(), tensors)
+    assert peer.channels.channel_for(1_000_000) != CMA, "it is offered for pulling again"
+    assert not peer.held._held

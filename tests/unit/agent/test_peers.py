@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from weft.agent.peers import Connector, Peer, Unreachable
+from weft.channel.choice import Capabilities, describe
+from weft.channel.cma import Nonce
+from weft.errors import WorkerLost
+from weft.protocol.membership import Registration
+from weft.transport.addresses import UnixAddress, dial, listen_unix
+from weft.transport.handshake import Greeting, receive_greeting, send_greeting
+from weft.transport.link import Link
+from weft.wire.frames import FrameParser, encode_frame
+from weft.wire.messages import Kind
+
+TOKEN = "secret of this run"
+LIMIT_S = 20.0
+
+
+class Side:
+    """One worker: its connector, what it accepts, and the links it has."""
+
+    def __init__(self, rank: int, capabilities: Capabilities, timeout_s: float) -> None:
+        self.rank = rank
+        self.listener, self.address = listen_unix()
+        self.links: list[Link] = []
+        self.peers: list[Peer] = []
+        self.connector = Connector(
+            rank, TOKEN, capabilities, timeout_s, self._make_link, self._adopt
+        )
+        self.refusals = 0
+
+    def know(self, sides: list[Side]) -> None:
+        self.peers = [
+            Peer(
+                Registration(f"worker{side.rank}", side.rank, (str(side.address),)),
+                main_by_name=True,
+                is_self=side is self,
+            )
+            for side in sides
+        ]
+
+    def _make_link(self, connection: socket.socket, peer: Peer) -> Link:
+        parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 1 << 20, 1 << 20)
+        return Link(connection, parser, lambda link: None)
+
+    def _adopt(self, peer: Peer, link: Link) -> None:
+        self.links.append(link)
+
+    def accept(self) -> None:
+        connection, _ = self.listener.accept()
+        self.connector.accept(connection, self.peers)
+        self.refusals += connection.fileno() < 0
+
+    def close(self) -> None:
+        self.listener.close()
+        for link in self.links:
+            link.close()
+
+
+@pytest.fixture(scope="module")
+def capabilities() -> Capabilities:
+    return describe(Nonce())
+
+
+Make = Callable[..., list[Side]]
+
+
+@pytest.fixture
+def make_sides(capabilities: Capabilities) -> Iterator[Make]:
+    made: list[Side] = []
+
+    def make(timeout_s: float = LIMIT_S) -> list[Side]:
+        sides = [Side(rank, capabilities, timeout_s) for rank in range(2)]
+        for side in sides:
+            side.know(sides)
+        made.extend(sides)
+        return sides
+
+    yield make
+    for side in made:
+        side.close()
+
+
+@contextlib.contextmanager
+def running(*targets: Callable[[], object]) -> Iterator[None]:
+    threads = [threading.Thread(target=target) for target in targets]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def exchange(sides: list[Side]) -> None:
+    """Sends a frame each way over the links that the peers have."""
+    for source, target in ((0, 1), (1, 0)):
+        sending, receiving = sides[source].peers[target].link, sides[target].peers[source].link
+        assert sending is not None
+        assert receiving is not None
+        sending.send(encode_frame(1, 0, source + 7, b"hello"), may_block=False)
+        frames = []
+        with receiving.reading:
+            while not frames or frames[-1].id != source + 7:
+                frames += receiving.receive(may_block=True)
+
+
+@pytest.mark.parametrize("dialler", [0, 1])
+def test_either_side_may_dial(make_sides: Make, dialler: int) -> None:
+    sides = make_sides()
+    peer = sides[dialler].peers[1 - dialler]
+    with running(sides[1 - dialler].accept):
+        link = sides[dialler].connector.connect(peer)
+    assert sides[dialler].connector.connect(peer) is link
+    assert peer.linked.is_set()
+    exchange(sides)
+
+
+def test_crossed_dialling_always_ends_with_one_connection(make_sides: Make) -> None:
+    crossings = 0
+    for _ in range(60):
+        sides = make_sides()
+        start = threading.Barrier(2)
+        links: list[Link] = []
+
+        def dial_other(
+            side: Side, start: threading.Barrier = start, links: list[Link] = links
+        ) -> None:
+            start.wait()
+            links.append(side.connector.connect(side.peers[1 - side.rank]))
+
+        acceptors = [threading.Thread(target=accept_all, args=(side,)) for side in sides]
+        for thread in acceptors:
+            thread.start()
+        with running(*[lambda side=side: dial_other(side) for side in sides]):  # type: ignore[misc]
+            pass
+        assert [len(side.links) for side in sides] == [1, 1]
+        assert {sides[0].links[0], sides[1].links[0]} == set(links)
+        exchange(sides)
+        crossings += sum(side.refusals for side in sides)
+        for side, thread in zip(sides, acceptors, strict=True):
+            side.listener.shutdown(socket.SHUT_RDWR)
+            thread.join(LIMIT_S)
+            side.close()
+    assert crossings, "they have always missed each other: nothing was tried"
+
+
+def accept_all(side: Side) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            side.accept()
+
+
+def test_many_threads_that_need_a_peer_share_one_connection(make_sides: Make) -> None:
+    sides = make_sides()
+    links: list[Link] = []
+    peer = sides[0].peers[1]
+    callers = [lambda: links.append(sides[0].connector.connect(peer))] * 8
+    with running(sides[1].accept, *callers):
+        pass
+    assert len(links) == 8
+    assert len(set(links)) == 1
+    assert len(sides[1].links) == 1
+
+
+def test_nobody_answers(make_sides: Make) -> None:
+    sides = make_sides()
+    sides[1].listener.close()
+    with pytest.raises(Unreachable, match="no connection to worker 'worker1' at unix:@weft"):
+        sides[0].connector.connect(sides[0].peers[1])
+
+
+@pytest.mark.parametrize("addresses", [(), ("carrier pigeon",), ("tcp:127.0.0.1:1",)])
+def test_a_peer_that_listens_nowhere_in_reach(make_sides: Make, addresses: tuple[str, ...]) -> None:
+    sides = make_sides()
+    peer = Peer(Registration("far", 1, addresses), main_by_name=True, is_self=False)
+    with pytest.raises(Unreachable, match="far"):
+        sides[0].connector.connect(peer)
+
+
+def test_a_peer_that_never_answers_is_waited_for_in_time(make_sides: Make) -> None:
+    sides = make_sides(0.02)
+    with pytest.raises(Unreachable, match=r"too long|timed out"):
+        sides[0].connector.connect(sides[0].peers[1])
+
+
+def test_a_lost_peer_is_not_dialled_and_not_accepted(make_sides: Make) -> None:
+    sides = make_sides()
+    peer = sides[0].peers[1]
+    assert peer.declare_lost("a test") is not None
+    assert peer.declare_lost("again") is None
+    with pytest.raises(WorkerLost, match=r"worker1.*a test") as caught:
+        sides[0].connector.connect(peer)
+    assert caught.value.worker == "worker1"
+    assert caught.value.cause == "a test"
+    assert caught.value is not peer.lost
+    with running(sides[0].accept), pytest.raises(Unreachable, match="turned away: this group lost"):
+        sides[1].connector.connect(sides[1].peers[0])
+    assert sides[0].links == sides[1].links == []
+
+
+def test_who_waits_for_a_connection_learns_of_the_loss(make_sides: Make) -> None:
+    sides = make_sides()
+    peer = sides[0].peers[1]
+    peer.is_accepting = True
+    with running(lambda: peer.declare_lost("killed")), pytest.raises(WorkerLost, match="killed"):
+        sides[0].connector.connect(peer)
+
+
+def hello(worker: int, token: str) -> Greeting:
+    return Greeting(worker, token, facts={"capabilities": None, "verdict": None})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        hello(1, "another run"),
+        hello(2, TOKEN),
+        hello(-1, TOKEN),
+        hello(0, TOKEN),
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x01\0\0\0" + (200_000).to_bytes(4, "little") + bytes(8) + b"[" * 200_000,
+        b"",
+    ],
+    ids=["other token", "no rank", "negative rank", "itself", "http", "nested", "silent"],
+)
+def test_a_stranger_is_hung_up_on_and_told_nothing(
+    make_sides: Make, said: Greeting | bytes
+) -> None:
+    side = make_sides()[0]
+    with dial(side.address, LIMIT_S) as stranger:
+        with running(side.accept):
+            if isinstance(said, Greeting):
+                send_greeting(stranger, Kind.HELLO, said)
+            else:
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(100) == b""
+    assert side.links == []
+    assert not side.peers[1].is_accepting
+
+
+def test_a_peer_of_another_run_is_no_peer(make_sides: Make) -> None:
+    """The address was taken over by a stranger, who answers with a token of its own."""
+    sides = make_sides()
+
+    def answer() -> None:
+        connection, _ = sides[1].listener.accept()
+        with connection:
+            receive_greeting(connection, Kind.HELLO, TOKEN, LIMIT_S)
+            send_greeting(connection, Kind.WELCOME, hello(1, "guess"))
+
+    with running(answer), pytest.raises(Unreachable, match="another run"):
+        sides[0].connector.connect(sides[0].peers[1])
+    assert sides[0].links == []
+
+
+def test_the_first_address_that_answers_is_taken(make_sides: Make) -> None:
+    sides = make_sides()
+    texts = ("odd", str(UnixAddress("weft-nobody")), str(sides[1].address))
+    peer = Peer(Registration("worker1", 1, texts), main_by_name=True, is_self=False)
+    with running(sides[1].accept):
+        sides[0].connector.connect(peer)
+    assert peer.link is sides[0].links[0]

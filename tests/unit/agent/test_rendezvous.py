@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from weft.agent import rendezvous
+from weft.agent.rendezvous import join, open_store
+from weft.errors import (
+    ConfigurationError,
+    DuplicateName,
+    ProtocolError,
+    RendezvousError,
+    RendezvousTimeout,
+)
+from weft.protocol.membership import Directory, Registration
+
+LIMIT_S = 20.0
+
+
+class Joining(threading.Thread):
+    """Joins a group in a thread of its own."""
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout_s: float = LIMIT_S, name: str = ""
+    ) -> None:
+        super().__init__(name=f"joining-{rank}")
+        self._registration = Registration(name or f"worker{rank}", rank, ("unix:@x",))
+        self._arguments = (store, self._registration, world_size, timeout_s)
+        self.outcome: Directory | BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.outcome = join(*self._arguments)
+        except BaseException as error:
+            self.outcome = error
+
+
+def outcomes(*threads: Joining) -> list[Directory | BaseException | None]:
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    return [thread.outcome for thread in threads]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_all_get_the_same_directory(order: tuple[int, ...]) -> None:
+    store = HashStore()
+    first, *others = outcomes(*[Joining(store, rank, 4) for rank in order])
+    assert isinstance(first, Directory)
+    assert [worker.name for worker in first.workers] == [f"worker{rank}" for rank in range(4)]
+    assert len(first.token) == 32
+    assert others == [first] * 3
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    store = HashStore()
+    early = [Joining(store, rank, 3) for rank in (0, 1)]
+    store.wait(["worker/0", "worker/1"], timedelta(seconds=LIMIT_S))
+    assert all(thread.is_alive() for thread in early)
+    got = outcomes(*early, Joining(store, 2, 3))
+    assert all(isinstance(outcome, Directory) for outcome in got)
+
+
+def test_who_is_missing_is_named_to_everyone() -> None:
+    store = HashStore()
+    got = outcomes(*[Joining(store, rank, 5, 0.03) for rank in (0, 2, 4)])
+    for outcome in got:
+        assert isinstance(outcome, RendezvousTimeout)
+        assert outcome.missing == (1, 3)
+        assert "ranks 1, 3 of 5 did not join within 0.0 s" in str(outcome)
+        assert "'worker4' (rank 4)" in str(outcome)
+        assert outcome.elapsed_s >= 0.03
+
+
+def test_who_comes_too_late_is_told_so() -> None:
+    store = HashStore()
+    outcomes(Joining(store, 0, 2, 0.01))
+    (outcome,) = outcomes(Joining(store, 1, 2))
+    assert isinstance(outcome, RendezvousTimeout)
+    assert outcome.missing == (1,)
+
+
+def test_without_rank_0_the_others_find_out_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 0.01)
+    store = HashStore()
+    (outcome,) = outcomes(Joining(store, 1, 3, 0.01))
+    assert isinstance(outcome, RendezvousTimeout)
+    assert outcome.missing == (0, 2)
+    assert "missing: rank 0, rank 2" in str(outcome)
+
+
+def test_a_name_taken_twice_is_refused_to_everyone() -> None:
+    store = HashStore()
+    got = outcomes(*[Joining(store, rank, 3, name="same" if rank else "") for rank in range(3)])
+    for outcome in got:
+        assert isinstance(outcome, DuplicateName)
+        assert "ranks 1 and 2 both call themselves 'same'" in str(outcome)
+
+
+def test_different_sizes_of_the_group_are_noticed() -> None:
+    store = HashStore()
+    small, large = outcomes(Joining(store, 0, 1), Joining(store, 1, 2))
+    assert isinstance(small, Directory)
+    assert isinstance(large, RendezvousError)
+    assert "a group of 1 workers, this rank one of 2" in str(large)
+
+
+def test_a_registration_that_makes_no_sense_is_refused() -> None:
+    store = HashStore()
+    store.set("worker/1", b"{}")
+    (outcome,) = outcomes(Joining(store, 0, 2))
+    assert isinstance(outcome, ProtocolError)
+
+
+def test_a_lone_worker_joins_at_once() -> None:
+    (outcome,) = outcomes(Joining(HashStore(), 0, 1))
+    assert isinstance(outcome, Directory)
+
+
+def test_an_unknown_init_method_is_refused_with_those_that_work() -> None:
+    with pytest.raises(ConfigurationError, match=r"env://, tcp://host:port, file:///path"):
+        open_store("carrier://pigeon", 0, 1, 1.0)
+
+
+def test_what_the_environment_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ConfigurationError, match="MASTER_ADDR and MASTER_PORT not set"):
+        open_store(None, 0, 1, 1.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ConfigurationError, match="variable MASTER_PORT not set"):
+        open_store("env://", 0, 1, 1.0)
+
+
+def test_a_file_store_is_opened(tmp_path: Any) -> None:
+    store = open_store(f"file://{tmp_path}/store", 0, 1, LIMIT_S)
+    (outcome,) = outcomes(Joining(store, 0, 1))
+    assert isinstance(outcome, Directory)
+
+
+@pytest.mark.parametrize(
+    ("rank", "hint", "missing"),
+    [(0, "is another program using the port", ()), (1, "is rank 0 running", (0,))],
+)
+def test_a_store_that_cannot_be_opened_is_explained(
+    monkeypatch: pytest.MonkeyPatch, rank: int, hint: str, missing: tuple[int, ...]
+) -> None:
+    def refuses(url: str, timeout: timedelta) -> None:
+        assert url == f"tcp://127.0.0.1:1?rank={rank}&world_size=2"
+        raise RuntimeError("refused\nwith a long trace")
+
+    monkeypatch.setattr(rendezvous, "rendezvous", refuses)
+    with pytest.raises(RendezvousTimeout, match=f"refused; {hint}") as caught:
+        open_store("tcp://127.0.0.1:1", rank, 2, 0.1)
+    assert caught.value.missing == missing

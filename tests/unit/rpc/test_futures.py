@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from weft.agent.calls import PendingCall
+from weft.errors import CallCancelled
+from weft.rpc.futures import Future
+
+
+class Agent:
+    """Stands in for an agent: completes a future when somebody waits for it."""
+
+    def __init__(self, future: Future[Any], outcome: Any) -> None:
+        self.future, self.outcome = future, outcome
+        self.waited: list[PendingCall] = []
+        self.cancelled: list[BaseException] = []
+
+    def wait(self, call: PendingCall) -> None:
+        self.waited.append(call)
+        complete(self.future, self.outcome)
+
+    def cancel(self, call: PendingCall, error: BaseException) -> bool:
+        if self.future.done():
+            return False
+        self.cancelled.append(error)
+        self.future.set_exception(error)  # type: ignore[arg-type]
+        return True
+
+
+def complete(future: Future[Any], outcome: Any) -> None:
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)  # type: ignore[arg-type]
+    else:
+        future.set_result(outcome)
+
+
+def new_future(outcome: Any = None) -> tuple[Future[Any], Agent]:
+    future: Future[Any] = Future()
+    agent = Agent(future, outcome)
+    future._call = PendingCall(1, "callee", "function", math.inf)
+    future._agent = agent  # type: ignore[assignment]
+    return future, agent
+
+
+def test_who_waits_has_the_agent_read_the_answer() -> None:
+    future, agent = new_future(5)
+    assert future.wait() == 5
+    assert agent.waited == [future._call]
+    assert future.wait() == 5
+    assert len(agent.waited) == 1
+
+
+def test_who_waits_gets_the_error() -> None:
+    future, _ = new_future(KeyError("missing"))
+    with pytest.raises(KeyError, match="missing"):
+        future.wait()
+
+
+def test_it_works_with_those_of_torch() -> None:
+    futures = [new_future()[0] for _ in range(3)]
+    doubled = [future.then(lambda done: done.value() * 2) for future in futures]
+    collected = torch.futures.collect_all(futures)
+    for number, future in enumerate(futures):
+        future.set_result(number)
+    assert torch.futures.wait_all(doubled) == [0, 2, 4]
+    assert [future.value() for future in collected.wait()] == [0, 1, 2]
+
+
+def test_cancelling_fails_it_with_the_name_of_the_worker() -> None:
+    future, _ = new_future()
+    assert future.cancel()
+    assert not future.cancel()
+    with pytest.raises(CallCancelled) as caught:
+        future.wait()
+    assert caught.value.worker == "callee"
+
+
+async def await_with_outcome(outcome: Any, *, is_early: bool) -> Any:
+    future, _ = new_future()
+    if is_early:
+        complete(future, outcome)
+        return await future
+    thread = threading.Thread(target=complete, args=(future, outcome))
+    asyncio.get_running_loop().call_soon(thread.start)
+    try:
+        return await future
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_awaiting_gives_the_result(is_early: bool) -> None:
+    assert asyncio.run(await_with_outcome("result", is_early=is_early)) == "result"
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("error", [ValueError("wrong"), asyncio.CancelledError("remote")])
+def test_awaiting_raises_the_error(error: BaseException, is_early: bool) -> None:
+    with pytest.raises(type(error)):
+        asyncio.run(await_with_outcome(error, is_early=is_early))
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_end_of_a_remote_iterator_does_not_hang_who_awaits_it(is_early: bool) -> None:
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        asyncio.run(await_with_outcome(StopIteration(3), is_early=is_early))
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+def test_awaiting_may_be_given_up_before_the_answer_comes() -> None:
+    future, _ = new_future()
+
+    async def give_up() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(future, 0.001)
+        future.set_result(1)
+        await asyncio.sleep(0)
+
+    asyncio.run(give_up())
+    assert future.wait() == 1
+
+
+def test_many_coroutines_await_one_future() -> None:
+    async def gather() -> list[Any]:
+        future, _ = new_future()
+        asyncio.get_running_loop().call_soon(future.set_result, 4)
+
+        async def wait() -> Any:
+            return await future
+
+        return await asyncio.gather(*[wait() for _ in range(5)])
+
+    assert asyncio.run(gather()) == [4] * 5

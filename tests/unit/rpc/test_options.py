@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from weft import knobs
+from weft.errors import ConfigurationError
+from weft.rpc.options import RpcBackendOptions
+
+
+def test_defaults_are_the_knobs_and_can_work() -> None:
+    with knobs.WORKER_THREADS.override(3), knobs.RPC_TIMEOUT_S.override(7.5):
+        options = RpcBackendOptions()
+    assert options.num_worker_threads == 3
+    assert options.rpc_timeout == options.default_timeout_s == 7.5
+    options.check()
+
+
+def test_zero_means_no_time_limit() -> None:
+    options = RpcBackendOptions(rpc_timeout=0)
+    options.check()
+    assert options.default_timeout_s == math.inf
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"num_worker_threads": 0}, "num_worker_threads"),
+        ({"rpc_timeout": -1.0}, "rpc_timeout"),
+        ({"rpc_timeout": math.nan}, "rpc_timeout"),
+        ({"init_timeout": 0.0}, "init_timeout"),
+        ({"init_timeout": math.inf}, "init_timeout"),
+        ({"init_timeout": math.nan}, "init_timeout"),
+        ({"store": HashStore(), "init_method": "env://"}, "init_method or store"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        RpcBackendOptions(**fields).check()
