@@ -28,7 +28,7 @@ def kill(pid: int) -> None:
 
 
 def raised_by(wait: Callable[[], Any]) -> BaseException:
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with pytest.raises(Exception) as caught:
         wait()
     return caught.value
 
@@ -113,7 +113,7 @@ def test_the_shutdown_of_survivors_names_who_is_lost(
     nursery: Nursery, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start_s = 0.0
-    with pytest.raises(ShutdownError, match=r"worker 'worker1' \(rank 2\) is lost"):  # noqa: SIM117
+    with pytest.raises(ShutdownError, match=r"worker 'worker1' \(rank 2\) is lost"):  # noqa: PT012, SIM117
         with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
             rpc.rpc_sync("worker0", functions.call_through, args=(["worker1"], len, ((),)))
             kill(group.pids["worker1"])
@@ -127,7 +127,7 @@ def test_a_worker_that_dies_during_the_shutdown(
     nursery: Nursery, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start_s = 0.0
-    with pytest.raises((ShutdownError, LaunchError), match="worker1"):  # noqa: SIM117
+    with pytest.raises((ShutdownError, LaunchError), match="worker1"):  # noqa: PT012, SIM117
         with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()):
             reference = rpc.remote("worker1", functions.Tracked)
             rpc.rpc_sync("worker0", functions.keep, args=("kept", reference))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from pathlib import Path
@@ -13,7 +14,16 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from tests.processes import functions
 from tests.processes.functions import wait_until
 from weft import rpc
-from weft.errors import ConfigurationError, NotInitialized, ReferenceGone, RendezvousTimeout
+from weft.agent.current import current
+from weft.errors import (
+    ConfigurationError,
+    NotInitialized,
+    ReferenceGone,
+    RendezvousTimeout,
+    WeftError,
+)
+from weft.rpc import coroutines
+from weft.transport import addresses
 
 
 @pytest.mark.parametrize(
@@ -119,6 +129,39 @@ def test_every_init_method(method: str, tmp_path: Path, monkeypatch: pytest.Monk
         assert rpc.remote(0, functions.Tracked, args=(1,)).to_here().content == 1
     finally:
         rpc.shutdown()
+    assert_not_joined()
+
+
+def test_silent_strangers_do_not_delay_the_shutdown() -> None:
+    with contextlib.ExitStack() as connections:
+        join_alone()
+        try:
+            for text in current().me.registration.addresses * 3:
+                connections.enter_context(addresses.dial(addresses.parse(text), 1.0))
+            assert rpc.rpc_sync("alone", functions.name_here) == "alone"
+            start_s = time.monotonic()
+        finally:
+            rpc.shutdown()
+        assert time.monotonic() - start_s < 1.0
+
+
+def test_a_coroutine_that_blocks_does_not_keep_the_worker(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coroutines, "_CLOSE_TIMEOUT_S", 0.1)
+    join_alone()
+    try:
+        blocked = rpc.rpc_async("alone", functions.block_event_loop, timeout=0)
+        wait_until(lambda: functions.count_at_gate("loop") == 1, lambda: "it has not begun")
+    finally:
+        start_s = time.monotonic()
+        rpc.shutdown(graceful=False)
+        elapsed_s = time.monotonic() - start_s
+        functions.open_gate("loop")
+    assert elapsed_s < 2.0
+    assert "blocks thread 'weft-alone-asyncio' at shutdown" in caplog.text
+    with pytest.raises(WeftError):
+        blocked.wait()
     assert_not_joined()
 
 

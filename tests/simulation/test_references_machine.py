@@ -93,5 +93,5 @@ class ReferenceAdversary(RuleBasedStateMachine):
 
 TestReferenceAdversary = ReferenceAdversary.TestCase
 TestReferenceAdversary.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, derandomize=True, database=None
+    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
 )

@@ -16,7 +16,7 @@ import pytest
 from tests.simulation.network import Faults, Network
 from tests.simulation.reference_world import RESEND_S, World
 
-SEEDS = int(os.environ.get("WEFT_SEEDS", "700"))
+SEEDS = int(os.environ.get("WEFT_SEEDS", "300"))
 BATCH = 100
 MOST_ROUNDS = 500
 """Intervals of resending after which a world that is still not calm never will be."""

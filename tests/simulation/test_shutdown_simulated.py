@@ -274,7 +274,7 @@ def test_all_stay_until_the_group_is_quiet_and_all_are_let_go(batch: range) -> N
 
 def test_the_seeds_lose_workers_in_every_phase() -> None:
     phases: set[Step] = set()
-    for seed in range(3 * BATCH):
+    for seed in range(2 * BATCH):
         group = Group(seed)
         group.run()
         phases |= group.phases_of_loss

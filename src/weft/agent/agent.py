@@ -189,7 +189,12 @@ class Agent:
 
     def _adopt(self, peer: Peer, link: Link) -> None:
         with self._lock:
-            self._links.append((peer, link))
+            is_late = self._is_closed
+            if not is_late:
+                self._links.append((peer, link))
+        if is_late:
+            link.close()
+            raise LinkClosed("this worker has shut down")
         self.reactor.watch_writing(link.write_fd, lambda: self._on_writable(peer, link))
         self.reactor.watch_reading(
             link.read_fd,
@@ -201,9 +206,13 @@ class Agent:
         try:
             with contextlib.suppress(BlockingIOError):
                 connection, _ = listener.accept()
-                self.reactor.submit(self._connector.accept, connection, self.peers)
+                self.reactor.submit(self._accept, connection)
         finally:
             self.reactor.resume_reading(listener.fileno())
+
+    def _accept(self, connection: socket.socket, _: object) -> None:
+        with self.reactor.idling():
+            self._connector.accept(connection, self.peers)
 
     # Sending
 
@@ -497,6 +506,10 @@ class Agent:
         reactor = self.reactor
         is_counted = reactor.begin_wait()
         try:
+            if not is_over() and link.answer_spinning.is_worthwhile():
+                self._read(peer, link, may_block=False, spinning=link.answer_spinning)
+                if reactor.tasks or reactor.urgent:
+                    reactor.wake()
             while not is_over() and peer.lost is None and time.monotonic() < limit_s:
                 self._read(peer, link, may_block=True)
                 if reactor.tasks or reactor.urgent:
@@ -618,6 +631,7 @@ class Agent:
         for call in self.calls.take_all():
             call.error = gone
             _run_on_done(call, None)
+        self._connector.close()
         stuck = self.reactor.close(_CLOSE_TIMEOUT_S)
         if stuck:
             _log.warning("threads still running user code at shutdown: %s", ", ".join(stuck))

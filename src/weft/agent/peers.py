@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -103,6 +104,17 @@ class Connector:
         self._timeout_s = timeout_s
         self._make_link = make_link
         self._adopt = adopt
+        self._lock = threading.Lock()
+        self._greeting_now: set[socket.socket] = set()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Turns away who has connected and not said yet who it is, and whoever still comes."""
+        with self._lock:
+            self._is_closed = True
+            for connection in self._greeting_now:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def connect(self, peer: Peer) -> Link:
         """Returns the link to ``peer``, dialling it if there is none. Blocks at most the timeout.
@@ -166,7 +178,7 @@ class Connector:
     def accept(self, connection: socket.socket, peers: list[Peer]) -> None:
         """Greets whoever has connected, and takes the connection if it is of the group."""
         try:
-            greeting = receive_greeting(connection, Kind.HELLO, self._token, self._timeout_s)
+            greeting = self._receive_hello(connection)
             if not 0 <= greeting.worker < len(peers) or greeting.worker == self._worker:
                 raise ProtocolError(f"there is no other worker of rank {greeting.worker}")
         except Exception:
@@ -194,6 +206,17 @@ class Connector:
     def _choose_channels(self, peer: Peer, greeting: Greeting) -> None:
         theirs = Capabilities.from_json(greeting.facts.get("capabilities"))
         peer.channels = choose(self._capabilities, theirs, f"worker {peer.name!r}")
+
+    def _receive_hello(self, connection: socket.socket) -> Greeting:
+        with self._lock:
+            if self._is_closed:
+                raise ConnectionAbortedError("this worker has shut down")
+            self._greeting_now.add(connection)
+        try:
+            return receive_greeting(connection, Kind.HELLO, self._token, self._timeout_s)
+        finally:
+            with self._lock:
+                self._greeting_now.discard(connection)
 
     def _refusal(self, peer: Peer) -> str:
         with peer.state_lock:

@@ -27,7 +27,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _log = logging.getLogger("weft")
@@ -38,6 +38,7 @@ _READ = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 _WRITE = select.EPOLLOUT | select.EPOLLONESHOT
 # Without EPOLLONESHOT a closed connection would be reported over and over while paused.
 _PAUSED = select.EPOLLONESHOT
+_CLOSED = -1  # Whoever still writes to it fails; another file may get the old number.
 _SPARE_THREADS = 4
 _LOOKS_UNTIL_STUCK = 10
 
@@ -65,6 +66,7 @@ class Reactor:
         self._waiting = 0
         self._running = 0
         self._running_urgent = 0
+        self._idling = 0
         self._completed = 0
         self._completed_at_last_look = -1
         self._stalled_looks = 0
@@ -94,7 +96,19 @@ class Reactor:
     @property
     def busy(self) -> int:
         """Number of tasks that run or wait to run."""
-        return self._running + self._running_urgent + len(self.tasks) + len(self.urgent)
+        running = self._running + self._running_urgent - self._idling
+        return running + len(self.tasks) + len(self.urgent)
+
+    @contextlib.contextmanager
+    def idling(self) -> Iterator[None]:
+        """Has this urgent task not count as busy meanwhile: what it waits for may never come."""
+        with self._lock:
+            self._idling += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._idling -= 1
 
     # Descriptors
 
@@ -162,8 +176,10 @@ class Reactor:
 
     def wake(self) -> None:
         """Wakes one waiting thread to look at the queue."""
-        with contextlib.suppress(OSError):
+        try:
             os.eventfd_write(self._wake_fd, 1)
+        except (OSError, ValueError):
+            pass  # closed
 
     def begin_wait(self) -> bool:
         """Stops counting this thread as running a task, before it blocks in a remote wait.
@@ -222,13 +238,15 @@ class Reactor:
 
     def _spawn(self) -> None:
         with self._lock:
+            if self._is_closing:
+                return  # Nobody would join it.
             self._waiting += 1
             self._started += 1
             thread = threading.Thread(
                 target=self._serve, name=f"{self._name}-{self._started}", daemon=True
             )
             self._threads.add(thread)
-        thread.start()
+            thread.start()  # within the lock: who closes joins only what has started
 
     def _serve(self) -> None:
         poll = self._epoll.poll
@@ -319,7 +337,8 @@ class Reactor:
         stuck = [thread.name for thread in threads if thread.is_alive()]
         if not stuck:
             self._epoll.close()
-            os.close(self._wake_fd)
+            wake_fd, self._wake_fd = self._wake_fd, _CLOSED
+            os.close(wake_fd)
             os.close(self._close_fd)
         return stuck
 

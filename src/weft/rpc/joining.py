@@ -58,7 +58,8 @@ def init_rpc(
     options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
     if not isinstance(options, RpcBackendOptions):
         raise ConfigurationError(
-            f"rpc_backend_options is a {type(options).__name__}; pass weft.rpc.RpcBackendOptions(...)"
+            f"rpc_backend_options is a {type(options).__name__}; pass "
+            "weft.rpc.RpcBackendOptions(...)"
         )
     options.check()
     rank = _from_environment("RANK", "rank", rank)

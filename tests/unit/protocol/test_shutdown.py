@@ -104,7 +104,7 @@ def test_a_worker_lost_before_it_is_ready_is_left_out_and_named() -> None:
     leader.worker_reported(0, 2, IDLE)
     assert leader.worker_reported(2, 2, IDLE) == tell(0, 2, step=Step.SETTLE)
     leader.worker_settled(0)
-    assert leader.worker_settled(2) == [*tell(0, 2, step=Step.CLOSE), Closed((1,))]
+    assert leader.worker_settled(2) == [*tell(0, 2, step=Step.CLOSE, arguments=(1,)), Closed((1,))]
 
 
 def test_a_worker_lost_while_its_report_is_awaited_is_left_out() -> None:
@@ -117,7 +117,7 @@ def test_a_worker_lost_while_its_report_is_awaited_is_left_out() -> None:
 def test_a_worker_lost_while_it_settles_is_left_out() -> None:
     leader = settling()
     leader.worker_settled(0)
-    assert leader.worker_lost(1) == [Send(0, Step.CLOSE), Closed((1,))]
+    assert leader.worker_lost(1) == [Send(0, Step.CLOSE, (1,)), Closed((1,))]
 
 
 def test_a_lone_leader_closes() -> None:
