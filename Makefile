@@ -25,6 +25,9 @@ help:
 	@echo "make docs    build the documentation into site/"
 	@echo "make clean   remove what the above made (distclean: .venv too)"
 
+# Tests start many interpreters: let them keep what they compile, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 # ------------------------------------------------------------------------------------ what to run
 
 .PHONY: demo
@@ -33,7 +36,12 @@ demo: $(VENV)/.installed-demo
 
 .PHONY: test
 test: $(VENV)/.installed-test
+ifdef ARGS
 	@$(PY) -m pytest $(ARGS)
+else
+	@$(PY) -m pytest tests/unit tests/simulation -n 2
+	@$(PY) -m pytest tests/processes
+endif
 
 .PHONY: format
 format: $(VENV)/.installed-dev

@@ -1,5 +1,4 @@
-"""Saves a run so that it can be gone on with: the model, its place in the text, the figures.
-"""
+"""Saves a run so that it can be gone on with: the model, its place in the text, the figures."""
 
 from __future__ import annotations
 

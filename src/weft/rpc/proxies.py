@@ -27,6 +27,7 @@ class Proxy:
         return functools.partial(self._call, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the value itself."""
         return self._call("__call__", *args, **kwargs)
 
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:

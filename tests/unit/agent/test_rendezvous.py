@@ -72,7 +72,7 @@ def test_who_is_missing_is_named_to_everyone() -> None:
     for outcome in got:
         assert isinstance(outcome, RendezvousTimeout)
         assert outcome.missing == (1, 3)
-        assert "ranks 1, 3 of 5 did not join within 0.0 s" in str(outcome)
+        assert str(outcome).startswith("ranks 1, 3 of 5 did not join within ")
         assert "'worker4' (rank 4)" in str(outcome)
         assert outcome.elapsed_s >= 0.03
 
