@@ -24,7 +24,7 @@ def pytest_collection_finish() -> None:
     """Takes what the imports have made out of the way of every single test.
 
     That is a third of a million objects for the garbage collector, and torch's fifty loggers that
-    do not propagate: pytest adds its handler to each of them three times a test, or once if they do.
+    do not propagate: pytest adds its handler to each such logger, three times a test.
     """
     gc.freeze()
     for name in logging.root.manager.loggerDict:

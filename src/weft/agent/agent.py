@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from weft import knobs
 from weft.agent.calls import PendingCall
 from weft.agent.housekeeper import Housekeeper, Job
+from weft.agent.open_calls import OpenCalls
 from weft.agent.peers import Connector, Peer, Unreachable
 from weft.agent.reactor import Reactor
 from weft.channel.choice import describe
@@ -29,10 +30,9 @@ from weft.channel.cma import Nonce
 from weft.channel.memory import BufferPool
 from weft.errors import NotInitialized, ProtocolError, UnknownWorker, WorkerLost
 from weft.ids import WorkerInfo
-from weft.protocol.calls import CallTable
 from weft.protocol.membership import Directory
 from weft.transport.handshake import decode_greeting
-from weft.transport.link import READ_TICK_S, Link, LinkClosed
+from weft.transport.link import Link, LinkClosed
 from weft.transport.spinning import Spinning
 from weft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from weft.wire.messages import Kind, encode_ints
@@ -84,7 +84,6 @@ class Agent:
         self.peers = peers
         self.me = peers[rank]
         self.info = self.me.info
-        self.calls: CallTable[PendingCall] = CallTable()
         self.pool = BufferPool(knobs.POOL_LIMIT_BYTES.get())
         self.pulled_bytes = 0
         self.offered_bytes = 0
@@ -101,6 +100,7 @@ class Agent:
         self._lock = threading.Lock()
         self._is_closed = False
         self.reactor = Reactor(f"weft-{self.info.name}", worker_threads)
+        self.calls = OpenCalls(self)
         self._token = directory.token
         self._nonce = Nonce()
         self._connector = Connector(
@@ -112,7 +112,6 @@ class Agent:
             self._adopt,
         )
         self.housekeeper: Housekeeper | None = None
-        self.on(Kind.REPLY, self._on_reply, inline=True)
         self.on(Kind.PULLED, self._on_pulled, inline=True)
         self.on(Kind.VERDICT, self._on_verdict, inline=True)
 
@@ -132,7 +131,7 @@ class Agent:
 
     def start(self, jobs: list[Job]) -> None:
         """Begins to accept connections; all handlers are known by now."""
-        jobs = [self._expire_calls, self._help_stalled, *jobs]
+        jobs = [self.calls.expire, self._help_stalled, *jobs]
         self.housekeeper = Housekeeper(f"weft-{self.info.name}-clock", jobs)
         self.reactor.on_queued = self._look_soon
         for listener in self._listeners:
@@ -299,7 +298,7 @@ class Agent:
         if not link.reading.acquire(blocking=False):
             return  # A caller reads this link itself, and arms it again when it is done.
         try:
-            self._read(peer, link, may_block=False)
+            self.read(peer, link, may_block=False)
         finally:
             link.reading.release()
         self.reactor.resume_reading(link.read_fd)
@@ -316,12 +315,12 @@ class Agent:
             return False
         self.reactor.pause_reading(link.read_fd)
         try:
-            return self._read(peer, link, may_block=False, spinning=link.request_spinning)
+            return self.read(peer, link, may_block=False, spinning=link.request_spinning)
         finally:
             link.reading.release()
             self.reactor.resume_reading(link.read_fd)
 
-    def _read(
+    def read(
         self,
         peer: Peer,
         link: Link,
@@ -330,7 +329,15 @@ class Agent:
         awaited: PendingCall | None = None,
         spinning: Spinning | None = None,
     ) -> bool:
-        """Receives, and handles what is complete; returns whether there was anything."""
+        """Receives, and handles what is complete; returns whether there was anything.
+
+        Args:
+            peer: Who sent it.
+            link: The connection, whose ``reading`` this thread has.
+            may_block: Whether to wait for a moment if nothing is there.
+            awaited: The call that this thread waits for, whose answer it takes itself.
+            spinning: How long to look for data without blocking.
+        """
         try:
             if spinning is None:
                 frames = link.receive(may_block=may_block)
@@ -344,11 +351,14 @@ class Agent:
         except ProtocolError as error:
             _log.error("closing the connection to worker %r: %s", peer.name, error)
             self.lose(peer, f"it sent what no worker sends: {error}")
+        except MemoryError:
+            self.lose(peer, "there is no memory for a message of it")
         return False
 
     def _dispatch(self, peer: Peer, frame: Frame, awaited: PendingCall | None) -> None:
         if frame.kind == Kind.REPLY:
-            self._take_reply(peer, frame, awaited)
+            if not self.calls.take_reply(frame, awaited):
+                self.reactor.urgent.append((self.discard, peer, frame))
             return
         route = self._routes.get(frame.kind)
         if route is None:
@@ -371,26 +381,6 @@ class Agent:
         if len(reactor.tasks) + len(reactor.urgent) > had_waiting:
             reactor.wake()
 
-    def _take_reply(self, peer: Peer, frame: Frame, awaited: PendingCall | None) -> None:
-        call = self.calls.take(frame.id)
-        if call is None:
-            self.reactor.urgent.append((self._on_late_reply, peer, frame))
-            return
-        call.frame = frame
-        if call is awaited:
-            call.is_read_by_waiter = True
-            call.finish()
-        elif call.on_done is None:
-            call.finish()
-        else:
-            self.reactor.urgent.append((_run_on_done, call, None))
-
-    def _on_reply(self, peer: Peer, frame: Frame) -> None:
-        self._take_reply(peer, frame, None)
-
-    def _on_late_reply(self, peer: Peer, frame: Frame) -> None:
-        self.discard(peer, frame)
-
     discard: Handler = staticmethod(lambda peer, frame: None)
     """Called with replies that nobody waits for any more; a layer above may replace it."""
 
@@ -401,183 +391,7 @@ class Agent:
         greeting = decode_greeting(bytes(frame.control), self._token)
         peer.channels.confirm(greeting.facts.get("verdict"))
 
-    # Calls
-
-    def ask(self, peer: Peer, call: PendingCall, message_of: Callable[[int], Outgoing]) -> None:
-        """Opens ``call`` and sends its request; the answer completes it.
-
-        Args:
-            peer: Whom to ask.
-            call: The call.
-            message_of: Makes the frame, given the number of the call.
-
-        Raises:
-            WorkerLost: The peer cannot be reached; the call is closed again.
-        """
-        number = self.calls.add(call)
-        try:
-            self.send(peer, message_of(number))
-        except BaseException:
-            self.calls.take(number)
-            raise
-        # Lost between the two, nobody would have failed this call.
-        if peer.lost is not None and self.calls.take(number) is not None:
-            raise peer.lost_error()
-        if call.deadline_s < math.inf and self.housekeeper is not None:
-            self.housekeeper.nudge(call.deadline_s)
-
-    def ask_and_wait(
-        self, peer: Peer, call: PendingCall, message_of: Callable[[int], Outgoing]
-    ) -> None:
-        """Like ``ask`` and ``wait``, with the answer read by this thread wherever possible."""
-        link = None if peer.is_self else (peer.link or self.connect(peer))
-        if link is None or not link.reading.acquire(blocking=False):
-            self.ask(peer, call, message_of)
-            self.wait(call)
-            return
-        # From here on this thread is the reader. Paused before the request goes out, the link
-        # wakes no other thread when the answer comes.
-        self.reactor.pause_reading(link.read_fd)
-        try:
-            self.ask(peer, call, message_of)
-            self._read_until_done(peer, link, call)
-        finally:
-            link.reading.release()
-            self.reactor.resume_reading(link.read_fd)
-        if not call.is_done:
-            self.wait(call)
-
-    def wait(self, call: PendingCall) -> None:
-        """Blocks until ``call`` is done. Its outcome is in ``call.frame`` or ``call.error``.
-
-        A call whose time is up is closed, with a ``CallTimeout`` as its error.
-        """
-        if not call.is_done:
-            self._read_for(call)
-        if not call.is_done:
-            self._wait_for_others(call)
-        if call.is_read_by_waiter and call.on_done is not None:
-            on_done, call.on_done = call.on_done, None
-            on_done(call)
-
-    def _read_for(self, call: PendingCall) -> None:
-        """Reads the link on which the answer will come, unless another thread does so already."""
-        peer = self.peers[call.worker]
-        link = peer.link
-        if link is None or not link.reading.acquire(blocking=False):
-            return
-        self.reactor.pause_reading(link.read_fd)
-        try:
-            self._read_until_done(peer, link, call)
-        finally:
-            link.reading.release()
-            self.reactor.resume_reading(link.read_fd)
-
-    def _read_until_done(self, peer: Peer, link: Link, call: PendingCall) -> None:
-        """Reads a link, whose ``reading`` this thread has, until ``call`` is answered."""
-        reactor = self.reactor
-        # A read may take longer than what is left in the end; others read on then.
-        limit_s = call.deadline_s - READ_TICK_S
-        is_counted = reactor.begin_wait()
-        try:
-            if link.answer_spinning.is_worthwhile():
-                self._read(peer, link, may_block=False, awaited=call, spinning=link.answer_spinning)
-                if reactor.tasks or reactor.urgent:
-                    reactor.wake()
-            # Done as well as outcome: whoever looks at the outcome takes it away.
-            while not (call.frame or call.error or call.is_done or peer.lost):
-                if time.monotonic() > limit_s:
-                    return
-                self._read(peer, link, may_block=True, awaited=call)
-                if reactor.tasks or reactor.urgent:
-                    reactor.wake()
-        finally:
-            if is_counted:
-                reactor.end_wait()
-
-    def _read_until(
-        self,
-        peer: Peer,
-        link: Link,
-        is_over: Callable[[], bool],
-        limit_s: float,
-    ) -> None:
-        """Reads a link, whose ``reading`` this thread has, in place of the reactor."""
-        reactor = self.reactor
-        is_counted = reactor.begin_wait()
-        try:
-            if not is_over() and link.answer_spinning.is_worthwhile():
-                self._read(peer, link, may_block=False, spinning=link.answer_spinning)
-                if reactor.tasks or reactor.urgent:
-                    reactor.wake()
-            while not is_over() and peer.lost is None and time.monotonic() < limit_s:
-                self._read(peer, link, may_block=True)
-                if reactor.tasks or reactor.urgent:
-                    reactor.wake()
-        finally:
-            if is_counted:
-                reactor.end_wait()
-
-    def _wait_for_others(self, call: PendingCall) -> None:
-        """Waits for another thread to complete ``call``, at most until its deadline."""
-        is_counted = self.reactor.begin_wait()
-        try:
-            if not call.wait(call.deadline_s - time.monotonic()):
-                # Either it is taken here, and fails, or somebody took it and completes it now.
-                self._expire_calls(time.monotonic())
-                call.wait(math.inf)
-        finally:
-            if is_counted:
-                self.reactor.end_wait()
-
-    def wait_for_signal(
-        self, signal: threading.Event, only_peer: Peer | None, deadline_s: float
-    ) -> bool:
-        """Blocks until ``signal`` is set; returns False when the deadline has passed first.
-
-        Args:
-            signal: Set by a handler of some message.
-            only_peer: The worker whose messages will have it set, if that can be no other; this
-                thread then reads its connection itself where it can.
-            deadline_s: By the clock of ``time.monotonic``.
-        """
-        link = only_peer.link if only_peer is not None else None
-        if link is not None and only_peer is not None and link.reading.acquire(blocking=False):
-            self.reactor.pause_reading(link.read_fd)
-            try:
-                self._read_until(only_peer, link, signal.is_set, deadline_s)
-            finally:
-                link.reading.release()
-                self.reactor.resume_reading(link.read_fd)
-        if signal.is_set():
-            return True
-        is_counted = self.reactor.begin_wait()
-        try:
-            return signal.wait(max(deadline_s - time.monotonic(), 0.0))
-        finally:
-            if is_counted:
-                self.reactor.end_wait()
-
-    def _expire_calls(self, now_s: float) -> float:
-        expired, earliest_s = self.calls.take_expired(now_s)
-        for call in expired:
-            self.fail(call, call.timeout_error())
-        return earliest_s
-
-    def fail(self, call: PendingCall, error: BaseException) -> None:
-        """Completes a call, already taken from the table, with an error."""
-        call.error = error
-        if call.on_done is None:
-            call.finish()
-        else:
-            self.reactor.submit(_run_on_done, call)
-
-    def cancel(self, call: PendingCall, error: BaseException) -> bool:
-        """Gives up a call: it fails with ``error``. Returns False where it has ended already."""
-        if not self.calls.take_entry(call):
-            return False
-        self.fail(call, error)
-        return True
+    # Time
 
     def _help_stalled(self, now_s: float) -> float:
         is_queued = self.reactor.help_if_stalled(len(self.calls))
@@ -605,8 +419,7 @@ class Agent:
             return
         if peer.declare_lost(cause) is None:
             return
-        for call in self.calls.take_of_worker(peer.id):
-            self.fail(call, peer.lost_error())
+        self.calls.fail_of_worker(peer)
         self._notify(self._on_lost, peer)
 
     def _notify(self, callbacks: list[Callable[[Peer], None]], peer: Peer) -> None:
@@ -628,9 +441,7 @@ class Agent:
         if self.housekeeper is not None:
             self.housekeeper.close()
         gone = NotInitialized(f"worker {self.info.name!r} shut down before the answer came")
-        for call in self.calls.take_all():
-            call.error = gone
-            _run_on_done(call, None)
+        self.calls.fail_all(gone)
         self._connector.close()
         stuck = self.reactor.close(_CLOSE_TIMEOUT_S)
         if stuck:
@@ -641,9 +452,3 @@ class Agent:
             link.close() if not stuck else link.hang_up()
         for peer in self.peers:
             peer.held.close()
-
-
-def _run_on_done(call: PendingCall, _: object) -> None:
-    call.finish()
-    if call.on_done is not None:
-        call.on_done(call)

@@ -225,7 +225,7 @@ class ParcelService:
         """Has the sender stream what could not be pulled, and stop offering it that way."""
         call = PendingCall(peer.id, peer.name, "resend of tensors", knobs.RPC_TIMEOUT_S.get())
         request = encode_ints(table.token)
-        self._agent.ask_and_wait(
+        self._agent.calls.ask_and_wait(
             peer, call, lambda number: encode_frame(Kind.SUPPLY, 0, number, request)
         )
         if call.error is not None:

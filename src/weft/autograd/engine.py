@@ -114,7 +114,7 @@ class Engine:
             self._post_held(led)
             if led.outcome or led.own_messages:
                 continue
-            if not self._agent.wait_for_signal(led.signal, self._only_peer(led), deadline_s):
+            if not self._agent.calls.wait_for_signal(led.signal, self._only_peer(led), deadline_s):
                 error = AutogradError("a backward pass took longer than WEFT_BACKWARD_TIMEOUT_S")
                 self._cancel(led, error)
             led.signal.clear()

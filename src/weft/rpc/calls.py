@@ -180,7 +180,7 @@ def _call_and_wait(
     request = worker.request(peer, function, args, kwargs, limit_s)
     call = PendingCall(peer.id, peer.name, function, limit_s)
     try:
-        worker.agent.ask_and_wait(peer, call, request.message)
+        worker.agent.calls.ask_and_wait(peer, call, request.message)
     except Exception:
         request.take_back()
         raise
@@ -206,7 +206,7 @@ def _start(
     future._call = call
     future._agent = worker.agent
     try:
-        worker.agent.ask(peer, call, request.message)
+        worker.agent.calls.ask(peer, call, request.message)
     except Exception:
         request.take_back()
         raise

@@ -38,7 +38,7 @@ class Future(torch.futures.Future[T]):
             Exception: Whatever the remote function raised.
         """
         if not self.done():
-            self._agent.wait(self._call)
+            self._agent.calls.wait(self._call)
         return super().wait()
 
     def set_exception(self, error: BaseException) -> None:  # type: ignore[override]
@@ -56,7 +56,7 @@ class Future(torch.futures.Future[T]):
         Returns:
             Whether there was anything to give up.
         """
-        return self._agent.cancel(
+        return self._agent.calls.cancel(
             self._call,
             CallCancelled("the call was cancelled by its caller", worker=self._call.worker_name),
         )

@@ -51,13 +51,15 @@ def new_call(peer: Peer, timeout_s: float = math.inf) -> PendingCall:
 
 def ask(member: Member, peer: Peer, text: bytes, timeout_s: float = math.inf) -> PendingCall:
     call = new_call(peer, timeout_s)
-    member.agent.ask(peer, call, lambda number: message(peer, Kind.CALL, number, text))
+    member.agent.calls.ask(peer, call, lambda number: message(peer, Kind.CALL, number, text))
     return call
 
 
 def ask_and_wait(member: Member, peer: Peer, text: bytes) -> PendingCall:
     call = new_call(peer)
-    member.agent.ask_and_wait(peer, call, lambda number: message(peer, Kind.CALL, number, text))
+    member.agent.calls.ask_and_wait(
+        peer, call, lambda number: message(peer, Kind.CALL, number, text)
+    )
     return call
 
 
@@ -75,7 +77,7 @@ def test_a_call_is_answered(pair: list[Member], to: int) -> None:
         text = b"hello %d" % number
         assert answer_of(ask_and_wait(first, peer, text)) == text
         call = ask(first, peer, text)
-        first.agent.wait(call)
+        first.agent.calls.wait(call)
         assert answer_of(call) == text
     assert len(first.agent.calls) == 0
 
@@ -109,7 +111,7 @@ def test_answers_are_told_to_callbacks_too(pair: list[Member]) -> None:
     peer, told = first.peer(second), threading.Event()
     call = new_call(peer)
     call.on_done = lambda done: told.set()
-    first.agent.ask(peer, call, lambda number: message(peer, Kind.CALL, number, b"x"))
+    first.agent.calls.ask(peer, call, lambda number: message(peer, Kind.CALL, number, b"x"))
     assert told.wait(LIMIT_S)
     assert answer_of(call) == b"x"
 
@@ -136,13 +138,15 @@ def test_workers_that_dial_each_other_while_their_only_threads_are_busy_meet() -
 def test_a_call_without_an_answer_ends_with_its_time(pair: list[Member]) -> None:
     first, second = pair
     call = ask(first, first.peer(second), b"never", timeout_s=0.02)
-    first.agent.wait(call)
+    first.agent.calls.wait(call)
     assert isinstance(call.error, CallTimeout)
     told = threading.Event()
     peer = first.peer(second)
     unwatched = new_call(peer, 0.02)
     unwatched.on_done = lambda done: told.set()
-    first.agent.ask(peer, unwatched, lambda number: message(peer, Kind.CALL, number, b"never"))
+    first.agent.calls.ask(
+        peer, unwatched, lambda number: message(peer, Kind.CALL, number, b"never")
+    )
     assert told.wait(0.5), "nobody looked at the clock in time"
 
 
@@ -150,9 +154,9 @@ def test_a_cancelled_call_ends_once(pair: list[Member]) -> None:
     first, second = pair
     call = ask(first, first.peer(second), b"never")
     error = ValueError("given up")
-    assert first.agent.cancel(call, error)
-    assert not first.agent.cancel(call, error)
-    first.agent.wait(call)
+    assert first.agent.calls.cancel(call, error)
+    assert not first.agent.calls.cancel(call, error)
+    first.agent.calls.wait(call)
     assert call.error is error
 
 
@@ -166,7 +170,7 @@ def test_a_worker_that_goes_is_lost_for_who_waits_and_for_who_asks_later() -> No
         ask_and_wait(first, peer, b"hello")
         call = ask(first, peer, b"never")
         second.close()
-        first.agent.wait(call)
+        first.agent.calls.wait(call)
         assert isinstance(call.error, WorkerLost)
         assert call.error.worker == "worker1"
         with pytest.raises(WorkerLost, match="worker1"):
@@ -186,7 +190,7 @@ def test_nonsense_from_a_peer_ends_the_connection_and_nothing_else(
     call = ask(first, peer, b"never")
     link = second.agent.connect(second.peer(first))
     link.send([encode_frame(250, 0, 0, b"?")[0]], may_block=False)
-    first.agent.wait(call)
+    first.agent.calls.wait(call)
     assert isinstance(call.error, WorkerLost)
     assert "kind 250 is unknown" in caplog.text
     assert answer_of(ask_and_wait(first, first.agent.me, b"still here")) == b"still here"

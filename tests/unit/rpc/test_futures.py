@@ -21,6 +21,11 @@ class Agent:
         self.waited: list[PendingCall] = []
         self.cancelled: list[BaseException] = []
 
+    @property
+    def calls(self) -> Agent:
+        """Is its own table of open calls."""
+        return self
+
     def wait(self, call: PendingCall) -> None:
         self.waited.append(call)
         complete(self.future, self.outcome)

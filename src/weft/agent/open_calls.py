@@ -1,0 +1,259 @@
+"""The calls that this worker has open, and the threads that wait for their answers.
+
+A thread that waits reads the connection on which the answer will come itself, unless another one
+does so already: the answer then needs no hand-over from the thread that read it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from weft.agent.calls import PendingCall
+from weft.agent.peers import Peer
+from weft.errors import NotInitialized
+from weft.protocol.calls import CallTable
+from weft.transport.link import READ_TICK_S, Link
+from weft.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from weft.agent.agent import Agent, Outgoing
+
+
+class OpenCalls:
+    """The open calls of one worker. Thread-safe.
+
+    Args:
+        agent: The worker's agent.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._table: CallTable[PendingCall] = CallTable()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def total(self) -> int:
+        """Grows with each call."""
+        return self._table.total
+
+    def ask(self, peer: Peer, call: PendingCall, message_of: Callable[[int], Outgoing]) -> None:
+        """Opens ``call`` and sends its request; the answer completes it.
+
+        Args:
+            peer: Whom to ask.
+            call: The call.
+            message_of: Makes the frame, given the number of the call.
+
+        Raises:
+            WorkerLost: The peer cannot be reached; the call is closed again.
+        """
+        number = self._table.add(call)
+        try:
+            self._agent.send(peer, message_of(number))
+        except BaseException:
+            self._table.take(number)
+            raise
+        # Lost between the two, nobody would have failed this call.
+        if peer.lost is not None and self._table.take(number) is not None:
+            raise peer.lost_error()
+        if call.deadline_s < math.inf and self._agent.housekeeper is not None:
+            self._agent.housekeeper.nudge(call.deadline_s)
+
+    def ask_and_wait(
+        self, peer: Peer, call: PendingCall, message_of: Callable[[int], Outgoing]
+    ) -> None:
+        """Like ``ask`` and ``wait``, with the answer read by this thread wherever possible."""
+        link = None if peer.is_self else (peer.link or self._agent.connect(peer))
+        if link is None or not link.reading.acquire(blocking=False):
+            self.ask(peer, call, message_of)
+            self.wait(call)
+            return
+        # From here on this thread is the reader. Paused before the request goes out, the link
+        # wakes no other thread when the answer comes.
+        self._agent.reactor.pause_reading(link.read_fd)
+        try:
+            self.ask(peer, call, message_of)
+            self._read_until_done(peer, link, call)
+        finally:
+            link.reading.release()
+            self._agent.reactor.resume_reading(link.read_fd)
+        if not call.is_done:
+            self.wait(call)
+
+    def wait(self, call: PendingCall) -> None:
+        """Blocks until ``call`` is done. Its outcome is in ``call.frame`` or ``call.error``.
+
+        A call whose time is up is closed, with a ``CallTimeout`` as its error.
+        """
+        if not call.is_done:
+            self._read_for(call)
+        if not call.is_done:
+            self._wait_for_others(call)
+        if call.is_read_by_waiter and call.on_done is not None:
+            on_done, call.on_done = call.on_done, None
+            on_done(call)
+
+    def _read_for(self, call: PendingCall) -> None:
+        """Reads the link on which the answer will come, unless another thread does so already."""
+        peer = self._agent.peers[call.worker]
+        link = peer.link
+        if link is None or not link.reading.acquire(blocking=False):
+            return
+        self._agent.reactor.pause_reading(link.read_fd)
+        try:
+            self._read_until_done(peer, link, call)
+        finally:
+            link.reading.release()
+            self._agent.reactor.resume_reading(link.read_fd)
+
+    def _read_until_done(self, peer: Peer, link: Link, call: PendingCall) -> None:
+        """Reads a link, whose ``reading`` this thread has, until ``call`` is answered."""
+        reactor = self._agent.reactor
+        # A read may take longer than what is left in the end; others read on then.
+        limit_s = call.deadline_s - READ_TICK_S
+        is_counted = reactor.begin_wait()
+        try:
+            if link.answer_spinning.is_worthwhile():
+                self._agent.read(
+                    peer, link, may_block=False, awaited=call, spinning=link.answer_spinning
+                )
+                if reactor.tasks or reactor.urgent:
+                    reactor.wake()
+            # Done as well as outcome: whoever looks at the outcome takes it away.
+            while not (call.frame or call.error or call.is_done or peer.lost):
+                if time.monotonic() > limit_s:
+                    return
+                self._agent.read(peer, link, may_block=True, awaited=call)
+                if reactor.tasks or reactor.urgent:
+                    reactor.wake()
+        finally:
+            if is_counted:
+                reactor.end_wait()
+
+    def _read_until(
+        self,
+        peer: Peer,
+        link: Link,
+        is_over: Callable[[], bool],
+        limit_s: float,
+    ) -> None:
+        """Reads a link, whose ``reading`` this thread has, in place of the reactor."""
+        reactor = self._agent.reactor
+        is_counted = reactor.begin_wait()
+        try:
+            if not is_over() and link.answer_spinning.is_worthwhile():
+                self._agent.read(peer, link, may_block=False, spinning=link.answer_spinning)
+                if reactor.tasks or reactor.urgent:
+                    reactor.wake()
+            while not is_over() and peer.lost is None and time.monotonic() < limit_s:
+                self._agent.read(peer, link, may_block=True)
+                if reactor.tasks or reactor.urgent:
+                    reactor.wake()
+        finally:
+            if is_counted:
+                reactor.end_wait()
+
+    def _wait_for_others(self, call: PendingCall) -> None:
+        """Waits for another thread to complete ``call``, at most until its deadline."""
+        is_counted = self._agent.reactor.begin_wait()
+        try:
+            if not call.wait(call.deadline_s - time.monotonic()):
+                # Either it is taken here, and fails, or somebody took it and completes it now.
+                self.expire(time.monotonic())
+                call.wait(math.inf)
+        finally:
+            if is_counted:
+                self._agent.reactor.end_wait()
+
+    def wait_for_signal(
+        self, signal: threading.Event, only_peer: Peer | None, deadline_s: float
+    ) -> bool:
+        """Blocks until ``signal`` is set; returns False when the deadline has passed first.
+
+        Args:
+            signal: Set by a handler of some message.
+            only_peer: The worker whose messages will have it set, if that can be no other; this
+                thread then reads its connection itself where it can.
+            deadline_s: By the clock of ``time.monotonic``.
+        """
+        link = only_peer.link if only_peer is not None else None
+        if link is not None and only_peer is not None and link.reading.acquire(blocking=False):
+            self._agent.reactor.pause_reading(link.read_fd)
+            try:
+                self._read_until(only_peer, link, signal.is_set, deadline_s)
+            finally:
+                link.reading.release()
+                self._agent.reactor.resume_reading(link.read_fd)
+        if signal.is_set():
+            return True
+        is_counted = self._agent.reactor.begin_wait()
+        try:
+            return signal.wait(max(deadline_s - time.monotonic(), 0.0))
+        finally:
+            if is_counted:
+                self._agent.reactor.end_wait()
+
+    def expire(self, now_s: float) -> float:
+        """Fails the calls whose time is up; a job of the housekeeper."""
+        expired, earliest_s = self._table.take_expired(now_s)
+        for call in expired:
+            self.fail(call, call.timeout_error())
+        return earliest_s
+
+    def fail(self, call: PendingCall, error: BaseException) -> None:
+        """Completes a call, already taken from the table, with an error."""
+        call.error = error
+        if call.on_done is None:
+            call.finish()
+        else:
+            self._agent.reactor.submit(_run_on_done, call)
+
+    def cancel(self, call: PendingCall, error: BaseException) -> bool:
+        """Gives up a call: it fails with ``error``. Returns False where it has ended already."""
+        if not self._table.take_entry(call):
+            return False
+        self.fail(call, error)
+        return True
+
+    def take_reply(self, frame: Frame, awaited: PendingCall | None) -> bool:
+        """Gives an answer to the call that waits for it; returns False where none does any more.
+
+        Args:
+            frame: The answer.
+            awaited: The call that this thread waits for.
+        """
+        call = self._table.take(frame.id)
+        if call is None:
+            return False
+        call.frame = frame
+        if call is awaited:
+            call.is_read_by_waiter = True
+            call.finish()
+        elif call.on_done is None:
+            call.finish()
+        else:
+            self._agent.reactor.urgent.append((_run_on_done, call, None))
+        return True
+
+    def fail_of_worker(self, peer: Peer) -> None:
+        """Fails all calls to a worker that was lost."""
+        for call in self._table.take_of_worker(peer.id):
+            self.fail(call, peer.lost_error())
+
+    def fail_all(self, error: NotInitialized) -> None:
+        """Fails all calls, in this thread: the others have ended."""
+        for call in self._table.take_all():
+            call.error = error
+            _run_on_done(call, None)
+
+
+def _run_on_done(call: PendingCall, _: object) -> None:
+    call.finish()
+    if call.on_done is not None:
+        call.on_done(call)
