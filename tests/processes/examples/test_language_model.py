@@ -46,23 +46,26 @@ def made_up_corpus() -> Corpus:
     return Corpus("made up", words, tokens, tokens[:9])
 
 
-def test_two_trainers_equal_one_process_with_both_batches(workers: None) -> None:
+@pytest.mark.parametrize("trainers", [TRAINERS[:1], TRAINERS], ids=["one", "two"])
+def test_trainers_equal_one_process_with_all_their_batches(
+    workers: None, trainers: list[str]
+) -> None:
     corpus = made_up_corpus()
-    training = SynchronousTraining(SERVER, TRAINERS, corpus, SMALL, dtype=torch.float64)
+    training = SynchronousTraining(SERVER, trainers, corpus, SMALL, dtype=torch.float64)
     single = SingleProcess(corpus, training.state())
     steps = 20
     for step in range(steps):
         row = training.rows[step % len(training.rows)]
         report = training.step(row)
         loss = single.step(row)
-        assert sum(report.losses) / 2 == pytest.approx(loss, abs=1e-12)
+        assert sum(report.losses) / len(trainers) == pytest.approx(loss, abs=1e-12)
     state = training.state()
     for name, module in single.modules.items():
         for part in [state[name]] if name != "lstm" else [t["lstm"] for t in state["trainers"]]:
             for key, expected in module.state_dict().items():
                 torch.testing.assert_close(part[key], expected, atol=1e-12, rtol=0)
-    first, second = (trainer["lstm"] for trainer in state["trainers"])
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    first, *others = (trainer["lstm"] for trainer in state["trainers"])
+    assert all(torch.equal(first[key], other[key]) for other in others for key in first)
 
 
 def test_a_saved_model_is_the_same_on_other_workers(workers: None) -> None:
