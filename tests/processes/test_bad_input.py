@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import weft
 from tests.processes import functions
 from weft import rpc
 from weft.agent.current import current
@@ -205,3 +206,9 @@ def test_silent_strangers_hold_nobody_up(group: Cluster, connections: contextlib
         assert_all_work()
     assert rpc.rpc_sync("worker0", functions.bounce, args=(10, ["worker0", "worker1"])) == 10
     assert time.monotonic() - start_s < 2.0
+
+
+def test_a_worker_starts_no_cluster_of_its_own(group: Cluster) -> None:
+    with pytest.raises(AlreadyInitialized, match="already initialized"):
+        weft.cluster(workers=1).start()
+    assert rpc.rpc_sync("worker0", torch.add, args=(torch.ones(1), 1)).item() == 2.0

@@ -163,11 +163,13 @@ class Cluster:
         """Starts the workers and joins them; returns when all have joined.
 
         Raises:
+            AlreadyInitialized: The caller is a worker of another group.
             LaunchError: A worker could not be started, or ended before it had joined; or the
                 cluster is running already.
         """
         if self._supervisor is not None:
             raise LaunchError("this cluster is running already; make another one, or close it")
+        _check_unset()
         self._is_closing = self._is_stopping = self._has_joined = False
         self._ended, self._failed, self._lost_nursery = set(), [], None
         self._has_failed.clear()
@@ -343,3 +345,10 @@ def _leave_group() -> None:
 
     with contextlib.suppress(Exception):  # the reason for leaving is told, not what follows from it
         rpc.shutdown(graceful=False)
+
+
+def _check_unset() -> None:
+    # Not imported here: the caller loads torch while the workers do, and not before.
+    current = sys.modules.get("weft.agent.current")
+    if current is not None:
+        current.check_unset()

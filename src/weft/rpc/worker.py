@@ -15,7 +15,7 @@ from weft.agent.peers import Peer
 from weft.agent.references import OwnedValue, ReferenceKeeper
 from weft.autograd.contexts import Contexts, current_id
 from weft.autograd.engine import Engine
-from weft.errors import AutogradError, ProtocolError, ReferenceGone
+from weft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceGone
 from weft.rpc.coroutines import CoroutineRunner
 from weft.rpc.handles import RRef
 from weft.serialize.exceptions import pack_error, unpack_error
@@ -183,6 +183,9 @@ class Worker:
             self.agent.send(peer, reply.message(number))
         except ConnectionError:
             reply.take_back()  # The caller is lost, and nobody waits.
+        except Exception as error:
+            reply.take_back()
+            self.reply_error(peer, number, error)
 
     def reply_error(self, peer: Peer, number: int, error: BaseException) -> None:
         """Sends the error of a call."""
@@ -191,8 +194,8 @@ class Worker:
         message = self.parcels.seal(peer, Kind.REPLY, ERROR_REPLY, number, head, payload, ())
         try:
             self.agent.send(peer, message)
-        except ConnectionError:
-            _log.debug("the caller of call %d is lost, its error goes nowhere", number)
+        except (ConnectionError, NotInitialized):
+            _log.debug("the error of call %d goes nowhere: caller or this worker has left", number)
 
     def result_of(self, call: PendingCall) -> Any:
         """Returns what a call that is done has returned, or raises what it raised."""
