@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import weft
+from tests.gradient_functions import Broken
 from weft import rpc
 from weft.agent.current import current
 from weft.autograd.engine import Engine
@@ -124,16 +125,6 @@ class Decoder:
 
 
 # Functions that go wrong in backward
-
-
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ValueError("no gradient today")
 
 
 class Fatal(torch.autograd.Function):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import weft
+from tests.gradient_functions import Sine
 from weft import rpc
 from weft.errors import AutogradError
 
@@ -145,21 +146,6 @@ def random_program(seed: int) -> Program:
 
 
 # What runs it
-
-
-class Sine(torch.autograd.Function):
-    """A function of the user's, with an argument between tensors that is none."""
-
-    @staticmethod
-    def forward(ctx: Any, first: Tensor, factor: float, second: Tensor) -> Tensor:
-        ctx.save_for_backward(first)
-        ctx.factor = factor
-        return torch.sin(first) * factor + second
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
-        (first,) = ctx.saved_tensors
-        return gradient * torch.cos(first) * ctx.factor, None, gradient
 
 
 def new_parameters(worker: int) -> dict[str, Tensor]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.gradient_functions import Sine
 from tests.unit.autograd.cluster import Program, World
 
 
@@ -239,21 +239,6 @@ def _combined(world: World, worker: int, chosen: list[Tensor], chance: random.Ra
     if kind == 3:
         made.register_hook(lambda gradient: gradient.clamp(-0.3, 0.3))
     return made
-
-
-class Sine(torch.autograd.Function):
-    """A custom function with an argument between tensors that is none."""
-
-    @staticmethod
-    def forward(ctx: Any, first: Tensor, factor: float, second: Tensor) -> Tensor:
-        ctx.save_for_backward(first)
-        ctx.factor = factor
-        return torch.sin(first) * factor + second
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
-        (first,) = ctx.saved_tensors
-        return gradient * torch.cos(first) * ctx.factor, None, gradient
 
 
 ALL = [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gradient_functions import Broken
 from tests.unit.autograd import programs
 from tests.unit.autograd.cluster import (
     Cluster,
@@ -128,18 +129,6 @@ def test_node_hooks_and_module_hooks_before_a_cut_take_effect() -> None:
         return [total]
 
     check(program)
-
-
-class Broken(torch.autograd.Function):
-    """Fails in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("no slope here")
 
 
 @every_mode
