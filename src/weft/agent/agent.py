@@ -43,6 +43,8 @@ Handler = Callable[[Peer, Frame], None]
 Outgoing = list[Buffer] | Frame
 """What to send: bytes to write, or, to oneself, a frame as it will be received."""
 _CLOSE_TIMEOUT_S = 5.0
+# Looking up a member of an enumeration takes longer than comparing it.
+_REPLY = int(Kind.REPLY)
 
 
 Part = TypeVar("Part")
@@ -356,7 +358,7 @@ class Agent:
         return False
 
     def _dispatch(self, peer: Peer, frame: Frame, awaited: PendingCall | None) -> None:
-        if frame.kind == Kind.REPLY:
+        if frame.kind == _REPLY:
             if not self.calls.take_reply(frame, awaited):
                 self.reactor.urgent.append((self.discard, peer, frame))
             return

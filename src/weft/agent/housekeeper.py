@@ -30,14 +30,15 @@ class Housekeeper:
     def __init__(self, name: str, jobs: list[Job]) -> None:
         self._jobs = jobs
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._next_s = math.inf
+        self.next_s = math.inf
+        """When the jobs will be called next; earlier if nudged."""
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def nudge(self, due_s: float) -> None:
         """Sees to it that the jobs are called at ``due_s`` at the latest. Safe in a finalizer."""
-        if due_s < self._next_s and not self._is_closing:
+        if due_s < self.next_s and not self._is_closing:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._wake_fd, 1)
 
@@ -53,11 +54,11 @@ class Housekeeper:
         poller.register(self._wake_fd, select.POLLIN)
         while not self._is_closing:
             # A nudge while the jobs are called may come too late for the one that it is meant for.
-            self._next_s = math.inf
+            self.next_s = math.inf
             now_s = time.monotonic()
             due_s = min(_called(job, now_s) for job in self._jobs)
-            self._next_s = min(due_s, now_s + _LONGEST_SLEEP_S)
-            delay_s = self._next_s - time.monotonic()
+            self.next_s = min(due_s, now_s + _LONGEST_SLEEP_S)
+            delay_s = self.next_s - time.monotonic()
             if delay_s > 0 and poller.poll(math.ceil(delay_s * 1e3)):
                 os.eventfd_read(self._wake_fd)
 

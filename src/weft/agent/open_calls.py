@@ -62,15 +62,16 @@ class OpenCalls:
         # Lost between the two, nobody would have failed this call.
         if peer.lost is not None and self._table.take(number) is not None:
             raise peer.lost_error()
-        if call.deadline_s < math.inf and self._agent.housekeeper is not None:
-            self._agent.housekeeper.nudge(call.deadline_s)
+        housekeeper = self._agent.housekeeper
+        if housekeeper is not None and call.deadline_s < housekeeper.next_s:
+            housekeeper.nudge(call.deadline_s)
 
     def ask_and_wait(
         self, peer: Peer, call: PendingCall, message_of: Callable[[int], Outgoing]
     ) -> None:
         """Like ``ask`` and ``wait``, with the answer read by this thread wherever possible."""
         link = None if peer.is_self else (peer.link or self._agent.connect(peer))
-        if link is None or not link.reading.acquire(blocking=False):
+        if link is None or not link.reading.acquire(False):
             self.ask(peer, call, message_of)
             self.wait(call)
             return
@@ -83,7 +84,8 @@ class OpenCalls:
         finally:
             link.reading.release()
             self._agent.reactor.resume_reading(link.read_fd)
-        if not call.is_done:
+        # Done as well as outcome: whoever looks at the outcome takes it away.
+        if not (call.frame or call.error or call.is_done):
             self.wait(call)
 
     def wait(self, call: PendingCall) -> None:
@@ -114,22 +116,22 @@ class OpenCalls:
 
     def _read_until_done(self, peer: Peer, link: Link, call: PendingCall) -> None:
         """Reads a link, whose ``reading`` this thread has, until ``call`` is answered."""
-        reactor = self._agent.reactor
+        agent, spinning = self._agent, link.answer_spinning
+        reactor = agent.reactor
+        if spinning.is_worthwhile():
+            agent.read(peer, link, may_block=False, awaited=call, spinning=spinning)
+            if reactor.tasks or reactor.urgent:
+                reactor.wake()
+            if call.frame:
+                return
         # A read may take longer than what is left in the end; others read on then.
         limit_s = call.deadline_s - READ_TICK_S
         is_counted = reactor.begin_wait()
         try:
-            if link.answer_spinning.is_worthwhile():
-                self._agent.read(
-                    peer, link, may_block=False, awaited=call, spinning=link.answer_spinning
-                )
-                if reactor.tasks or reactor.urgent:
-                    reactor.wake()
-            # Done as well as outcome: whoever looks at the outcome takes it away.
             while not (call.frame or call.error or call.is_done or peer.lost):
                 if time.monotonic() > limit_s:
                     return
-                self._agent.read(peer, link, may_block=True, awaited=call)
+                agent.read(peer, link, may_block=True, awaited=call)
                 if reactor.tasks or reactor.urgent:
                     reactor.wake()
         finally:
@@ -144,15 +146,16 @@ class OpenCalls:
         limit_s: float,
     ) -> None:
         """Reads a link, whose ``reading`` this thread has, in place of the reactor."""
-        reactor = self._agent.reactor
+        agent, spinning = self._agent, link.answer_spinning
+        reactor = agent.reactor
+        if not is_over() and spinning.is_worthwhile():
+            agent.read(peer, link, may_block=False, spinning=spinning)
+            if reactor.tasks or reactor.urgent:
+                reactor.wake()
         is_counted = reactor.begin_wait()
         try:
-            if not is_over() and link.answer_spinning.is_worthwhile():
-                self._agent.read(peer, link, may_block=False, spinning=link.answer_spinning)
-                if reactor.tasks or reactor.urgent:
-                    reactor.wake()
             while not is_over() and peer.lost is None and time.monotonic() < limit_s:
-                self._agent.read(peer, link, may_block=True)
+                agent.read(peer, link, may_block=True)
                 if reactor.tasks or reactor.urgent:
                     reactor.wake()
         finally:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
+from types import CoroutineType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from weft.agent.current import current
 from weft.agent.parcels import Parcel
 from weft.agent.peers import Peer
 from weft.agent.references import OwnedValue
-from weft.autograd.contexts import enter
+from weft.autograd.contexts import enter, set_current_id
 from weft.errors import AutogradError, ConfigurationError, ProtocolError
 from weft.ids import ReferenceId
 from weft.rpc.functions import is_async_execution
@@ -21,7 +21,14 @@ from weft.rpc.worker import Worker
 from weft.serialize.exceptions import pack_error, unpack_error
 from weft.serialize.functions import describe, resolve
 from weft.wire.frames import Frame
-from weft.wire.messages import NO_CREATION, CallHead, Kind, decode_call_head
+from weft.wire.messages import (
+    COMPACT,
+    NO_CREATION,
+    CallHead,
+    Kind,
+    decode_call_head,
+    decode_compact_call,
+)
 
 _log = logging.getLogger("weft")
 
@@ -51,9 +58,12 @@ def install(worker: Worker) -> None:
 
 def _serve(worker: Worker, peer: Peer, frame: Frame) -> None:
     """Runs one call; whatever goes wrong with it becomes its answer."""
+    if frame.flags == COMPACT:
+        _serve_compact(worker, peer, frame)
+        return
     parcel = worker.parcels.read(frame)
     head = decode_call_head(parcel.head)
-    finish = _answer(worker, peer, frame.id, head)
+    finish = _answer(worker, peer, frame.id, head.context_id, head.creation)
     if finish is None:
         worker.parcels.discard(peer, parcel)
         worker.refuse(peer, head.references)
@@ -72,32 +82,69 @@ def _serve(worker: Worker, peer: Peer, frame: Frame) -> None:
         _run(worker, peer, head, parcel, finish)
 
 
-def _answer(worker: Worker, peer: Peer, number: int, head: CallHead) -> Finish | None:
-    """Returns what to do with the outcome: reply, or make it a value. None: nobody wants it."""
-    if head.creation == NO_CREATION:
+def _serve_compact(worker: Worker, peer: Peer, frame: Frame) -> None:
+    _, creation, context_id, name, start = decode_compact_call(frame.control)
+    finish = _answer(worker, peer, frame.id, context_id, creation)
+    if finish is None:
+        return
+    if context_id:
+        set_current_id(context_id)
+    try:
+        args = worker.open_values(peer, frame.control, start, context_id)
+        function = resolve(name)
+        result = function(*args)
+        del args
+    except BaseException as error:
+        finish(None, error)
+    else:
+        _settle(worker, context_id, function, result, finish)
+    finally:
+        if context_id:
+            set_current_id(0)
 
-        def reply(result: Any, error: BaseException | None) -> None:
-            if error is None:
-                worker.reply(peer, number, result, head.context_id)
-            else:
-                worker.reply_error(peer, number, error)
 
-        return reply
-    reference = ReferenceId(peer.id, worker.agent.info.id, head.creation)
-    owned = worker.references.created(reference)
-    if owned is None:
-        return None
-    made = owned
-    worker.unfinished.add(made)
+class _Answer:
+    """What to do with the outcome of one call: reply, or make it a value of this worker."""
 
-    def keep(result: Any, error: BaseException | None) -> None:
+    __slots__ = ("_context_id", "_number", "_owned", "_peer", "_worker")
+
+    def __init__(
+        self, worker: Worker, peer: Peer, number: int, context_id: int, owned: OwnedValue | None
+    ) -> None:
+        self._worker = worker
+        self._peer = peer
+        self._number = number
+        self._context_id = context_id
+        self._owned = owned
+
+    def __call__(self, result: Any, error: BaseException | None) -> None:
+        worker = self._worker
+        if self._owned is not None:
+            self._keep(self._owned, result, error)
+        elif error is None:
+            worker.reply(self._peer, self._number, result, self._context_id)
+        else:
+            worker.reply_error(self._peer, self._number, error)
+
+    def _keep(self, owned: OwnedValue, result: Any, error: BaseException | None) -> None:
         if error is not None:
             # As its users will get it: the original's traceback would keep what its frames hold.
-            error = unpack_error(pack_error(error, worker.agent.info.name))
-        made.resolve(result, error)
-        worker.unfinished.discard(made)
+            error = unpack_error(pack_error(error, self._worker.agent.info.name))
+        owned.resolve(result, error)
+        self._worker.unfinished.discard(owned)
 
-    return keep
+
+def _answer(
+    worker: Worker, peer: Peer, number: int, context_id: int, creation: int
+) -> _Answer | None:
+    """Returns what to do with the outcome of a call; None where nobody wants it any more."""
+    if creation == NO_CREATION:
+        return _Answer(worker, peer, number, context_id, None)
+    owned = worker.references.created(ReferenceId(peer.id, worker.agent.info.id, creation))
+    if owned is None:
+        return None
+    worker.unfinished.add(owned)
+    return _Answer(worker, peer, number, context_id, owned)
 
 
 def _run(worker: Worker, peer: Peer, head: CallHead, parcel: Parcel, finish: Finish) -> None:
@@ -124,7 +171,7 @@ def _settle(
     """Finishes a call with what its function returned, now or when that has come about."""
     if is_async_execution(function):
         _finish_with_future(worker, function, result, finish)
-    elif inspect.iscoroutine(result):
+    elif isinstance(result, CoroutineType):
         worker.coroutines.run(result, context_id, finish)
     elif type(result) is WhenReady:
         _finish_when_ready(worker, context_id, result, finish)

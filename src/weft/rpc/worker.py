@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.agent.agent import Agent, Outgoing
+from weft.agent.agent import Agent
 from weft.agent.calls import PendingCall
 from weft.agent.parcels import Parcel, ParcelService
 from weft.agent.peers import Peer
@@ -18,19 +18,24 @@ from weft.autograd.engine import Engine
 from weft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceGone
 from weft.rpc.coroutines import CoroutineRunner
 from weft.rpc.handles import RRef
+from weft.rpc.requests import CompactRequest, Request
+from weft.serialize import compact
 from weft.serialize.exceptions import pack_error, unpack_error
 from weft.serialize.functions import name_of
-from weft.serialize.objects import Packed, pack, unpack
-from weft.wire.frames import Frame
+from weft.serialize.objects import pack, unpack
+from weft.wire.frames import Buffer, Frame
 from weft.wire.messages import (
+    COMPACT,
     ERROR_REPLY,
     NO_CREATION,
     CallHead,
     HandedReference,
     Kind,
     ReplyHead,
+    decode_compact_reply,
     decode_reply_head,
     encode_call_head,
+    encode_compact_reply,
     encode_reply_head,
 )
 
@@ -72,7 +77,7 @@ class Worker:
         kwargs: dict[str, Any],
         timeout_s: float,
         creation: int = NO_CREATION,
-    ) -> Request:
+    ) -> Request | CompactRequest:
         """Turns a call into a request that can be sent; what it hands on is kept alive from now.
 
         Args:
@@ -86,7 +91,14 @@ class Worker:
         Raises:
             SerializationError: The callable or an argument cannot travel.
         """
-        name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
+        name = function if type(function) is bytes else name_of(function, peer.main_by_name)
+        if name is not None and not kwargs and not peer.is_self:
+            values = compact.encode(args)
+            if values is not None:
+                context_id = current_id()
+                if context_id:
+                    context_id, _ = self._record_send(context_id, (), peer)
+                return CompactRequest(timeout_s, creation, context_id, name, values)
         content = (args, kwargs) if name is not None else (args, kwargs, function)
         packed = pack(content, main_by_name=peer.main_by_name)
         context_id, message_id = self._record_send(current_id(), packed.tensors, peer)
@@ -119,6 +131,12 @@ class Worker:
         return tuple(handed)
 
     # What arrives
+
+    def open_values(self, peer: Peer, control: Buffer, start: int, context_id: int) -> list[Any]:
+        """Returns the values of a compact message, which begin at ``start``."""
+        if context_id:
+            self._note_worker(context_id, peer)
+        return compact.decode(control, start)
 
     def open_content(
         self,
@@ -170,6 +188,15 @@ class Worker:
 
     def reply(self, peer: Peer, number: int, result: Any, context_id: int) -> None:
         """Sends the result of a call; an error instead, where it cannot travel."""
+        values = None if peer.is_self else compact.encode((result,))
+        if values is not None:
+            if context_id:
+                context_id, _ = self._record_send(context_id, (), peer)
+            try:
+                self.agent.send(peer, [encode_compact_reply(number, context_id, values)])
+            except (ConnectionError, NotInitialized):
+                _log.debug("the result of call %d goes nowhere: one of the two has left", number)
+            return
         try:
             packed = pack(result, main_by_name=peer.main_by_name)
             context_id, message_id = self._record_send(context_id, packed.tensors, peer)
@@ -205,16 +232,32 @@ class Worker:
         assert frame is not None
         call.frame = None  # Its memory belongs to the result from here on.
         peer = self.agent.peers[call.worker]
+        if frame.flags == COMPACT:
+            return self._compact_result(peer, frame)
         parcel = self.parcels.open(peer, frame)
         if frame.flags == ERROR_REPLY:
             raise unpack_error(bytes(parcel.payload))
         head = decode_reply_head(parcel.head)
         return self.open_content(peer, parcel, head.references, head.context_id, head.message_id)
 
+    def _compact_result(self, peer: Peer, frame: Frame) -> Any:
+        context_id, start = decode_compact_reply(frame.control)
+        values = self.open_values(peer, frame.control, start, context_id)
+        if len(values) != 1:
+            raise ProtocolError(f"a call was answered with {len(values)} values")
+        return values[0]
+
+    def _note_worker(self, context_id: int, peer: Peer) -> None:
+        """Takes note that a context has been on ``peer``, which is told when it ends."""
+        try:
+            self.contexts.get_or_create(context_id).add_known_worker(peer.id)
+        except AutogradError:
+            pass  # The context has been released; the call may have other effects.
+
     def discard_reply(self, peer: Peer, frame: Frame) -> None:
         """Gives back what a reply carries that came too late."""
-        if not frame.control:
-            return  # Tensors sent again, for somebody who has given up.
+        if not frame.control or frame.flags == COMPACT:
+            return  # Tensors sent again, for somebody who has given up; or nothing to give back.
         try:
             parcel = self.parcels.read(frame)
             self.parcels.discard(peer, parcel)
@@ -222,44 +265,3 @@ class Worker:
                 self.refuse(peer, decode_reply_head(parcel.head).references)
         except ProtocolError:
             _log.debug("a late reply of worker %r cannot be read", peer.name)
-
-
-class Request:
-    """A message with content, ready to be numbered and sent."""
-
-    __slots__ = ("_head", "_kind", "_packed", "_peer", "_references", "_worker")
-
-    def __init__(
-        self,
-        worker: Worker,
-        peer: Peer,
-        head: bytes,
-        packed: Packed,
-        references: tuple[HandedReference, ...],
-        kind: Kind = Kind.CALL,
-    ) -> None:
-        self._worker = worker
-        self._peer = peer
-        self._head = head
-        self._packed = packed
-        self._references = references
-        self._kind = kind
-
-    def message(self, number: int) -> Outgoing:
-        """Returns what to send, under the number of its call."""
-        packed = self._packed
-        return self._worker.parcels.seal(
-            self._peer,
-            self._kind,
-            0,
-            number,
-            self._head,
-            packed.payload,
-            packed.tensors,
-            packed.externals,
-        )
-
-    def take_back(self) -> None:
-        """Takes back what the message hands on: it could not be sent."""
-        for handed in self._references:
-            self._worker.references.undeliverable(handed, self._peer)

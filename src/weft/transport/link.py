@@ -27,6 +27,7 @@ from weft.wire.frames import Buffer, Frame, FrameParser
 
 READ_TICK_S = 0.1
 _IOV_LIMIT = 512
+_BATCH = 256
 _DONTWAIT = socket.MSG_DONTWAIT
 _SOCKET_BUFFER_BYTES = 1 << 20
 _DRAIN_POLL_S = 0.001
@@ -58,8 +59,7 @@ class Link:
         self._parser = parser
         self._when_full = when_full
         self._queue: deque[Buffer] = deque()
-        self._queue_lock = threading.Lock()
-        self._is_writing = False
+        self._writing = threading.Lock()
         self._is_closed = False
         _tune(connection)
         self.read_fd = connection.fileno()
@@ -78,58 +78,61 @@ class Link:
         Raises:
             LinkClosed: The connection is no more.
         """
-        with self._queue_lock:
-            if self._is_closed:
-                raise LinkClosed("the connection is closed")
-            if self._is_writing:
-                self._queue.extend(parts)
+        if self._is_closed:
+            raise LinkClosed("the connection is closed")
+        if not self._writing.acquire(False):
+            # Whoever writes now looks at the queue when done; if that was just before, nobody does.
+            self._queue.extend(parts)
+            if self._writing.acquire(False):
+                self._write([], may_block=False)
+            return
+        if len(parts) == 1 and not self._queue:
+            part = parts[0]
+            try:
+                size = self._socket.send(part, _DONTWAIT)
+            except OSError:
+                size = 0  # Full, or broken: ``_write`` finds out which.
+            self.bytes_sent += size
+            if size == len(part):
+                self._writing.release()
+                if self._queue and self._writing.acquire(False):
+                    self._write([], may_block=False)
                 return
-            self._is_writing = True
-        if len(parts) == 1:
-            parts = self._write_at_once(parts[0])
-            if not parts:
-                return
+            parts = [memoryview(part)[size:]]
         self._write(parts, may_block)
-
-    def _write_at_once(self, part: Buffer) -> list[Buffer]:
-        """Writes what the socket takes of one piece; returns the rest, for ``_write``.
-
-        If nothing is returned, this thread is no longer the writer.
-        """
-        try:
-            size = self._socket.send(part, _DONTWAIT)
-        except OSError:
-            return [part]  # Full, or broken: ``_write`` finds out which.
-        self.bytes_sent += size
-        with self._queue_lock:
-            if size == len(part) and not self._queue:
-                self._is_writing = False
-                return []
-        return [memoryview(part)[size:]]
 
     def flush(self) -> None:
         """Writes on after ``when_full``; never blocks. Called by the reactor."""
         self._write([], may_block=False)
 
     def _write(self, parts: list[Buffer], may_block: bool) -> None:
-        """Writes ``parts``, then what others queued meanwhile. This thread is the writer."""
+        """Writes what others have queued and ``parts``. This thread has ``_writing``.
+
+        It gives that up when all is written, or leaves it to ``flush`` where the socket is full.
+        """
+        queue = self._queue
+        if queue:
+            # One thread's messages must not overtake each other.
+            queue.extend(parts)
+            parts = []
         try:
             while True:
-                rest = self._write_some(parts, may_block)
-                with self._queue_lock:
-                    if rest:
-                        self._queue.extendleft(reversed(rest))
-                        break
-                    if not self._queue:
-                        self._is_writing = False
-                        return
-                    parts = [self._queue.popleft() for _ in range(min(len(self._queue), 256))]
+                if not parts:
+                    parts = [queue.popleft() for _ in range(min(len(queue), _BATCH))]
                     # What others queued is not worth blocking this thread for.
                     may_block = False
+                if not parts:
+                    self._writing.release()
+                    if not queue or not self._writing.acquire(False):
+                        return
+                    continue
+                parts = self._write_some(parts, may_block)
+                if parts:
+                    queue.extendleft(reversed(parts))
+                    break
         except OSError as error:
-            with self._queue_lock:
-                self._is_closed = True
-                self._queue.clear()
+            self._is_closed = True
+            queue.clear()
             raise LinkClosed(str(error)) from error
         self._when_full(self)
 
@@ -188,13 +191,12 @@ class Link:
         """Waits, for a limited time, until everything given to ``send`` has been written."""
         deadline_s = time.monotonic() + timeout_s
         # Not the queue: a writer has taken out of it what it is writing.
-        while self._is_writing and not self._is_closed and time.monotonic() < deadline_s:
+        while self._writing.locked() and not self._is_closed and time.monotonic() < deadline_s:
             time.sleep(_DRAIN_POLL_S)
 
     def hang_up(self) -> None:
         """Ends the connection; readers notice at once. Safe from any thread."""
-        with self._queue_lock:
-            self._is_closed = True
+        self._is_closed = True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -42,6 +42,10 @@ class Frame(NamedTuple):
     buffers: Sequence[Buffer]
 
 
+# The constructor of a named tuple is Python code: most of the cost of a frame.
+_new_frame = tuple.__new__
+
+
 def encode_frame(
     kind: int, flags: int, frame_id: int, control: bytes, buffers: Sequence[memoryview] = ()
 ) -> list[Buffer]:
@@ -110,6 +114,12 @@ class FrameParser:
                 return []
             frame, self._large = self._large.frame(), None
             return [frame]
+        if not self._end and size_bytes >= HEADER_BYTES:
+            # Mostly one small frame comes, and nothing else.
+            kind, flags, count, control_bytes, frame_id = HEADER.unpack_from(self._view)
+            if HEADER_BYTES + control_bytes == size_bytes and not count:
+                control = bytes(self._view[HEADER_BYTES:size_bytes])
+                return [_new_frame(Frame, (kind, flags, frame_id, control, ()))]
         self._end += size_bytes
         frames: list[Frame] = []
         while self._end - self._start >= HEADER_BYTES:
@@ -138,7 +148,7 @@ class FrameParser:
         if not count:
             if body_start - start <= available:
                 control = bytes(self._view[control_start:body_start])
-                frames.append(Frame(kind, flags, frame_id, control, ()))
+                frames.append(_new_frame(Frame, (kind, flags, frame_id, control, ())))
                 return body_start - start
             if body_start - start <= self._capacity:
                 return 0

@@ -1,0 +1,194 @@
+"""Small plain values to bytes and back, without pickle and without tables.
+
+Most calls carry a few small tensors and numbers and nothing else. For these the general way (a
+pickle with the tensors taken out, a table that describes them, their memory behind the message)
+costs several times the copy of the values. Here a tuple of values becomes one run of bytes, the
+tensors' memory included. Whatever is unusual is left to the general way: ``encode`` returns None.
+
+Layout, little-endian: the number of values (u8), then each as a tag (u8) and what follows it::
+
+    NONE, TRUE, FALSE                       -
+    INTEGER    i64          FLOAT   f64
+    TEXT, BYTES             size u32 · the bytes (text in UTF-8)
+    TUPLE                   the number of values u8 · the values
+    TENSOR                  dtype u8 · dimensions u8 · size in bytes u32 · u64 a dimension · memory
+
+Nothing that is read can do more than make these values.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.errors import ProtocolError
+from weft.serialize.table import SIMPLE_NDIM, SIZES
+
+NONE, TRUE, FALSE, INTEGER, FLOAT, TEXT, BYTES, TUPLE, TENSOR = range(9)
+
+TENSOR_LIMIT_BYTES = 16 * 1024
+"""Beyond it, the copies that this way makes cost more than the tables that it saves."""
+_MESSAGE_LIMIT_BYTES = 64 * 1024
+_COUNT_LIMIT = 255
+_DEPTH_LIMIT = 8
+
+_INTEGER = struct.Struct("<Bq")
+_FLOAT = struct.Struct("<Bd")
+_SIZED = struct.Struct("<BI")
+_TENSOR = struct.Struct("<BBBI")
+_TENSOR_BY_NDIM = tuple(struct.Struct(f"<BBBI{ndim}Q") for ndim in range(SIMPLE_NDIM + 1))
+_ONE_BYTE = tuple(bytes((number,)) for number in range(256))
+_INT64_MAX = (1 << 63) - 1
+
+_FORMATS = ("?", "B", "b", "h", "i", "l", "e", "f", "d", "Zf", "Zd")
+_DTYPES = tuple(np.dtype(format.replace("Z", "").replace("l", "q")) for format in _FORMATS[:9]) + (
+    np.dtype(np.complex64),
+    np.dtype(np.complex128),
+)
+# Where a C long has 32 bits, or for arrays of others, 64-bit integers are a long long.
+_CODES = {format: code for code, format in enumerate(_FORMATS)} | {"q": _FORMATS.index("l")}
+
+
+def encode(values: tuple[Any, ...] | list[Any]) -> bytes | None:
+    """Returns ``values`` as bytes; None where the general way has to take them.
+
+    Tensors must be dense, on the CPU, contiguous, small, and not require grad.
+    """
+    parts: list[Any] = []
+    tensors: list[Tensor] = []
+    if not _encode(values, parts, tensors, 0):
+        return None
+    if len(tensors) > 1:
+        # Tensors that share memory stay views of one storage, which takes a table.
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        if len(storages) < len(tensors):
+            return None
+    data = b"".join(parts)
+    return data if len(data) <= _MESSAGE_LIMIT_BYTES else None
+
+
+def _encode(
+    values: tuple[Any, ...] | list[Any], parts: list[Any], tensors: list[Tensor], depth: int
+) -> bool:
+    """Appends the count and each value; returns False at the first that is unusual.
+
+    One loop with everything in it: this is most of what a small call pays for its arguments.
+    """
+    count = len(values)
+    if count > _COUNT_LIMIT:
+        return False
+    parts.append(_ONE_BYTE[count])
+    for value in values:
+        kind = type(value)
+        if kind is Tensor:
+            if value.requires_grad or value.__dict__:
+                return False
+            try:
+                memory = value.numpy().data
+                code = _CODES[memory.format]
+            except (RuntimeError, TypeError, KeyError):
+                return False  # Not on the CPU, not dense, or of a dtype that numpy lacks.
+            ndim = memory.ndim
+            size_bytes = memory.nbytes
+            if not memory.c_contiguous or size_bytes > TENSOR_LIMIT_BYTES or ndim > SIMPLE_NDIM:
+                return False
+            if not size_bytes:
+                return False
+            parts.append(_TENSOR_BY_NDIM[ndim].pack(TENSOR, code, ndim, size_bytes, *memory.shape))
+            parts.append(memory)
+            tensors.append(value)
+        elif kind is int:
+            if not -_INT64_MAX <= value <= _INT64_MAX:
+                return False
+            parts.append(_INTEGER.pack(INTEGER, value))
+        elif value is None:
+            parts.append(_ONE_BYTE[NONE])
+        elif kind is float:
+            parts.append(_FLOAT.pack(FLOAT, value))
+        elif kind is bool:
+            parts.append(_ONE_BYTE[TRUE if value else FALSE])
+        elif kind is str:
+            try:
+                text = value.encode()
+            except UnicodeEncodeError:
+                return False
+            parts.append(_SIZED.pack(TEXT, len(text)))
+            parts.append(text)
+        elif kind is tuple:
+            parts.append(_ONE_BYTE[TUPLE])
+            if depth == _DEPTH_LIMIT or not _encode(value, parts, tensors, depth + 1):
+                return False
+        elif kind is bytes and len(value) <= _MESSAGE_LIMIT_BYTES:
+            parts.append(_SIZED.pack(BYTES, len(value)))
+            parts.append(value)
+        else:
+            return False
+    return True
+
+
+def decode(data: bytes | bytearray | memoryview, position: int = 0) -> list[Any]:
+    """Returns the values that ``encode`` was given; tensors own their memory.
+
+    Args:
+        data: Holds what ``encode`` returned.
+        position: Where in it that begins; it goes on to the end.
+
+    Raises:
+        ProtocolError: These bytes are no such values.
+    """
+    try:
+        values, end = _decode(data, position, 0)
+    except (struct.error, IndexError, TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"the values of a message are malformed: {error}") from None
+    if end != len(data):
+        raise ProtocolError(f"the values of a message have {len(data) - end} bytes too many")
+    return values
+
+
+def _decode(
+    data: bytes | bytearray | memoryview, position: int, depth: int
+) -> tuple[list[Any], int]:
+    count = data[position]
+    position += 1
+    values: list[Any] = []
+    for _ in range(count):
+        tag = data[position]
+        if tag == TENSOR:
+            _, code, ndim, size_bytes = _TENSOR.unpack_from(data, position)
+            shape = SIZES[ndim].unpack_from(data, position + _TENSOR.size)
+            start = position + _TENSOR.size + 8 * ndim
+            position = start + size_bytes
+            # A copy of its own: one tensor must not keep the memory of a whole message.
+            array = np.ndarray(shape, _DTYPES[code], bytearray(data[start:position]))
+            if array.nbytes != size_bytes:
+                raise ProtocolError(f"a tensor of {array.nbytes} bytes comes with {size_bytes}")
+            values.append(torch.from_numpy(array))
+        elif tag == INTEGER:
+            values.append(_INTEGER.unpack_from(data, position)[1])
+            position += _INTEGER.size
+        elif tag == NONE:
+            values.append(None)
+            position += 1
+        elif tag == FLOAT:
+            values.append(_FLOAT.unpack_from(data, position)[1])
+            position += _FLOAT.size
+        elif tag == TRUE or tag == FALSE:
+            values.append(tag == TRUE)
+            position += 1
+        elif tag == TEXT or tag == BYTES:
+            start = position + _SIZED.size
+            position = start + _SIZED.unpack_from(data, position)[1]
+            piece = bytes(data[start:position])
+            if len(piece) != position - start:
+                raise ProtocolError("a text in a message is cut short")
+            values.append(piece.decode() if tag == TEXT else piece)
+        elif tag == TUPLE and depth < _DEPTH_LIMIT:
+            inner, position = _decode(data, position + 1, depth + 1)
+            values.append(tuple(inner))
+        else:
+            raise ProtocolError(f"a value of a message has the unknown tag {tag}")
+    return values, position
