@@ -88,8 +88,43 @@ POOL_LIMIT_BYTES = Knob(
 CMA_FROM_BYTES = Knob(
     "CMA_FROM_BYTES", 1 << 20, "Bytes from which a tensor is pulled out of the sender's memory."
 )
+SHM_FROM_BYTES = Knob(
+    "SHM_FROM_BYTES", 1 << 17, "Bytes from which a tensor goes through shared memory."
+)
+SHM_LIMIT_BYTES = Knob(
+    "SHM_LIMIT_BYTES",
+    -1,
+    "Bytes of shared memory that one worker may have; 0 for none, negative for a quarter of the "
+    "memory that is left when it joins, at most 4 GiB.",
+)
+SHARED_COPY_BYTES = Knob(
+    "SHARED_COPY_BYTES", 32 << 20, "Bytes from which two threads share the copying of a tensor."
+)
+POOL_IDLE_S = Knob(
+    "POOL_IDLE_S", 10.0, "Seconds after which warm memory that nobody uses is given back."
+)
 SHARED_PULL_BYTES = Knob(
     "SHARED_PULL_BYTES", 4 << 20, "Bytes from which two threads share the pulling of a tensor."
+)
+STRIPED_FROM_BYTES = Knob(
+    "STRIPED_FROM_BYTES",
+    1 << 20,
+    "Bytes from which a tensor travels over connections of its own, where no memory is shared.",
+)
+STRIPE_BYTES = Knob("STRIPE_BYTES", 4 << 20, "Bytes of the pieces that such a tensor is cut into.")
+STRIPE_CONNECTIONS = Knob(
+    "STRIPE_CONNECTIONS", 2, "Connections for large tensors that one worker makes to a peer."
+)
+STRIPE_THREADS = Knob(
+    "STRIPE_THREADS", 2, "Threads of one worker that send and receive large tensors."
+)
+STRIPE_STALL_S = Knob(
+    "STRIPE_STALL_S",
+    60.0,
+    "Seconds after which a peer that sends nothing of a tensor that it has announced is lost.",
+)
+UNIX_SOCKETS = Knob(
+    "UNIX_SOCKETS", 1, "1 to reach peers on this host by Unix sockets, 0 to reach them by TCP."
 )
 BACKWARD_TIMEOUT_S = Knob(
     "BACKWARD_TIMEOUT_S", 1800.0, "Seconds a distributed backward pass may take."
@@ -98,6 +133,9 @@ SPIN_S = Knob(
     "SPIN_S", 50e-6, "Seconds a waiting thread may look for data before it sleeps; 0 for never."
 )
 STALL_S = Knob("STALL_S", 0.002, "Seconds a queued call may wait before another thread is woken.")
+REARM_S = Knob(
+    "REARM_S", 0.005, "Seconds a connection may go unread while a message of it is being handled."
+)
 LAUNCH_GRACE_S = Knob(
     "LAUNCH_GRACE_S", 5.0, "Seconds between asking a worker process to end and killing it."
 )

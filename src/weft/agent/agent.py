@@ -133,9 +133,10 @@ class Agent:
 
     def start(self, jobs: list[Job]) -> None:
         """Begins to accept connections; all handlers are known by now."""
-        jobs = [self.calls.expire, self._help_stalled, *jobs]
+        jobs = [self.calls.expire, self._help_stalled, self._arm_left, *jobs]
         self.housekeeper = Housekeeper(f"weft-{self.info.name}-clock", jobs)
         self.reactor.on_queued = self._look_soon
+        self.reactor.on_unarmed = self._arm_soon
         for listener in self._listeners:
             listener.setblocking(False)
             self.reactor.watch_reading(
@@ -196,11 +197,12 @@ class Agent:
         if is_late:
             link.close()
             raise LinkClosed("this worker has shut down")
-        self.reactor.watch_writing(link.write_fd, lambda: self._on_writable(peer, link))
+        bound = functools.partial
+        self.reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link))
         self.reactor.watch_reading(
             link.read_fd,
-            lambda: self._on_readable(peer, link),
-            lambda: self._linger(peer, link),
+            bound(self._on_readable, peer, link),
+            bound(self._after_tasks, peer, link),
         )
 
     def _on_connection(self, listener: socket.socket) -> None:
@@ -297,13 +299,17 @@ class Agent:
     # Receiving
 
     def _on_readable(self, peer: Peer, link: Link) -> None:
-        if not link.reading.acquire(blocking=False):
+        if not link.reading.acquire(False):
             return  # A caller reads this link itself, and arms it again when it is done.
+        reactor = self.reactor
         try:
             self.read(peer, link, may_block=False)
         finally:
             link.reading.release()
-        self.reactor.resume_reading(link.read_fd)
+            if reactor.tasks or reactor.urgent:
+                reactor.leave_unarmed(link.read_fd)
+            else:
+                reactor.resume_reading(link.read_fd)
 
     def _on_writable(self, peer: Peer, link: Link) -> None:
         try:
@@ -311,16 +317,21 @@ class Agent:
         except LinkClosed as error:
             self.lose(peer, str(error))
 
-    def _linger(self, peer: Peer, link: Link) -> bool:
+    def _after_tasks(self, peer: Peer, link: Link, may_look: bool) -> bool:
         """Looks, after a request, whether the next one comes at once; returns whether it did."""
-        if not link.request_spinning.is_worthwhile() or not link.reading.acquire(blocking=False):
-            return False
-        self.reactor.pause_reading(link.read_fd)
-        try:
-            return self.read(peer, link, may_block=False, spinning=link.request_spinning)
-        finally:
-            link.reading.release()
-            self.reactor.resume_reading(link.read_fd)
+        reactor, fd = self.reactor, link.read_fd
+        if not reactor.take_unarmed(fd):
+            return False  # Armed meanwhile: another thread may be reading it.
+        if may_look and link.request_spinning.is_worthwhile() and link.reading.acquire(False):
+            try:
+                self.read(peer, link, may_block=False, spinning=link.request_spinning)
+            finally:
+                link.reading.release()
+            if reactor.tasks or reactor.urgent:
+                reactor.leave_unarmed(fd)
+                return True
+        reactor.resume_reading(fd)
+        return False
 
     def read(
         self,
@@ -403,7 +414,18 @@ class Agent:
         if self.housekeeper is not None:
             self.housekeeper.nudge(time.monotonic() + self._stall_s)
 
+    def _arm_left(self, now_s: float) -> float:
+        return now_s + self._rearm_s if self.reactor.arm_if_left() else math.inf
+
+    def _arm_soon(self) -> None:
+        housekeeper = self.housekeeper
+        if housekeeper is not None:
+            due_s = time.monotonic() + self._rearm_s
+            if due_s < housekeeper.next_s:
+                housekeeper.nudge(due_s)
+
     _stall_s = knobs.STALL_S.get()
+    _rearm_s = knobs.REARM_S.get()
 
     # Loss and leaving
 

@@ -17,7 +17,7 @@ class PendingCall:
 
     Whoever takes the call out of the call table completes it, once: with the frame that answers
     it or with an error. ``on_done``, where there is one, then runs as a task, or in the thread that
-    waits for the call if that thread read the answer itself.
+    waits for the call if that thread, the ``reader``, read the answer itself.
     """
 
     __slots__ = (
@@ -26,8 +26,8 @@ class PendingCall:
         "error",
         "frame",
         "function",
-        "is_read_by_waiter",
         "on_done",
+        "reader",
         "started_s",
         "timeout_s",
         "worker",
@@ -49,7 +49,7 @@ class PendingCall:
         self.started_s = time.monotonic()
         self.deadline_s = self.started_s + timeout_s
         self.on_done = on_done
-        self.is_read_by_waiter = False
+        self.reader = 0
         self.frame: Frame | None = None
         self.error: BaseException | None = None
         self._done = allocate_lock()

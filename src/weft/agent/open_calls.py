@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from _thread import get_ident
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -97,9 +98,8 @@ class OpenCalls:
             self._read_for(call)
         if not call.is_done:
             self._wait_for_others(call)
-        if call.is_read_by_waiter and call.on_done is not None:
-            on_done, call.on_done = call.on_done, None
-            on_done(call)
+        if call.reader == get_ident() and call.on_done is not None:
+            call.on_done(call)
 
     def _read_for(self, call: PendingCall) -> None:
         """Reads the link on which the answer will come, unless another thread does so already."""
@@ -236,7 +236,8 @@ class OpenCalls:
             return False
         call.frame = frame
         if call is awaited:
-            call.is_read_by_waiter = True
+            if call.on_done is not None:
+                call.reader = get_ident()
             call.finish()
         elif call.on_done is None:
             call.finish()

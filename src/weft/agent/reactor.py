@@ -6,6 +6,12 @@ same ``epoll_wait``, each connection armed for one event at a time. The kernel w
 thread; it reads the connection, arms it again, and runs the call itself, while the other threads
 go on waiting. Nothing is handed over unless several calls arrive at once.
 
+A thread that has read tasks off a connection runs them before it arms the connection again: the
+next message would wake a second thread, and the two would fight for the interpreter lock over
+calls that take no time. A task that takes longer does not keep the connection from being read:
+whoever blocks in a remote wait arms it, who is known to take long does so first, and the
+housekeeper arms what was left for ``REARM_S``.
+
 Rules of this file:
 
 * At most ``limit`` threads run tasks. One more waits for events, always, so that answers are
@@ -59,7 +65,9 @@ class Reactor:
         self._extra = 0
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._lingers: dict[int, Callable[[], bool]] = {}
+        self._followers: dict[int, Callable[[bool], bool]] = {}
+        self._unarmed: set[int] = set()
+        self._was_unarmed: set[int] = set()
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._started = 0
@@ -73,6 +81,8 @@ class Reactor:
         self._is_watched = False
         self.on_queued: Callable[[], None] = lambda: None
         """Called when tasks begin to wait: see that ``help_if_stalled`` is called soon."""
+        self.on_unarmed: Callable[[], None] = lambda: None
+        """Called when a descriptor is left unarmed: see that ``arm_if_left`` is called soon."""
         self._is_closing = False
         self._local = threading.local()
         # Edge-triggered and never read: each write wakes one waiting thread.
@@ -116,20 +126,51 @@ class Reactor:
         self,
         fd: int,
         handler: Callable[[], None],
-        linger: Callable[[], bool] | None = None,
+        follower: Callable[[bool], bool] | None = None,
     ) -> None:
         """Has ``handler`` called, on one thread, when ``fd`` is readable; then it is paused.
 
         Args:
             fd: The descriptor.
             handler: Called on one of the threads.
-            linger: Called by the same thread when it has done what followed from the event; it
-                may look for more for a moment, and returns whether there was.
+            follower: Called by the same thread when it has done what followed from the event,
+                with whether it may look for more for a moment. It arms the descriptor again,
+                or returns that there was more to do.
         """
         self._handlers[fd] = handler
-        if linger is not None:
-            self._lingers[fd] = linger
+        if follower is not None:
+            self._followers[fd] = follower
         self._epoll.register(fd, _READ)
+
+    def leave_unarmed(self, fd: int) -> None:
+        """Leaves the arming of ``fd`` to the follower, which comes after the tasks."""
+        self._unarmed.add(fd)
+        self.on_unarmed()  # Always, and last: what else is unarmed may be taken at any moment.
+
+    def take_unarmed(self, fd: int) -> bool:
+        """Returns whether ``fd`` is still unarmed; who asks arms it."""
+        try:
+            self._unarmed.remove(fd)
+        except KeyError:
+            return False
+        return True
+
+    def arm_all(self) -> None:
+        """Arms what was left unarmed: this thread is about to take longer."""
+        while self._unarmed:
+            try:
+                fd = self._unarmed.pop()
+            except KeyError:
+                return  # Another thread was faster.
+            self.resume_reading(fd)
+
+    def arm_if_left(self) -> bool:
+        """Arms what was unarmed at the last look already; returns whether to look again."""
+        for fd in self._was_unarmed & self._unarmed:
+            if self.take_unarmed(fd):
+                self.resume_reading(fd)
+        self._was_unarmed = self._unarmed.copy()
+        return bool(self._was_unarmed)
 
     def resume_reading(self, fd: int) -> None:
         """Arms ``fd`` for one more event."""
@@ -158,7 +199,8 @@ class Reactor:
     def forget(self, fd: int) -> None:
         """Stops watching ``fd``, before it is closed."""
         self._handlers.pop(fd, None)
-        self._lingers.pop(fd, None)
+        self._followers.pop(fd, None)
+        self._unarmed.discard(fd)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(fd)
 
@@ -187,6 +229,8 @@ class Reactor:
         Returns:
             Whether it was counted; then ``end_wait`` must follow.
         """
+        if self._unarmed:
+            self.arm_all()
         if not getattr(self._local, "is_running", False):
             if self.urgent:
                 self.wake()  # This thread may be running urgent tasks, and blocks now.
@@ -249,18 +293,24 @@ class Reactor:
             thread.start()  # within the lock: who closes joins only what has started
 
     def _serve(self) -> None:
-        poll = self._epoll.poll
+        poll, handlers, followers = self._epoll.poll, self._handlers, self._followers
         is_needed = True
         while is_needed and not self._is_closing:
             for fd, _ in poll(-1, 1):
-                handler = self._handlers.get(fd)
+                handler = handlers.get(fd)
                 if handler is not None:
-                    _guarded(handler)
+                    try:
+                        handler()
+                    except Exception:
+                        _log.exception("an event could not be handled")
                 if self.tasks or self.urgent:
                     is_needed = self._work()
-                    linger = self._lingers.get(fd)
-                    while is_needed and linger is not None and linger():
-                        is_needed = self._work()
+                elif fd not in self._unarmed:
+                    continue
+                # Also where other threads were faster with the tasks.
+                follower = followers.get(fd)
+                while follower is not None and follower(is_needed):
+                    is_needed = self._work()
         with self._lock:
             self._threads.discard(threading.current_thread())
 
@@ -341,10 +391,3 @@ class Reactor:
             os.close(wake_fd)
             os.close(self._close_fd)
         return stuck
-
-
-def _guarded(handler: Callable[[], None]) -> None:
-    try:
-        handler()
-    except Exception:
-        _log.exception("an event could not be handled")

@@ -192,19 +192,8 @@ def _start(
 ) -> Future[Any]:
     limit_s = _limit_s(worker.agent, timeout)
     request = worker.request(peer, function, args, kwargs, limit_s)
-    future: Future[Any] = Future()
-
-    def complete(call: PendingCall) -> None:
-        try:
-            result = worker.result_of(call)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    call = PendingCall(peer.id, peer.name, function, limit_s, complete)
-    future._call = call
-    future._agent = worker.agent
+    call = PendingCall(peer.id, peer.name, function, limit_s)
+    future: Future[Any] = Future(worker, call)
     try:
         worker.agent.calls.ask(peer, call, request.message)
     except Exception:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
-from weft.agent.agent import Agent
 from weft.agent.calls import PendingCall
 from weft.errors import CallCancelled
 from weft.serialize.exceptions import fresh_copy
+
+if TYPE_CHECKING:
+    from weft.rpc.worker import Worker
 
 T = TypeVar("T")
 
@@ -23,9 +25,25 @@ class Future(torch.futures.Future[T]):
     callbacks run on a thread of the worker. Thread-safe.
     """
 
-    _call: PendingCall
-    _agent: Agent
-    kept: object = None
+    # Thousands may wait at a time: a dictionary in each would have the collector run for long.
+    __slots__ = ("_call", "_worker", "kept")
+
+    def __init__(self, worker: Worker, call: PendingCall) -> None:
+        torch._C.Future.__init__(self, [])
+        self._worker = worker
+        self._call = call
+        self.kept: object = None
+        """What must live until the call has ended."""
+        call.on_done = self._complete
+
+    def _complete(self, call: PendingCall) -> None:
+        call.on_done = None  # It leads back here, and no collector looks into futures.
+        try:
+            result = self._worker.result_of(call)
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
 
     def wait(self) -> T:
         """Blocks until the call has ended, at most its timeout; returns its result.
@@ -38,7 +56,7 @@ class Future(torch.futures.Future[T]):
             Exception: Whatever the remote function raised.
         """
         if not self.done():
-            self._agent.calls.wait(self._call)
+            self._worker.agent.calls.wait(self._call)
         return super().wait()
 
     def set_exception(self, error: BaseException) -> None:  # type: ignore[override]
@@ -56,10 +74,9 @@ class Future(torch.futures.Future[T]):
         Returns:
             Whether there was anything to give up.
         """
-        return self._agent.calls.cancel(
-            self._call,
-            CallCancelled("the call was cancelled by its caller", worker=self._call.worker_name),
-        )
+        call = self._call
+        error = CallCancelled("the call was cancelled by its caller", worker=call.worker_name)
+        return self._worker.agent.calls.cancel(call, error)
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from types import CoroutineType
 from typing import Any, NamedTuple
@@ -34,6 +35,11 @@ _log = logging.getLogger("weft")
 
 Finish = Callable[[Any, BaseException | None], None]
 """Takes the result or the error of a call."""
+
+
+SLOW_S = 0.0005
+"""A function that once took longer is slow: others need not wait while it runs."""
+_SLOW_LIMIT = 4096
 
 
 class WhenReady(NamedTuple):
@@ -75,6 +81,7 @@ def _serve(worker: Worker, peer: Peer, frame: Frame) -> None:
             worker.refuse(peer, head.references)
             finish(None, error)
             return
+    worker.agent.reactor.arm_all()
     if not head.context_id:
         _run(worker, peer, head, parcel, finish)
         return
@@ -87,8 +94,11 @@ def _serve_compact(worker: Worker, peer: Peer, frame: Frame) -> None:
     finish = _answer(worker, peer, frame.id, context_id, creation)
     if finish is None:
         return
+    if name in worker.slow:
+        worker.agent.reactor.arm_all()
     if context_id:
         set_current_id(context_id)
+    began_s = time.monotonic()
     try:
         args = worker.open_values(peer, frame.control, start, context_id)
         function = resolve(name)
@@ -101,6 +111,8 @@ def _serve_compact(worker: Worker, peer: Peer, frame: Frame) -> None:
     finally:
         if context_id:
             set_current_id(0)
+        if time.monotonic() - began_s > SLOW_S and len(worker.slow) < _SLOW_LIMIT:
+            worker.slow.add(name)
 
 
 class _Answer:

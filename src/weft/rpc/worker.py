@@ -58,6 +58,8 @@ class Worker:
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
         self.unfinished: set[OwnedValue] = set()
         """Values that calls of others are making; a coroutine's call holds no thread meanwhile."""
+        self.slow: set[bytes] = set()
+        """Names of functions that are known to take long."""
         agent.discard = self.discard_reply
         agent.parts[Worker] = self
         agent.parts[Engine] = self.engine
@@ -91,7 +93,7 @@ class Worker:
         Raises:
             SerializationError: The callable or an argument cannot travel.
         """
-        name = function if type(function) is bytes else name_of(function, peer.main_by_name)
+        name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
         if name is not None and not kwargs and not peer.is_self:
             values = compact.encode(args)
             if values is not None:

@@ -19,6 +19,7 @@ Nothing that is read can do more than make these values.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,16 +45,16 @@ _TENSOR_BY_NDIM = tuple(struct.Struct(f"<BBBI{ndim}Q") for ndim in range(SIMPLE_
 _ONE_BYTE = tuple(bytes((number,)) for number in range(256))
 _INT64_MAX = (1 << 63) - 1
 
-_FORMATS = ("?", "B", "b", "h", "i", "l", "e", "f", "d", "Zf", "Zd")
-_DTYPES = tuple(np.dtype(format.replace("Z", "").replace("l", "q")) for format in _FORMATS[:9]) + (
-    np.dtype(np.complex64),
-    np.dtype(np.complex128),
-)
-# Where a C long has 32 bits, or for arrays of others, 64-bit integers are a long long.
-_CODES = {format: code for code, format in enumerate(_FORMATS)} | {"q": _FORMATS.index("l")}
+# By their codes. numpy calls 64-bit integers a long, or elsewhere a long long.
+_FORMATS = ("?", "B", "b", "h", "i", "q", "e", "f", "d", "F", "D")
+_DTYPES = tuple([np.dtype(name) for name in _FORMATS])
+_CODES = {name: code for code, name in enumerate(_FORMATS)}
+_CODES |= {"l": _CODES["q"], "Zf": _CODES["F"], "Zd": _CODES["D"]}
+_CONSTANTS = (None, True, False)
+_SIZED_TAGS = (TEXT, BYTES)
 
 
-def encode(values: tuple[Any, ...] | list[Any]) -> bytes | None:
+def encode(values: Sequence[Any]) -> bytes | None:
     """Returns ``values`` as bytes; None where the general way has to take them.
 
     Tensors must be dense, on the CPU, contiguous, small, and not require grad.
@@ -71,9 +72,7 @@ def encode(values: tuple[Any, ...] | list[Any]) -> bytes | None:
     return data if len(data) <= _MESSAGE_LIMIT_BYTES else None
 
 
-def _encode(
-    values: tuple[Any, ...] | list[Any], parts: list[Any], tensors: list[Tensor], depth: int
-) -> bool:
+def _encode(values: Sequence[Any], parts: list[Any], tensors: list[Tensor], depth: int) -> bool:
     """Appends the count and each value; returns False at the first that is unusual.
 
     One loop with everything in it: this is most of what a small call pays for its arguments.
@@ -170,16 +169,13 @@ def _decode(
         elif tag == INTEGER:
             values.append(_INTEGER.unpack_from(data, position)[1])
             position += _INTEGER.size
-        elif tag == NONE:
-            values.append(None)
+        elif tag < len(_CONSTANTS):
+            values.append(_CONSTANTS[tag])
             position += 1
         elif tag == FLOAT:
             values.append(_FLOAT.unpack_from(data, position)[1])
             position += _FLOAT.size
-        elif tag == TRUE or tag == FALSE:
-            values.append(tag == TRUE)
-            position += 1
-        elif tag == TEXT or tag == BYTES:
+        elif tag in _SIZED_TAGS:
             start = position + _SIZED.size
             position = start + _SIZED.unpack_from(data, position)[1]
             piece = bytes(data[start:position])

@@ -60,6 +60,7 @@ class Link:
         self._when_full = when_full
         self._queue: deque[Buffer] = deque()
         self._writing = threading.Lock()
+        self._is_full = False
         self._is_closed = False
         _tune(connection)
         self.read_fd = connection.fileno()
@@ -103,7 +104,10 @@ class Link:
 
     def flush(self) -> None:
         """Writes on after ``when_full``; never blocks. Called by the reactor."""
-        self._write([], may_block=False)
+        # The end of the connection is an event too, and then nobody may have been writing.
+        if self._is_full:
+            self._is_full = False
+            self._write([], may_block=False)
 
     def _write(self, parts: list[Buffer], may_block: bool) -> None:
         """Writes what others have queued and ``parts``. This thread has ``_writing``.
@@ -134,6 +138,7 @@ class Link:
             self._is_closed = True
             queue.clear()
             raise LinkClosed(str(error)) from error
+        self._is_full = True
         self._when_full(self)
 
     def _write_some(self, parts: list[Buffer], may_block: bool) -> list[Buffer]:

@@ -114,19 +114,25 @@ class FrameParser:
                 return []
             frame, self._large = self._large.frame(), None
             return [frame]
-        if not self._end and size_bytes >= HEADER_BYTES:
-            # Mostly one small frame comes, and nothing else.
-            kind, flags, count, control_bytes, frame_id = HEADER.unpack_from(self._view)
-            if HEADER_BYTES + control_bytes == size_bytes and not count:
-                control = bytes(self._view[HEADER_BYTES:size_bytes])
-                return [_new_frame(Frame, (kind, flags, frame_id, control, ()))]
-        self._end += size_bytes
+        self._end = end = self._end + size_bytes
+        view, start = self._view, self._start
         frames: list[Frame] = []
-        while self._end - self._start >= HEADER_BYTES:
+        while end - start >= HEADER_BYTES:
+            kind, flags, count, control_bytes, frame_id = HEADER.unpack_from(view, start)
+            body_start = start + HEADER_BYTES
+            if not count and (body_end := body_start + control_bytes) <= end:
+                # Small and complete: what nearly all frames are.
+                control = bytes(view[body_start:body_end])
+                frames.append(_new_frame(Frame, (kind, flags, frame_id, control, ())))
+                start = body_end
+                continue
+            self._start = start
             size = self._parse_one(frames)
             if not size:
                 break
-            self._start += size
+            start += size
+            view, end = self._view, self._end
+        self._start = start
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start:

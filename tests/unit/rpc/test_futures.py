@@ -14,12 +14,19 @@ from weft.rpc.futures import Future
 
 
 class Agent:
-    """Stands in for an agent: completes a future when somebody waits for it."""
+    """Stands in for a worker and its agent: completes a future when somebody waits for it."""
 
-    def __init__(self, future: Future[Any], outcome: Any) -> None:
-        self.future, self.outcome = future, outcome
+    future: Future[Any]
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
         self.waited: list[PendingCall] = []
         self.cancelled: list[BaseException] = []
+
+    @property
+    def agent(self) -> Agent:
+        """Is its own agent."""
+        return self
 
     @property
     def calls(self) -> Agent:
@@ -46,11 +53,10 @@ def complete(future: Future[Any], outcome: Any) -> None:
 
 
 def new_future(outcome: Any = None) -> tuple[Future[Any], Agent]:
-    future: Future[Any] = Future()
-    agent = Agent(future, outcome)
-    future._call = PendingCall(1, "callee", "function", math.inf)
-    future._agent = agent  # type: ignore[assignment]
-    return future, agent
+    agent = Agent(outcome)
+    call = PendingCall(1, "callee", "function", math.inf)
+    agent.future = Future(agent, call)  # type: ignore[arg-type]
+    return agent.future, agent
 
 
 def test_who_waits_has_the_agent_read_the_answer() -> None:
