@@ -57,14 +57,21 @@ class Request:
 class CompactRequest:
     """A call of a function by name with a few small plain values."""
 
-    __slots__ = ("_context_id", "_creation", "_function", "_remaining_s", "_values")
+    __slots__ = ("_context_id", "_creation", "_function", "_message_id", "_remaining_s", "_values")
 
     def __init__(
-        self, remaining_s: float, creation: int, context_id: int, function: bytes, values: bytes
+        self,
+        remaining_s: float,
+        creation: int,
+        context_id: int,
+        message_id: int,
+        function: bytes,
+        values: bytes,
     ) -> None:
         self._remaining_s = remaining_s
         self._creation = creation
         self._context_id = context_id
+        self._message_id = message_id
         self._function = function
         self._values = values
 
@@ -76,6 +83,7 @@ class CompactRequest:
                 self._remaining_s,
                 self._creation,
                 self._context_id,
+                self._message_id,
                 self._function,
                 self._values,
             )

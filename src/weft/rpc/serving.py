@@ -90,7 +90,7 @@ def _serve(worker: Worker, peer: Peer, frame: Frame) -> None:
 
 
 def _serve_compact(worker: Worker, peer: Peer, frame: Frame) -> None:
-    _, creation, context_id, name, start = decode_compact_call(frame.control)
+    _, creation, context_id, message_id, name, start = decode_compact_call(frame.control)
     finish = _answer(worker, peer, frame.id, context_id, creation)
     if finish is None:
         return
@@ -100,7 +100,7 @@ def _serve_compact(worker: Worker, peer: Peer, frame: Frame) -> None:
         set_current_id(context_id)
     began_s = time.monotonic()
     try:
-        args = worker.open_values(peer, frame.control, start, context_id)
+        args = worker.open_values(peer, frame.control, start, context_id, message_id)
         function = resolve(name)
         result = function(*args)
         del args

@@ -13,7 +13,7 @@ from weft.agent.calls import PendingCall
 from weft.agent.parcels import Parcel, ParcelService
 from weft.agent.peers import Peer
 from weft.agent.references import OwnedValue, ReferenceKeeper
-from weft.autograd.contexts import Contexts, current_id
+from weft.autograd.contexts import REQUIRES_GRAD, Context, Contexts, current_id
 from weft.autograd.engine import Engine
 from weft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceGone
 from weft.rpc.coroutines import CoroutineRunner
@@ -95,12 +95,13 @@ class Worker:
         """
         name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
         if name is not None and not kwargs and not peer.is_self:
-            values = compact.encode(args)
+            differentiable: list[Tensor] = []
+            values = compact.encode(args, differentiable)
             if values is not None:
-                context_id = current_id()
+                context_id, message_id = current_id(), 0
                 if context_id:
-                    context_id, _ = self._record_send(context_id, (), peer)
-                return CompactRequest(timeout_s, creation, context_id, name, values)
+                    context_id, message_id = self._record_send(context_id, differentiable, peer)
+                return CompactRequest(timeout_s, creation, context_id, message_id, name, values)
         content = (args, kwargs) if name is not None else (args, kwargs, function)
         packed = pack(content, main_by_name=peer.main_by_name)
         context_id, message_id = self._record_send(current_id(), packed.tensors, peer)
@@ -134,11 +135,37 @@ class Worker:
 
     # What arrives
 
-    def open_values(self, peer: Peer, control: Buffer, start: int, context_id: int) -> list[Any]:
+    def open_values(
+        self, peer: Peer, control: Buffer, start: int, context_id: int, message_id: int
+    ) -> list[Any]:
         """Returns the values of a compact message, which begin at ``start``."""
-        if context_id:
-            self._note_worker(context_id, peer)
-        return compact.decode(control, start)
+        differentiable: list[int] = []
+        values = compact.decode(control, start, differentiable)
+        context = self._context_of(context_id, peer) if context_id else None
+        if not differentiable:
+            return values
+        if context is None or not message_id:
+            for place in differentiable:
+                values[place].requires_grad_()
+            return values
+        tensors = [values[place] for place in differentiable]
+        flags = [REQUIRES_GRAD] * len(tensors)
+        received = context.record_receive(message_id, peer.id, tensors, flags)
+        for place, tensor in zip(differentiable, received, strict=True):
+            values[place] = tensor
+        return values
+
+    def _context_of(self, context_id: int, peer: Peer) -> Context | None:
+        """Returns the context of a message from ``peer``, which is told when it ends.
+
+        None where it has been released already: the call may have other effects.
+        """
+        try:
+            context = self.contexts.get_or_create(context_id)
+            context.add_known_worker(peer.id)
+        except AutogradError:
+            return None
+        return context
 
     def open_content(
         self,
@@ -170,12 +197,8 @@ class Worker:
     ) -> list[Tensor]:
         if not context_id or peer.is_self:
             return parcel.tensors(detached=False)
-        try:
-            context = self.contexts.get_or_create(context_id)
-            context.add_known_worker(peer.id)
-        except AutogradError:  # The context has been released; the call may have other effects.
-            message_id = 0
-        if not message_id:
+        context = self._context_of(context_id, peer)
+        if context is None or not message_id:
             return parcel.tensors(detached=False)
         tensors = parcel.tensors(detached=True)
         flags = [flag.requires_grad | flag.is_parameter << 1 for flag in parcel.flags()]
@@ -190,12 +213,15 @@ class Worker:
 
     def reply(self, peer: Peer, number: int, result: Any, context_id: int) -> None:
         """Sends the result of a call; an error instead, where it cannot travel."""
-        values = None if peer.is_self else compact.encode((result,))
+        differentiable: list[Tensor] = []
+        values = None if peer.is_self else compact.encode((result,), differentiable)
         if values is not None:
+            message_id = 0
             if context_id:
-                context_id, _ = self._record_send(context_id, (), peer)
+                context_id, message_id = self._record_send(context_id, differentiable, peer)
+            message = encode_compact_reply(number, context_id, message_id, values)
             try:
-                self.agent.send(peer, [encode_compact_reply(number, context_id, values)])
+                self.agent.send(peer, [message])
             except (ConnectionError, NotInitialized):
                 _log.debug("the result of call %d goes nowhere: one of the two has left", number)
             return
@@ -243,18 +269,11 @@ class Worker:
         return self.open_content(peer, parcel, head.references, head.context_id, head.message_id)
 
     def _compact_result(self, peer: Peer, frame: Frame) -> Any:
-        context_id, start = decode_compact_reply(frame.control)
-        values = self.open_values(peer, frame.control, start, context_id)
+        context_id, message_id, start = decode_compact_reply(frame.control)
+        values = self.open_values(peer, frame.control, start, context_id, message_id)
         if len(values) != 1:
             raise ProtocolError(f"a call was answered with {len(values)} values")
         return values[0]
-
-    def _note_worker(self, context_id: int, peer: Peer) -> None:
-        """Takes note that a context has been on ``peer``, which is told when it ends."""
-        try:
-            self.contexts.get_or_create(context_id).add_known_worker(peer.id)
-        except AutogradError:
-            pass  # The context has been released; the call may have other effects.
 
     def discard_reply(self, peer: Peer, frame: Frame) -> None:
         """Gives back what a reply carries that came too late."""

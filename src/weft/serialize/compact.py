@@ -10,9 +10,11 @@ Layout, little-endian: the number of values (u8), then each as a tag (u8) and wh
     NONE, TRUE, FALSE                       -
     INTEGER    i64          FLOAT   f64
     TEXT, BYTES             size u32 · the bytes (text in UTF-8)
-    TUPLE                   the number of values u8 · the values
-    TENSOR                  dtype u8 · dimensions u8 · size in bytes u32 · u64 a dimension · memory
+    TUPLE, LIST             the number of values u8 · the values
+    DICTIONARY              the keys, then the values, each as of a tuple
+    TENSOR, GRAD_TENSOR     dtype u8 · dimensions u8 · size in bytes u32 · u64 a dimension · memory
 
+A tensor that requires grad may only stand at the top: the layer above has a placeholder for it.
 Nothing that is read can do more than make these values.
 """
 
@@ -29,7 +31,8 @@ from torch import Tensor
 from weft.errors import ProtocolError
 from weft.serialize.table import SIMPLE_NDIM, SIZES
 
-NONE, TRUE, FALSE, INTEGER, FLOAT, TEXT, BYTES, TUPLE, TENSOR = range(9)
+NONE, TRUE, FALSE, INTEGER, FLOAT, TEXT, BYTES, TENSOR, GRAD_TENSOR = range(9)
+TUPLE, LIST, DICTIONARY = range(9, 12)
 
 TENSOR_LIMIT_BYTES = 16 * 1024
 """Beyond it, the copies that this way makes cost more than the tables that it saves."""
@@ -54,25 +57,39 @@ _CONSTANTS = (None, True, False)
 _SIZED_TAGS = (TEXT, BYTES)
 
 
-def encode(values: Sequence[Any]) -> bytes | None:
+def encode(values: Sequence[Any], differentiable: list[Tensor]) -> bytes | None:
     """Returns ``values`` as bytes; None where the general way has to take them.
 
-    Tensors must be dense, on the CPU, contiguous, small, and not require grad.
+    Tensors must be dense, on the CPU, contiguous and small.
+
+    Args:
+        values: What to encode.
+        differentiable: Gets the tensors that require grad, in order.
     """
     parts: list[Any] = []
     tensors: list[Tensor] = []
-    if not _encode(values, parts, tensors, 0):
+    containers: list[Any] = []
+    if not _encode(values, parts, tensors, containers, differentiable, 0):
         return None
     if len(tensors) > 1:
         # Tensors that share memory stay views of one storage, which takes a table.
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         if len(storages) < len(tensors):
             return None
+    if len(containers) > 1 and len({id(container) for container in containers}) < len(containers):
+        return None  # The receiver, too, is to see one list in two places, not two lists.
     data = b"".join(parts)
     return data if len(data) <= _MESSAGE_LIMIT_BYTES else None
 
 
-def _encode(values: Sequence[Any], parts: list[Any], tensors: list[Tensor], depth: int) -> bool:
+def _encode(
+    values: Sequence[Any],
+    parts: list[Any],
+    tensors: list[Tensor],
+    containers: list[Any],
+    differentiable: list[Tensor],
+    depth: int,
+) -> bool:
     """Appends the count and each value; returns False at the first that is unusual.
 
     One loop with everything in it: this is most of what a small call pays for its arguments.
@@ -84,7 +101,13 @@ def _encode(values: Sequence[Any], parts: list[Any], tensors: list[Tensor], dept
     for value in values:
         kind = type(value)
         if kind is Tensor:
-            if value.requires_grad or value.__dict__:
+            tag = TENSOR
+            if value.requires_grad:
+                if depth:
+                    return False
+                differentiable.append(value)
+                value, tag = value.detach(), GRAD_TENSOR
+            if value.__dict__:
                 return False
             try:
                 memory = value.numpy().data
@@ -97,7 +120,7 @@ def _encode(values: Sequence[Any], parts: list[Any], tensors: list[Tensor], dept
                 return False
             if not size_bytes:
                 return False
-            parts.append(_TENSOR_BY_NDIM[ndim].pack(TENSOR, code, ndim, size_bytes, *memory.shape))
+            parts.append(_TENSOR_BY_NDIM[ndim].pack(tag, code, ndim, size_bytes, *memory.shape))
             parts.append(memory)
             tensors.append(value)
         elif kind is int:
@@ -117,10 +140,22 @@ def _encode(values: Sequence[Any], parts: list[Any], tensors: list[Tensor], dept
                 return False
             parts.append(_SIZED.pack(TEXT, len(text)))
             parts.append(text)
-        elif kind is tuple:
-            parts.append(_ONE_BYTE[TUPLE])
-            if depth == _DEPTH_LIMIT or not _encode(value, parts, tensors, depth + 1):
+        elif kind is tuple or kind is list:
+            parts.append(_ONE_BYTE[TUPLE if kind is tuple else LIST])
+            if kind is list:
+                containers.append(value)
+            if depth == _DEPTH_LIMIT or not _encode(
+                value, parts, tensors, containers, differentiable, depth + 1
+            ):
                 return False
+        elif kind is dict:
+            parts.append(_ONE_BYTE[DICTIONARY])
+            containers.append(value)
+            if depth == _DEPTH_LIMIT:
+                return False
+            for half in (tuple(value), tuple(value.values())):
+                if not _encode(half, parts, tensors, containers, differentiable, depth + 1):
+                    return False
         elif kind is bytes and len(value) <= _MESSAGE_LIMIT_BYTES:
             parts.append(_SIZED.pack(BYTES, len(value)))
             parts.append(value)
@@ -129,18 +164,21 @@ def _encode(values: Sequence[Any], parts: list[Any], tensors: list[Tensor], dept
     return True
 
 
-def decode(data: bytes | bytearray | memoryview, position: int = 0) -> list[Any]:
+def decode(
+    data: bytes | bytearray | memoryview, position: int, differentiable: list[int]
+) -> list[Any]:
     """Returns the values that ``encode`` was given; tensors own their memory.
 
     Args:
         data: Holds what ``encode`` returned.
         position: Where in it that begins; it goes on to the end.
+        differentiable: Gets the places of the tensors that required grad; they do not here.
 
     Raises:
         ProtocolError: These bytes are no such values.
     """
     try:
-        values, end = _decode(data, position, 0)
+        values, end = _decode(data, position, differentiable, 0)
     except (struct.error, IndexError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"the values of a message are malformed: {error}") from None
     if end != len(data):
@@ -149,14 +187,14 @@ def decode(data: bytes | bytearray | memoryview, position: int = 0) -> list[Any]
 
 
 def _decode(
-    data: bytes | bytearray | memoryview, position: int, depth: int
+    data: bytes | bytearray | memoryview, position: int, differentiable: list[int], depth: int
 ) -> tuple[list[Any], int]:
     count = data[position]
     position += 1
     values: list[Any] = []
     for _ in range(count):
         tag = data[position]
-        if tag == TENSOR:
+        if tag == TENSOR or tag == GRAD_TENSOR:  # noqa: SIM109 - a set takes longer
             _, code, ndim, size_bytes = _TENSOR.unpack_from(data, position)
             shape = SIZES[ndim].unpack_from(data, position + _TENSOR.size)
             start = position + _TENSOR.size + 8 * ndim
@@ -165,7 +203,12 @@ def _decode(
             array = np.ndarray(shape, _DTYPES[code], bytearray(data[start:position]))
             if array.nbytes != size_bytes:
                 raise ProtocolError(f"a tensor of {array.nbytes} bytes comes with {size_bytes}")
-            values.append(torch.from_numpy(array))
+            tensor = torch.from_numpy(array)
+            if tag == GRAD_TENSOR:
+                if depth or not (tensor.is_floating_point() or tensor.is_complex()):
+                    raise ProtocolError(f"a tensor of {tensor.dtype} cannot require grad here")
+                differentiable.append(len(values))
+            values.append(tensor)
         elif tag == INTEGER:
             values.append(_INTEGER.unpack_from(data, position)[1])
             position += _INTEGER.size
@@ -182,9 +225,13 @@ def _decode(
             if len(piece) != position - start:
                 raise ProtocolError("a text in a message is cut short")
             values.append(piece.decode() if tag == TEXT else piece)
-        elif tag == TUPLE and depth < _DEPTH_LIMIT:
-            inner, position = _decode(data, position + 1, depth + 1)
-            values.append(tuple(inner))
+        elif tag <= DICTIONARY and depth < _DEPTH_LIMIT:
+            inner, position = _decode(data, position + 1, differentiable, depth + 1)
+            if tag == DICTIONARY:
+                keys, (inner, position) = inner, _decode(data, position, differentiable, depth + 1)
+                values.append(dict(zip(keys, inner, strict=True)))
+            else:
+                values.append(inner if tag == LIST else tuple(inner))
         else:
             raise ProtocolError(f"a value of a message has the unknown tag {tag}")
     return values, position

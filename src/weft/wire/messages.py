@@ -55,10 +55,11 @@ _CALL_HEAD = struct.Struct("<dqQQHI")
 _REPLY_HEAD = struct.Struct("<QQI")
 _REFERENCE = struct.Struct("<qqqq")
 # With the frame's header: one piece is packed faster than two.
-_COMPACT_CALL = struct.Struct("<BBHIQ dqQH")
-_COMPACT_CALL_HEAD = struct.Struct("<dqQH")
-_COMPACT_REPLY = struct.Struct("<BBHIQ Q")
-_COMPACT_REPLY_HEAD = struct.Struct("<Q")
+_CALL, _REPLY = int(Kind.CALL), int(Kind.REPLY)
+_COMPACT_CALL = struct.Struct("<BBHIQ dqQQH")
+_COMPACT_CALL_HEAD = struct.Struct("<dqQQH")
+_COMPACT_REPLY = struct.Struct("<BBHIQ QQ")
+_COMPACT_REPLY_HEAD = struct.Struct("<QQ")
 _LENGTH_LIMIT = 1 << 32
 NO_CREATION = -1
 
@@ -179,44 +180,60 @@ def decode_reply_head(data: Buffer) -> ReplyHead:
 
 
 def encode_compact_call(
-    number: int, remaining_s: float, creation: int, context_id: int, function: bytes, values: bytes
+    number: int,
+    remaining_s: float,
+    creation: int,
+    context_id: int,
+    message_id: int,
+    function: bytes,
+    values: bytes,
 ) -> bytes:
     """Returns the whole frame of a compact ``CALL``; see ``CallHead`` for the arguments."""
     size = len(function)
     control_bytes = _COMPACT_CALL_HEAD.size + size + len(values)
     head = _COMPACT_CALL.pack(
-        Kind.CALL, COMPACT, 0, control_bytes, number, remaining_s, creation, context_id, size
+        _CALL,
+        COMPACT,
+        0,
+        control_bytes,
+        number,
+        remaining_s,
+        creation,
+        context_id,
+        message_id,
+        size,
     )
     return b"".join((head, function, values))
 
 
-def decode_compact_call(control: Buffer) -> tuple[float, int, int, bytes, int]:
+def decode_compact_call(control: Buffer) -> tuple[float, int, int, int, bytes, int]:
     """Reads the head of a compact ``CALL``.
 
     Returns:
-        Seconds the caller will wait, number of the reference to create, context, name of the
-        function, and where the values begin.
+        Seconds the caller will wait, number of the reference to create, context, message, name of
+        the function, and where the values begin.
     """
     if len(control) < _COMPACT_CALL_HEAD.size:
         raise ProtocolError(f"a compact call of {len(control)} bytes is shorter than its own head")
-    remaining_s, creation, context_id, size = _COMPACT_CALL_HEAD.unpack_from(control)
+    remaining_s, creation, context_id, message_id, size = _COMPACT_CALL_HEAD.unpack_from(control)
     start = _COMPACT_CALL_HEAD.size + size
     name = bytes(control[_COMPACT_CALL_HEAD.size : start])
-    return remaining_s, creation, context_id, name, start
+    return remaining_s, creation, context_id, message_id, name, start
 
 
-def encode_compact_reply(number: int, context_id: int, values: bytes) -> bytes:
+def encode_compact_reply(number: int, context_id: int, message_id: int, values: bytes) -> bytes:
     """Returns the whole frame of a compact ``REPLY``."""
     control_bytes = _COMPACT_REPLY_HEAD.size + len(values)
-    head = _COMPACT_REPLY.pack(Kind.REPLY, COMPACT, 0, control_bytes, number, context_id)
+    head = _COMPACT_REPLY.pack(_REPLY, COMPACT, 0, control_bytes, number, context_id, message_id)
     return head + values
 
 
-def decode_compact_reply(control: Buffer) -> tuple[int, int]:
-    """Reads the head of a compact ``REPLY``; returns the context and where the values begin."""
+def decode_compact_reply(control: Buffer) -> tuple[int, int, int]:
+    """Reads the head of a compact ``REPLY``; returns context, message and where values begin."""
     if len(control) < _COMPACT_REPLY_HEAD.size:
         raise ProtocolError(f"a compact reply of {len(control)} bytes is shorter than its own head")
-    return _COMPACT_REPLY_HEAD.unpack_from(control)[0], _COMPACT_REPLY_HEAD.size
+    context_id, message_id = _COMPACT_REPLY_HEAD.unpack_from(control)
+    return context_id, message_id, _COMPACT_REPLY_HEAD.size
 
 
 def _encode_references(references: tuple[HandedReference, ...]) -> bytes:
