@@ -15,6 +15,7 @@
     │   ├── CallTimeout (TimeoutError)         no answer within the call's timeout
     │   ├── CallCancelled                      the caller gave it up
     │   ├── CallRefused                        the callee would not start it
+    │   │   └── QueueFull                      too many calls of this worker wait there already
     │   ├── SerializationError (TypeError)     an argument or result cannot travel
     │   ├── UnknownFunction (AttributeError)   the callee has no function of that name
     │   └── RemoteError                        the callee raised a type that cannot be rebuilt here
@@ -121,6 +122,10 @@ class CallCancelled(CallError):
 
 class CallRefused(CallError):
     """The callee did not start the call, for instance because it is shutting down."""
+
+
+class QueueFull(CallRefused):
+    """Too many calls of this worker wait at the callee already; this one was not started."""
 
 
 class SerializationError(CallError, TypeError):

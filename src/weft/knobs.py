@@ -132,9 +132,20 @@ BACKWARD_TIMEOUT_S = Knob(
 SPIN_S = Knob(
     "SPIN_S", 50e-6, "Seconds a waiting thread may look for data before it sleeps; 0 for never."
 )
+QUEUE_LIMIT_CALLS = Knob(
+    "QUEUE_LIMIT_CALLS", 1 << 16, "Calls of one worker that may wait at another; more are refused."
+)
+QUEUE_LIMIT_BYTES = Knob(
+    "QUEUE_LIMIT_BYTES", 1 << 30, "Bytes that the waiting calls of one worker may have together."
+)
 STALL_S = Knob("STALL_S", 0.002, "Seconds a queued call may wait before another thread is woken.")
 REARM_S = Knob(
     "REARM_S", 0.005, "Seconds a connection may go unread while a message of it is being handled."
+)
+SWITCH_INTERVAL_S = Knob(
+    "SWITCH_INTERVAL_S",
+    0.0005,
+    "Seconds a thread that computes in Python lets an arriving call wait; 0 leaves Python's own.",
 )
 LAUNCH_GRACE_S = Knob(
     "LAUNCH_GRACE_S", 5.0, "Seconds between asking a worker process to end and killing it."

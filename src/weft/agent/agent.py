@@ -22,9 +22,11 @@ from typing import Any, NamedTuple, TypeVar
 from weft import knobs
 from weft.agent.calls import PendingCall
 from weft.agent.housekeeper import Housekeeper, Job
+from weft.agent.lanes import Lanes
 from weft.agent.open_calls import OpenCalls
 from weft.agent.peers import Connector, Peer, Unreachable
 from weft.agent.reactor import Reactor
+from weft.agent.switching import ShortSwitches
 from weft.channel.choice import describe
 from weft.channel.cma import Nonce
 from weft.channel.memory import BufferPool
@@ -53,6 +55,7 @@ Part = TypeVar("Part")
 class _Route(NamedTuple):
     handler: Handler
     is_inline: bool
+    is_bounded: bool
 
 
 class Traffic(NamedTuple):
@@ -101,10 +104,12 @@ class Agent:
         self._links: list[tuple[Peer, Link]] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        self.reactor = Reactor(f"weft-{self.info.name}", worker_threads)
+        lanes = Lanes(knobs.QUEUE_LIMIT_CALLS.get(), knobs.QUEUE_LIMIT_BYTES.get())
+        self.reactor = Reactor(f"weft-{self.info.name}", worker_threads, lanes)
         self.calls = OpenCalls(self)
         self._token = directory.token
         self._nonce = Nonce()
+        self._switches = ShortSwitches()
         self._connector = Connector(
             rank,
             self._token,
@@ -119,9 +124,16 @@ class Agent:
 
     # Setting up
 
-    def on(self, kind: Kind, handler: Handler, *, inline: bool) -> None:
-        """Has ``handler`` called with the sender and each frame of ``kind``."""
-        self._routes[kind] = _Route(handler, inline)
+    def on(self, kind: Kind, handler: Handler, *, inline: bool, bounded: bool = False) -> None:
+        """Has ``handler`` called with the sender and each frame of ``kind``.
+
+        Args:
+            kind: The kind of message.
+            handler: Called with the peer and the frame.
+            inline: Whether it runs in the thread that reads.
+            bounded: Whether a task is refused, by ``refuse``, where too much of the peer waits.
+        """
+        self._routes[kind] = _Route(handler, inline, bounded)
 
     def on_lost(self, callback: Callable[[Peer], None]) -> None:
         """Has ``callback`` run as a task when a worker is lost."""
@@ -306,7 +318,7 @@ class Agent:
             self.read(peer, link, may_block=False)
         finally:
             link.reading.release()
-            if reactor.tasks or reactor.urgent:
+            if reactor.tasks.turns or reactor.urgent:
                 reactor.leave_unarmed(link.read_fd)
             else:
                 reactor.resume_reading(link.read_fd)
@@ -327,7 +339,7 @@ class Agent:
                 self.read(peer, link, may_block=False, spinning=link.request_spinning)
             finally:
                 link.reading.release()
-            if reactor.tasks or reactor.urgent:
+            if reactor.tasks.turns or reactor.urgent:
                 reactor.leave_unarmed(fd)
                 return True
         reactor.resume_reading(fd)
@@ -376,11 +388,16 @@ class Agent:
         route = self._routes.get(frame.kind)
         if route is None:
             raise ProtocolError(f"message kind {frame.kind} is unknown")
-        if not route.is_inline:
-            self.reactor.tasks.append((route.handler, peer, frame))
+        handler, is_inline, is_bounded = route
+        if not is_inline:
+            task = (handler, peer, frame)
+            if not is_bounded:
+                self.reactor.tasks.append(task, peer.id)
+            elif not self.reactor.tasks.offer(task, peer.id, _size(frame)):
+                self.reactor.urgent.append((self.refuse, peer, frame))
             return
         try:
-            route.handler(peer, frame)
+            handler(peer, frame)
         except ProtocolError:
             raise
         except Exception:
@@ -396,6 +413,9 @@ class Agent:
 
     discard: Handler = staticmethod(lambda peer, frame: None)
     """Called with replies that nobody waits for any more; a layer above may replace it."""
+
+    refuse: Handler = staticmethod(lambda peer, frame: None)
+    """Called with calls for which there is no room; a layer above replaces it."""
 
     def _on_pulled(self, peer: Peer, frame: Frame) -> None:
         peer.held.release(int.from_bytes(frame.control[:8], "little"))
@@ -476,3 +496,11 @@ class Agent:
             link.close() if not stuck else link.hang_up()
         for peer in self.peers:
             peer.held.close()
+        self._switches.close()
+
+
+def _size(frame: Frame) -> int:
+    """Returns the bytes that a waiting frame takes."""
+    if not frame.buffers:
+        return len(frame.control)
+    return len(frame.control) + sum([len(buffer) for buffer in frame.buffers])

@@ -120,7 +120,7 @@ class OpenCalls:
         reactor = agent.reactor
         if spinning.is_worthwhile():
             agent.read(peer, link, may_block=False, awaited=call, spinning=spinning)
-            if reactor.tasks or reactor.urgent:
+            if reactor.tasks.turns or reactor.urgent:
                 reactor.wake()
             if call.frame:
                 return
@@ -132,7 +132,7 @@ class OpenCalls:
                 if time.monotonic() > limit_s:
                     return
                 agent.read(peer, link, may_block=True, awaited=call)
-                if reactor.tasks or reactor.urgent:
+                if reactor.tasks.turns or reactor.urgent:
                     reactor.wake()
         finally:
             if is_counted:
@@ -150,13 +150,13 @@ class OpenCalls:
         reactor = agent.reactor
         if not is_over() and spinning.is_worthwhile():
             agent.read(peer, link, may_block=False, spinning=spinning)
-            if reactor.tasks or reactor.urgent:
+            if reactor.tasks.turns or reactor.urgent:
                 reactor.wake()
         is_counted = reactor.begin_wait()
         try:
             while not is_over() and peer.lost is None and time.monotonic() < limit_s:
                 agent.read(peer, link, may_block=True)
-                if reactor.tasks or reactor.urgent:
+                if reactor.tasks.turns or reactor.urgent:
                     reactor.wake()
         finally:
             if is_counted:

@@ -36,9 +36,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_log = logging.getLogger("weft")
+from weft.agent.lanes import Lanes, Task
 
-Task = tuple[Callable[..., None], Any, Any]
+_log = logging.getLogger("weft")
 
 _READ = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 _WRITE = select.EPOLLOUT | select.EPOLLONESHOT
@@ -55,10 +55,11 @@ class Reactor:
     Args:
         name: Prefix of the threads' names.
         limit: Number of tasks that run at a time.
+        tasks: Those that wait to run.
     """
 
-    def __init__(self, name: str, limit: int) -> None:
-        self.tasks: deque[Task] = deque()
+    def __init__(self, name: str, limit: int, tasks: Lanes) -> None:
+        self.tasks = tasks
         self.urgent: deque[Task] = deque()
         self._name = name
         self._limit = limit
@@ -237,7 +238,7 @@ class Reactor:
             return False
         with self._lock:
             self._running -= 1
-        if self.tasks:
+        if self.tasks.turns:
             self.wake()
         return True
 
@@ -257,7 +258,7 @@ class Reactor:
         Returns:
             Whether tasks are waiting, so that looking again makes sense.
         """
-        if not self.tasks and not self.urgent:
+        if not self.tasks.turns and not self.urgent:
             self._completed_at_last_look = -1
             self._stalled_looks = self._extra = 0
             self._is_watched = False
@@ -303,7 +304,7 @@ class Reactor:
                         handler()
                     except Exception:
                         _log.exception("an event could not be handled")
-                if self.tasks or self.urgent:
+                if self.tasks.turns or self.urgent:
                     is_needed = self._work()
                 elif fd not in self._unarmed:
                     continue
@@ -316,7 +317,7 @@ class Reactor:
 
     def _work(self) -> bool:
         """Runs what waits to run; returns whether this thread is still needed."""
-        while self.urgent or self.tasks:
+        while self.urgent or self.tasks.turns:
             is_urgent = bool(self.urgent)
             with self._lock:
                 if is_urgent:
@@ -331,7 +332,7 @@ class Reactor:
             if is_last_waiting:
                 self._spawn()
             if is_urgent:
-                self._run_all(self.urgent)
+                self._run_all(self.urgent, self.urgent)
             else:
                 self._run_tasks()
             with self._lock:
@@ -339,7 +340,7 @@ class Reactor:
                     self._running_urgent -= 1
                 else:
                     self._running -= 1
-                if self._waiting > _SPARE_THREADS and not self.tasks:
+                if self._waiting > _SPARE_THREADS and not self.tasks.turns:
                     return False
                 self._waiting += 1
         return True
@@ -347,17 +348,17 @@ class Reactor:
     def _run_tasks(self) -> None:
         self._local.is_running = True
         try:
-            self._run_all(self.tasks)
+            self._run_all(self.tasks, self.tasks.turns)
         finally:
             self._local.is_running = False
 
-    def _run_all(self, queue: deque[Task]) -> None:
+    def _run_all(self, queue: Lanes | deque[Task], waiting: deque[Any]) -> None:
         while True:
             try:
                 function, first, second = queue.popleft()
             except IndexError:
                 return
-            if queue and not self._is_watched:
+            if waiting and not self._is_watched:
                 self._watch_queue()
             try:
                 function(first, second)

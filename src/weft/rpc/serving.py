@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft import knobs
 from weft.agent.current import current
 from weft.agent.parcels import Parcel
 from weft.agent.peers import Peer
 from weft.agent.references import OwnedValue
 from weft.autograd.contexts import enter, set_current_id
-from weft.errors import AutogradError, ConfigurationError, ProtocolError
+from weft.errors import AutogradError, ConfigurationError, ProtocolError, QueueFull
 from weft.ids import ReferenceId
 from weft.rpc.functions import is_async_execution
 from weft.rpc.worker import Worker
@@ -59,7 +60,11 @@ def install(worker: Worker) -> None:
     def serve(peer: Peer, frame: Frame) -> None:
         _serve(worker, peer, frame)
 
-    worker.agent.on(Kind.CALL, serve, inline=False)
+    def refuse(peer: Peer, frame: Frame) -> None:
+        _refuse(worker, peer, frame)
+
+    worker.agent.on(Kind.CALL, serve, inline=False, bounded=True)
+    worker.agent.refuse = refuse
 
 
 def _serve(worker: Worker, peer: Peer, frame: Frame) -> None:
@@ -87,6 +92,28 @@ def _serve(worker: Worker, peer: Peer, frame: Frame) -> None:
         return
     with enter(head.context_id):
         _run(worker, peer, head, parcel, finish)
+
+
+def _refuse(worker: Worker, peer: Peer, frame: Frame) -> None:
+    """Answers a call that is not run because too many wait; its references are given back."""
+    name = worker.agent.info.name
+    error = QueueFull(
+        f"worker {name!r} has too many calls of worker {peer.name!r} waiting and refuses more; "
+        f"wait for some answers before the next call, or raise {knobs.QUEUE_LIMIT_CALLS.variable} "
+        f"or {knobs.QUEUE_LIMIT_BYTES.variable} there",
+        worker=name,
+    )
+    if frame.flags == COMPACT:
+        _, creation, context_id, *_ = decode_compact_call(frame.control)
+    else:
+        parcel = worker.parcels.read(frame)
+        head = decode_call_head(parcel.head)
+        creation, context_id = head.creation, head.context_id
+        worker.parcels.discard(peer, parcel)
+        worker.refuse(peer, head.references)
+    finish = _answer(worker, peer, frame.id, context_id, creation)
+    if finish is not None:
+        finish(None, error)
 
 
 def _serve_compact(worker: Worker, peer: Peer, frame: Frame) -> None:

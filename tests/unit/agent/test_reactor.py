@@ -8,9 +8,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.descriptors import nothing_is_written
+from weft.agent.lanes import Lanes
 from weft.agent.reactor import Reactor
 
 LIMIT_S = 20.0
+
+
+def lanes() -> Lanes:
+    return Lanes(limit=1000, limit_bytes=1 << 20)
 
 
 @pytest.fixture
@@ -18,7 +23,7 @@ def make_reactor() -> Iterator[Callable[[int], Reactor]]:
     made: list[Reactor] = []
 
     def make(limit: int) -> Reactor:
-        made.append(Reactor("test", limit))
+        made.append(Reactor("test", limit, lanes()))
         return made[-1]
 
     yield make
@@ -125,10 +130,11 @@ def test_a_stalled_queue_gets_another_thread(make_reactor: Make) -> None:
     """Several tasks of one read, of which the first does not end."""
     reactor = make_reactor(4)
     tasks = Tasks(reactor)
-    reactor.tasks.extend([(tasks.hold, None, None)] * 4)
+    for _ in range(4):
+        reactor.tasks.append((tasks.hold, None, None))
     reactor.wake()
     tasks.await_begun(4)
-    assert not reactor.tasks
+    assert not len(reactor.tasks)
     tasks.may_end.set()
     tasks.await_ended(4)
     assert not reactor.help_if_stalled(0)
@@ -246,7 +252,7 @@ def test_what_is_forgotten_may_be_forgotten_paused_and_resumed_again(make_reacto
 
 
 def test_closing_waits_for_what_runs_and_for_what_waits_to() -> None:
-    reactor = Reactor("test", 2)
+    reactor = Reactor("test", 2, lanes())
     tasks = Tasks(reactor)
     for _ in range(4):
         reactor.submit_task(tasks.hold)
@@ -260,7 +266,7 @@ def test_closing_waits_for_what_runs_and_for_what_waits_to() -> None:
 
 
 def test_threads_that_do_not_end_are_named() -> None:
-    reactor = Reactor("stubborn", 1)
+    reactor = Reactor("stubborn", 1, lanes())
     tasks = Tasks(reactor)
     reactor.submit_task(tasks.hold)
     tasks.await_begun(1)
@@ -272,7 +278,7 @@ def test_threads_that_do_not_end_are_named() -> None:
 
 
 def test_a_task_may_close() -> None:
-    reactor, stuck = Reactor("test", 2), []
+    reactor, stuck = Reactor("test", 2, lanes()), []
     done = threading.Event()
 
     def close(*_: object) -> None:
@@ -285,7 +291,7 @@ def test_a_task_may_close() -> None:
 
 
 def test_nothing_is_written_to_a_descriptor_that_another_file_has_got_since() -> None:
-    reactor = Reactor("test", 1)
+    reactor = Reactor("test", 1, lanes())
     reactor.close(LIMIT_S)
     with nothing_is_written():
         reactor.submit(lambda *_: None)
