@@ -69,6 +69,7 @@ class Reactor:
         self._followers: dict[int, Callable[[bool], bool]] = {}
         self._unarmed: set[int] = set()
         self._was_unarmed: set[int] = set()
+        self._unarmed_count = self._last_count = 0
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._started = 0
@@ -146,6 +147,7 @@ class Reactor:
     def leave_unarmed(self, fd: int) -> None:
         """Leaves the arming of ``fd`` to the follower, which comes after the tasks."""
         self._unarmed.add(fd)
+        self._unarmed_count += 1
         self.on_unarmed()  # Always, and last: what else is unarmed may be taken at any moment.
 
     def take_unarmed(self, fd: int) -> bool:
@@ -166,12 +168,16 @@ class Reactor:
             self.resume_reading(fd)
 
     def arm_if_left(self) -> bool:
-        """Arms what was unarmed at the last look already; returns whether to look again."""
+        """Arms what was unarmed at the last look already; returns whether to look again.
+
+        That is so for as long as calls come: waking the housekeeper for each would cost more.
+        """
         for fd in self._was_unarmed & self._unarmed:
             if self.take_unarmed(fd):
                 self.resume_reading(fd)
+        count, self._last_count = self._last_count, self._unarmed_count
         self._was_unarmed = self._unarmed.copy()
-        return bool(self._was_unarmed)
+        return bool(self._was_unarmed) or count != self._last_count
 
     def resume_reading(self, fd: int) -> None:
         """Arms ``fd`` for one more event."""

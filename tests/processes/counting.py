@@ -1,0 +1,139 @@
+"""Counts what small calls make two workers do; run by ``test_counted_work.py``, once a worker.
+
+    python -m tests.processes.counting RANK FILE
+
+Rank 0 calls, rank 1 serves, and each prints what it did for a call of each kind, as JSON: Python
+functions called, functions in C called, and those among them that are system calls. They are
+counted by a profile function, so that they are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+import threading
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft import rpc
+from weft.agent.current import current
+from weft.autograd import context
+
+CALLS = 200
+WARM_UP_CALLS = 100
+SYSTEM_CALLS = {
+    "epoll.modify",
+    "epoll.poll",
+    "eventfd_read",
+    "eventfd_write",
+    "socket.recv_into",
+    "socket.recvmsg_into",
+    "socket.send",
+    "socket.sendmsg",
+}
+
+_counted: Counter[str] = Counter()
+
+
+def _profile(frame: Any, event: str, argument: Any) -> None:
+    if event == "call":
+        _counted["functions"] += 1
+    elif event == "c_call":
+        _counted["functions in C"] += 1
+        name = getattr(argument, "__qualname__", "")
+        if name in SYSTEM_CALLS:
+            _counted["system calls"] += 1
+            _counted[name] += 1
+
+
+def echo(value: object) -> object:
+    return value
+
+
+def take() -> dict[str, int]:
+    """Returns what was counted here since the last time."""
+    taken = dict(_counted)
+    _counted.clear()
+    return taken
+
+
+def kinds() -> dict[str, Callable[[], object]]:
+    """Returns the calls that are counted."""
+    one, sixteen = torch.ones(2), [torch.ones(2) for _ in range(16)]
+    needs_grad = torch.ones(2, requires_grad=True)
+    large = torch.ones(1 << 20)
+
+    return {
+        "nothing": lambda: rpc.rpc_sync("callee", echo, args=(None,)),
+        "one tensor": lambda: rpc.rpc_sync("callee", echo, args=(one,)),
+        "sixteen tensors": lambda: rpc.rpc_sync("callee", echo, args=(sixteen,)),
+        "a tensor in a context": lambda: rpc.rpc_sync("callee", echo, args=(needs_grad,)),
+        "4 MiB": lambda: rpc.rpc_sync("callee", echo, args=(large,)),
+    }
+
+
+def count(call: Callable[[], object]) -> dict[str, dict[str, float]]:
+    """Makes a call again and again; returns what one takes here and there."""
+    for _ in range(WARM_UP_CALLS):
+        call()
+    rpc.rpc_sync("callee", take)
+    before = socket_bytes()
+    take()
+    sys.setprofile(_profile)
+    for _ in range(CALLS):
+        call()
+    sys.setprofile(None)
+    here = take()
+    here["bytes through sockets"] = socket_bytes() - before
+    there = rpc.rpc_sync("callee", take)
+    return {
+        "caller": {name: number / CALLS for name, number in here.items()},
+        "callee": {name: number / CALLS for name, number in there.items()},
+    }
+
+
+def socket_bytes() -> int:
+    links = [peer.link for peer in current().peers if peer.link is not None]
+    return sum(link.bytes_sent + link.bytes_received for link in links)
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Returns how much memory of Python's one call takes here at a time."""
+    call()
+    gc.collect()
+    tracemalloc.start()
+    call()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    call()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak - held
+
+
+def main(rank: int, file: str) -> None:
+    torch.set_num_threads(1)
+    if rank:
+        threading.setprofile(_profile)
+    options = rpc.RpcBackendOptions(init_method=f"file://{file}")
+    name = ("caller", "callee")[rank]
+    rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+    if not rank:
+        report = {}
+        for kind, call in kinds().items():
+            with context() if "context" in kind else contextlib.nullcontext():
+                counted: dict[str, Any] = count(call)
+                counted["caller"]["bytes of Python"] = peak_bytes(call)
+            report[kind] = counted
+        print(json.dumps(report), flush=True)
+    rpc.shutdown()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

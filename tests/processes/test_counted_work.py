@@ -1,0 +1,108 @@
+"""What a small call makes its two workers do, counted: it must not grow unnoticed.
+
+Times depend on the machine and on what else it does; functions called, system calls and bytes do
+not. A change that has to make one of these grow says so here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 120.0
+
+# At most so much a call, at the caller and at the callee.
+FUNCTIONS = {
+    "nothing": (43, 43),
+    "one tensor": (43, 43),
+    "sixteen tensors": (46, 46),
+    "a tensor in a context": (84, 90),
+    "4 MiB": (160, 190),
+}
+FUNCTIONS_IN_C = {
+    "nothing": (49, 56),
+    "one tensor": (55, 63),
+    "sixteen tensors": (230, 239),
+    "a tensor in a context": (86, 90),
+    "4 MiB": (170, 190),
+}
+SYSTEM_CALLS = 4.5
+BYTES_OF_PYTHON = {
+    "nothing": 1_000,
+    "one tensor": 1_500,
+    "sixteen tensors": 20_000,
+    "a tensor in a context": 3_500,
+    "4 MiB": 16_000,
+}
+BYTES_THROUGH_SOCKETS = {
+    "nothing": 120,
+    "one tensor": 170,
+    "sixteen tensors": 900,
+    "a tensor in a context": 170,
+    "4 MiB": 600,
+}
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What was counted, by kind of call."""
+    store = tmp_path_factory.mktemp("counting") / "store"
+    # How often a spinning thread looks, and the housekeeper ticks, are matters of time.
+    still = {"WEFT_SPIN_S": "0", "WEFT_REARM_S": "60", "WEFT_STALL_S": "60"}
+    environment = {**os.environ, **still, "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.processes.counting", str(rank), str(store)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        report, _ = workers[0].communicate(timeout=LIMIT_S)
+        workers[1].communicate(timeout=LIMIT_S)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert [worker.returncode for worker in workers] == [0, 0]
+    return json.loads(report)
+
+
+@pytest.mark.parametrize("kind", list(FUNCTIONS))
+def test_functions_of_python(counted: Any, kind: str) -> None:
+    found = [counted[kind][side]["functions"] for side in ("caller", "callee")]
+    assert found[0] <= FUNCTIONS[kind][0], found
+    assert found[1] <= FUNCTIONS[kind][1], found
+
+
+@pytest.mark.parametrize("kind", list(FUNCTIONS_IN_C))
+def test_functions_in_c(counted: Any, kind: str) -> None:
+    found = [counted[kind][side]["functions in C"] for side in ("caller", "callee")]
+    assert found[0] <= FUNCTIONS_IN_C[kind][0], found
+    assert found[1] <= FUNCTIONS_IN_C[kind][1], found
+
+
+@pytest.mark.parametrize("kind", list(FUNCTIONS))
+@pytest.mark.parametrize("side", ["caller", "callee"])
+def test_system_calls(counted: Any, kind: str, side: str) -> None:
+    assert counted[kind][side]["system calls"] <= SYSTEM_CALLS, counted[kind][side]
+
+
+@pytest.mark.parametrize("kind", list(BYTES_OF_PYTHON))
+def test_memory(counted: Any, kind: str) -> None:
+    assert counted[kind]["caller"]["bytes of Python"] <= BYTES_OF_PYTHON[kind]
+
+
+@pytest.mark.parametrize("kind", list(BYTES_THROUGH_SOCKETS))
+def test_bytes_copied_through_sockets(counted: Any, kind: str) -> None:
+    assert counted[kind]["caller"]["bytes through sockets"] <= BYTES_THROUGH_SOCKETS[kind]
