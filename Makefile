@@ -4,7 +4,7 @@
 #   PYTHON=...       the interpreter for a new .venv (default: the first found that is new enough)
 #   TORCH=...        the torch to install, for instance TORCH=torch==2.7.1
 #   TORCH_INDEX=...  the package index to take torch from, for instance one with CPU builds only
-#   ARGS=...         further arguments for `make demo`, `make test` and `make bench`
+#   ARGS=...         further arguments for `make demo`, `make test` and `make bench...`
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -21,7 +21,9 @@ help:
 	@echo "make demo    train a small language model over several workers"
 	@echo "make test    unit, simulation and multi-process tests"
 	@echo "make check   all that CI runs: format, lint, types, layers, tests, documentation"
-	@echo "make bench   Weft and torch.distributed.rpc side by side"
+	@echo "make bench   Weft and torch.distributed.rpc side by side, in five minutes"
+	@echo "make bench-peers      small calls, with Ray and Monarch where they are installed"
+	@echo "make bench-endurance  a million calls and 10,000 autograd contexts: does anything grow?"
 	@echo "make docs    build the documentation into site/"
 	@echo "make clean   remove what the above made (distclean: .venv too)"
 
@@ -74,6 +76,14 @@ docs: $(VENV)/.installed-docs
 .PHONY: bench
 bench: $(VENV)/.installed-core
 	@$(PY) -m benchmarks $(ARGS)
+
+.PHONY: bench-peers
+bench-peers: $(VENV)/.installed-core
+	@$(PY) -m benchmarks.calls --sides torch weft raw ray monarch --works "sync 1" "flight 100" "flight 2000" --rounds 5 $(ARGS)
+
+.PHONY: bench-endurance
+bench-endurance: $(VENV)/.installed-core
+	@$(PY) -m benchmarks.endurance $(ARGS)
 
 .PHONY: clean distclean
 clean:

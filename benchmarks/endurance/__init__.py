@@ -1,0 +1,1 @@
+"""A million calls and thousands of autograd contexts: does anything grow?"""

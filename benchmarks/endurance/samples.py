@@ -1,0 +1,105 @@
+"""What a process holds at one moment, and whether a series of such moments is flat."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.frame.units import number
+from benchmarks.scale import processes
+
+Sample = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Something that may not grow.
+
+    Attributes:
+        unit: Stands behind the number.
+        scale: The number is multiplied by it when it is shown.
+        slack: Growth that is still called flat: what allocators and timing account for.
+        bound: What may be reached at any time, early or late.
+    """
+
+    unit: str
+    scale: float
+    slack: float
+    bound: float = 0
+
+
+MIB = 1 << 20
+KINDS = {
+    "memory (resident, trimmed)": Kind("MiB", 1 / MIB, 3 * MIB),
+    "memory (private)": Kind("MiB", 1 / MIB, 3 * MIB),
+    "shared memory": Kind("MiB", 1 / MIB, 0.25 * MIB),
+    "threads": Kind("", 1, 0, bound=21),  # they start when they are needed
+    "descriptors": Kind("", 1, 0),
+    "objects of Weft": Kind("", 1, 20),
+    "tensors": Kind("", 1, 20),
+    "Python objects": Kind("", 1, 500),
+}
+
+
+def take_sample() -> Sample:
+    """Returns what this process holds now, after collecting what nobody refers to."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pid = os.getpid()
+    memory = processes.memory_bytes(pid)
+    counts = count_types()
+    return {
+        "memory (resident, trimmed)": _resident_bytes(pid),
+        "memory (private)": memory.private,
+        "shared memory": memory.shared,
+        "threads": processes.threads(pid),
+        "descriptors": len(processes.descriptors(pid)) - 1,  # one reads the folder
+        "objects of Weft": sum(n for name, n in counts.items() if name.startswith("weft.")),
+        "tensors": sum(n for name, n in counts.items() if name.startswith("torch.Tensor")),
+        "Python objects": sum(counts.values()),
+    }
+
+
+def count_types() -> Counter[str]:
+    """Returns how many objects there are of each type that the collector knows."""
+    kinds = Counter(map(type, gc.get_objects()))
+    counts: Counter[str] = Counter()
+    for kind, count in kinds.items():
+        counts[f"{kind.__module__}.{kind.__qualname__}"] += count
+    return counts
+
+
+def _resident_bytes(pid: int) -> int:
+    with open(f"/proc/{pid}/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Course:
+    """How one kind of thing developed in one process.
+
+    The first quarter is warm-up: pools fill, threads start. After that the highest value may
+    not rise any more, so the last quarter's is compared with the second's.
+    """
+
+    kind: Kind
+    values: Sequence[float]
+
+    @property
+    def growth(self) -> float:
+        quarter = max(1, len(self.values) // 4)
+        return max(self.values[-quarter:]) - max(self.values[quarter : 2 * quarter])
+
+    @property
+    def is_flat(self) -> bool:
+        return self.growth <= self.kind.slack or max(self.values) <= self.kind.bound
+
+    def cells(self) -> list[str]:
+        """Returns the start, the highest value, the end, the growth, and the verdict."""
+        shown = [self.values[0], max(self.values), self.values[-1], self.growth]
+        texts = [f"{number(value * self.kind.scale)} {self.kind.unit}".strip() for value in shown]
+        return [*texts, "flat" if self.is_flat else "GROWS"]

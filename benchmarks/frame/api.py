@@ -1,0 +1,60 @@
+"""An RPC library under one set of names, so that a program is the same for torch's and Weft's."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+PACKAGES = {"torch": "torch.distributed", "weft": "weft"}
+
+
+class Api:
+    """The modules of one library, and who else is in the group.
+
+    Args:
+        package: ``torch.distributed`` or ``weft``.
+        rank: Number of this worker.
+        size: Workers of the group.
+    """
+
+    def __init__(self, package: str, rank: int, size: int) -> None:
+        self.package = package
+        self.rank = rank
+        self.size = size
+        self.rpc: Any = importlib.import_module(f"{package}.rpc")
+
+    @property
+    def autograd(self) -> Any:
+        return importlib.import_module(f"{self.package}.autograd")
+
+    @property
+    def optim(self) -> Any:
+        return importlib.import_module(f"{self.package}.optim")
+
+    @property
+    def nn(self) -> Any:
+        return importlib.import_module(f"{self.package}.nn")
+
+    @property
+    def peers(self) -> list[str]:
+        """The names of all workers but this one, by rank."""
+        return [worker_name(rank) for rank in range(self.size) if rank != self.rank]
+
+
+def worker_name(rank: int) -> str:
+    """Returns the name of a worker in every group of the benchmarks."""
+    return f"worker{rank}"
+
+
+_current: list[Api] = []
+
+
+def current() -> Api:
+    """Returns the library that this process uses, for functions that are called remotely."""
+    return _current[-1]
+
+
+def use(api: Api) -> Api:
+    """Makes ``api`` the current one of this process."""
+    _current.append(api)
+    return api

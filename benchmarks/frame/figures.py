@@ -1,0 +1,97 @@
+"""What the rounds of a work say: median, p99, CPU time, and ratios between two sides."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+FigureName = Literal["median", "p99", "cpu"]
+
+# Below that many, the one value in a hundred was not seen.
+SAMPLES_FOR_P99 = 100
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one side did in one round of one work.
+
+    Attributes:
+        values: Seconds of each operation; where operations overlap or come in steps, of each
+            run, divided by its operations. Other works than timings give other numbers.
+        cpu_s: CPU time of all processes of the side for an operation; 0 where it was not taken.
+        operations: Operations of one run.
+    """
+
+    values: list[float]
+    cpu_s: float = 0.0
+    operations: int = 1
+
+    def figure(self, name: FigureName) -> float | None:
+        """Returns a figure of this round alone, None where it does not tell it."""
+        if name == "cpu":
+            return self.cpu_s or None
+        return statistics.median(self.values) if name == "median" else p99([self])
+
+
+Rounds = Mapping[tuple[str, str], Sequence[Round]]
+"""The rounds of each (side, row), in the order in which they were measured."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is said about one side and row, over all rounds; None where nothing can be said."""
+
+    median: float
+    p99: float | None
+    cpu: float | None
+
+    def named(self, name: FigureName) -> float | None:
+        return {"median": self.median, "p99": self.p99, "cpu": self.cpu}[name]
+
+
+def figures_of(rounds: Sequence[Round]) -> Figures:
+    """Sums up the rounds of one side and row; p99 and median are over all their values."""
+    cpu_s = statistics.median(one.cpu_s for one in rounds)
+    median = statistics.median(value for one in rounds for value in one.values)
+    return Figures(median, p99(rounds), cpu_s or None)
+
+
+def p99(rounds: Sequence[Round]) -> float | None:
+    """Returns the value that 99 of 100 operations stayed below or met (nearest rank).
+
+    None where operations were not timed one by one, or too few to have seen one in a hundred.
+    """
+    values = sorted(value for one in rounds for value in one.values)
+    if len(values) < SAMPLES_FOR_P99 or any(one.operations > 1 for one in rounds):
+        return None
+    rank = -(-len(values) * 99 // 100)
+    return values[rank - 1]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ours against another side: how many times less time (or CPU, memory) ours takes.
+
+    Attributes:
+        median: Of the ratios of the single rounds, as are the extremes.
+        worst: The smallest.
+        best: The largest.
+    """
+
+    median: float
+    worst: float
+    best: float
+
+
+def ratio_of(
+    others: Sequence[Round], ours: Sequence[Round], figure: FigureName = "median"
+) -> Ratio | None:
+    """Compares two sides round by round, since each round met the same state of the machine."""
+    pairs = [
+        (other.figure(figure), own.figure(figure))
+        for other, own in zip(others, ours, strict=False)  # a side that failed has fewer
+    ]
+    each = [other / own for other, own in pairs if other is not None and own]
+    return Ratio(statistics.median(each), min(each), max(each)) if each else None

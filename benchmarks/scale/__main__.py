@@ -1,0 +1,11 @@
+"""Measures groups of many workers; see the README beside this file."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.frame import main
+from benchmarks.scale.question import QUESTION
+
+if __name__ == "__main__":
+    sys.exit(main(QUESTION))

@@ -1,0 +1,13 @@
+"""Starts a side, says who its processes are, and ends without a word to them."""
+
+from __future__ import annotations
+
+import os
+
+from benchmarks.frame.group import started_group
+from benchmarks.frame.placement import placements
+from tests.unit.benchmarks.example.question import ECHO, QUESTION
+
+with started_group(QUESTION, ECHO, placements()["not pinned"]) as group:
+    print(*group.pids, flush=True)
+    os._exit(0)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.__main__ import questions
+from benchmarks.frame import Question
+from benchmarks.frame.run import parse_options
+from benchmarks.frame.units import number
+
+QUESTIONS = questions()
+
+
+@pytest.fixture(params=QUESTIONS)
+def question(request: pytest.FixtureRequest) -> Question:
+    return QUESTIONS[request.param]
+
+
+def test_folders_are_found_by_name() -> None:
+    assert {"calls", "scale"} <= set(QUESTIONS)
+    assert all(question.name == name for name, question in QUESTIONS.items())
+
+
+def test_rows_have_names_of_their_own(question: Question) -> None:
+    names = [row.name for row in question.rows]
+    assert len(set(names)) == len(names)
+
+
+def test_short_form_judges_a_target_with_sides_that_take_part(question: Question) -> None:
+    options = parse_options(question, ["--short"])
+    sides = {side.name for side in options.sides}
+    judged = [(row, target) for row in options.rows for target in row.targets]
+    assert judged
+    for row, target in judged:
+        other = {"torch": row.torch, "limit": row.limit, "bound": row.ours}[target.against]
+        assert {row.ours, other} <= sides
+
+
+def test_full_form_has_all_rows_and_placements(question: Question) -> None:
+    options = parse_options(question, [])
+    assert options.rows == list(question.rows)
+    assert options.rounds == question.full.rounds
+    assert set(options.placements) <= {"a core each", "not pinned", "one core"}
+
+
+def test_options_replace_what_the_form_says() -> None:
+    options = parse_options(
+        QUESTIONS["calls"],
+        ["--short", "--works", "operator", "--rounds", "2", "--scale", "3", "--sides", "weft"],
+    )
+    assert [row.name for row in options.rows] == ["operator"]
+    assert [side.name for side in options.sides] == ["weft"]
+    assert (options.rounds, options.scale) == (2, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (12345.6, "12,346"),
+        (123.4, "123"),
+        (12.34, "12.3"),
+        (12.0, "12"),
+        (1.234, "1.23"),
+        (1.0, "1"),
+        (0.123, "0.12"),
+        (0.01234, "0.012"),
+        (0.0, "0"),
+    ],
+)
+def test_numbers_have_about_three_digits(value: float, text: str) -> None:
+    assert number(value) == text
