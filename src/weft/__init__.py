@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft import autograd, errors, launch, nn, optim, rpc
+    from weft import autograd, errors, launch, memory, nn, optim, rpc
     from weft.errors import WeftError
     from weft.ids import WorkerInfo
     from weft.launch import cluster
@@ -41,6 +41,7 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "launch",
+    "memory",
     "nn",
     "optim",
     "remote",
@@ -50,7 +51,7 @@ __all__ = [
     "shutdown",
 ]
 
-_FOLDERS = ("autograd", "errors", "launch", "nn", "optim", "rpc")
+_FOLDERS = ("autograd", "errors", "launch", "memory", "nn", "optim", "rpc")
 _HOME = {"WeftError": "weft.errors", "WorkerInfo": "weft.ids", "cluster": "weft.launch"}
 
 

@@ -98,7 +98,7 @@ SHM_LIMIT_BYTES = Knob(
     "memory that is left when it joins, at most 4 GiB.",
 )
 SHARED_COPY_BYTES = Knob(
-    "SHARED_COPY_BYTES", 32 << 20, "Bytes from which two threads share the copying of a tensor."
+    "SHARED_COPY_BYTES", 16 << 20, "Bytes from which two threads share the copying of a tensor."
 )
 POOL_IDLE_S = Knob(
     "POOL_IDLE_S", 10.0, "Seconds after which warm memory that nobody uses is given back."
@@ -108,8 +108,9 @@ SHARED_PULL_BYTES = Knob(
 )
 STRIPED_FROM_BYTES = Knob(
     "STRIPED_FROM_BYTES",
-    1 << 20,
-    "Bytes from which a tensor travels over connections of its own, where no memory is shared.",
+    2 << 20,
+    "Bytes from which the tensors of a message travel over connections of their own, where no "
+    "memory is shared.",
 )
 STRIPE_BYTES = Knob("STRIPE_BYTES", 4 << 20, "Bytes of the pieces that such a tensor is cut into.")
 STRIPE_CONNECTIONS = Knob(

@@ -24,6 +24,7 @@ from weft.agent.references import ReferenceKeeper
 from weft.channel.cma import PullError
 from weft.channel.memory import PoolStatistics
 from weft.channel.sending import HeldStatistics
+from weft.channel.table import ChannelKind
 from weft.rpc.leaving import Leaving
 from weft.rpc.worker import Worker
 
@@ -439,13 +440,19 @@ def channel_to(peer: str) -> str:
     return current().find(peer).channels.channel_for(1 << 24).name
 
 
+def forbid(peer: str, *kinds: str) -> None:
+    """From now on this worker sends tensors to another by none of these ways."""
+    for kind in kinds:
+        current().find(peer).channels.disable(ChannelKind[kind], "forbidden by a test")
+
+
 def break_pulling() -> None:
     """From now on this worker cannot read the memory of others."""
 
     def refuse(pid: int, address: int, into: memoryview) -> None:
         raise PullError(1, "not permitted any more", pid, address, len(into))
 
-    puller = current().part(Worker).parcels._puller
+    puller = current().part(Worker).parcels._copier
     puller.pull = refuse  # type: ignore[method-assign]
 
 

@@ -375,6 +375,28 @@ def test_two_passes_on_a_retained_graph_add_up(mode: Any) -> None:
 
 
 @together
+@pytest.mark.parametrize("reused", [False, True], ids=["known at once", "discovered"])
+def test_branches_on_different_workers_run_at_once(reused: bool) -> None:
+    name = f"gate {next(unique)}"
+    with weft.autograd.context() as context_id:
+        value = functions.parameter("x").exp()
+        parts = [
+            rpc.rpc_sync(worker, functions.meet, (value, name, other))
+            for worker, other in ((FIRST, SECOND), (SECOND, FIRST))
+        ]
+        # What was sent is used here as well: the pass must look for what is live.
+        extra = value if reused else torch.zeros(3)
+        weft.autograd.backward(context_id, [(parts[0] * parts[1] + extra).sum()])
+
+        def model(leaf: Leaf) -> Tensor:
+            value = leaf(DRIVER, "x").exp()
+            first, second = (layer(value, leaf(worker, "w")) for worker in (FIRST, SECOND))
+            return (first * second + (value if reused else 0.0)).sum()
+
+        check(context_id, model)
+
+
+@together
 def test_concurrent_contexts_on_shared_parameters() -> None:
     results: dict[tuple[int, int], bool] = {}
 
@@ -535,3 +557,29 @@ def test_many_contexts_that_end_while_calls_are_made() -> None:
                 started.append(rpc.rpc_async(worker, functions.pass_to, arguments))
     for result in wait_all(started):
         assert result.shape == (3,)
+
+
+# What is left
+
+
+def assert_no_growth(before: dict[str, int], after: dict[str, int], worker: str) -> None:
+    limits = {"objects": 500, "threads": 1, "descriptors": 1, "resident_kib": 8192}
+    growth = {what: after[what] - before[what] for what in limits}
+    assert all(growth[what] <= limit for what, limit in limits.items()), (worker, growth)
+
+
+@together
+def test_ten_thousand_contexts_leave_nothing_behind() -> None:
+    def train(contexts: int) -> None:
+        for _ in range(contexts):
+            with weft.autograd.context() as context_id:
+                value = rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x"),))
+                weft.autograd.backward(context_id, [value.sum()])
+
+    train(500)
+    await_nothing_left()
+    before = [rpc.rpc_sync(worker, functions.footprint) for worker in (DRIVER, FIRST)]
+    train(10_000)
+    await_nothing_left()
+    for worker, earlier in zip((DRIVER, FIRST), before, strict=True):
+        assert_no_growth(earlier, rpc.rpc_sync(worker, functions.footprint), worker)

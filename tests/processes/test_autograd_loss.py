@@ -53,6 +53,22 @@ def test_the_worker_that_dies_is_named(nursery: Nursery, doomed: str, mode: Any)
             await_no_part(worker)
 
 
+@every_mode
+def test_a_worker_that_died_before_the_pass_is_named(nursery: Nursery, mode: Any) -> None:
+    with cluster(workers=2, nursery=nursery, check=False), weft.autograd.context() as context_id:
+        value = rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x") * 1,))
+        other = rpc.rpc_sync(SECOND, functions.layer, (value,))
+        with pytest.raises(WorkerLost):
+            rpc.rpc_sync(FIRST, functions.die)
+        start_s = time.monotonic()
+        with pytest.raises(AutogradError, match="is lost") as caught:
+            weft.autograd.backward(context_id, [(value + other).sum()], mode=mode)
+        assert caught.value.worker == FIRST
+        assert time.monotonic() - start_s < PROMPT_S
+        for worker in ("driver", SECOND):
+            await_no_part(worker)
+
+
 def test_the_pass_of_a_leader_that_dies_is_dropped(nursery: Nursery) -> None:
     with cluster(workers=2, nursery=nursery, check=False), weft.autograd.context() as context_id:
         value = rpc.rpc_sync(SECOND, functions.layer, (functions.parameter("x") * 1,))

@@ -149,9 +149,11 @@ def test_what_is_sent_is_let_go_of(group: Cluster) -> None:
 
 
 def test_buffers_return_to_the_pool(group: Cluster) -> None:
+    rpc.rpc_sync("worker1", functions.name_here)
+    rpc.rpc_sync("worker1", functions.forbid, args=("driver", "SHM"))
     before = functions.pool_statistics()
     received = [
-        rpc.rpc_sync("worker0", functions.make_tensor, args=(2 * PULLED,)) for _ in range(3)
+        rpc.rpc_sync("worker1", functions.make_tensor, args=(2 * PULLED,)) for _ in range(3)
     ]
     assert functions.pool_statistics().leased_bytes >= before.leased_bytes + 6 * PULLED
     received.clear()

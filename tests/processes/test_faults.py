@@ -141,7 +141,10 @@ def test_pulling_that_fails_at_run_time_is_replaced_by_a_stream(
     nursery: Nursery, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()):
-        rpc.rpc_sync("worker0", functions.name_here)
+        for name, peer in [("driver", "worker0"), ("worker0", "driver"), ("worker1", "worker0")]:
+            rpc.rpc_sync(name, functions.name_here)
+            rpc.rpc_sync(name, rpc.rpc_sync, args=(peer, functions.name_here))
+            rpc.rpc_sync(name, functions.forbid, args=(peer, "SHM", "STRIPED"))
         if functions.channel_to("worker0") != "CMA":
             pytest.skip("no process may read another's memory here")
         rpc.rpc_sync("worker0", functions.break_pulling)

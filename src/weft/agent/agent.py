@@ -118,6 +118,7 @@ class Agent:
             self._make_link,
             self._adopt,
         )
+        self.memory = self._connector.memory
         self.housekeeper: Housekeeper | None = None
         self.on(Kind.PULLED, self._on_pulled, inline=True)
         self.on(Kind.VERDICT, self._on_verdict, inline=True)
@@ -231,8 +232,14 @@ class Agent:
 
     # Sending
 
-    def send(self, peer: Peer, message: Outgoing) -> None:
-        """Sends one frame, connecting first if need be. May block until the socket has room.
+    def send(self, peer: Peer, message: Outgoing, *, may_block: bool = True) -> None:
+        """Sends one frame, connecting first if need be.
+
+        Args:
+            peer: Who gets it.
+            message: The frame.
+            may_block: Whether to wait until the socket has room. Who keeps others from reading
+                must not: the peer may be waiting for the same.
 
         Raises:
             WorkerLost: The peer cannot be reached.
@@ -244,7 +251,7 @@ class Agent:
             return
         link = peer.link or self.connect(peer)
         try:
-            link.send(message, may_block=True)
+            link.send(message, may_block=may_block)
         except LinkClosed as error:
             self.lose(peer, str(error))
             raise self._closed_error(peer) from error
@@ -451,17 +458,16 @@ class Agent:
 
     def lose(self, peer: Peer, cause: str) -> None:
         """Declares a worker lost: all that waits for it fails, the layers above are told."""
+        is_news = not (self._is_closed or self.is_leaving) and peer.declare_lost(cause) is not None
+        # Only now: the end of the connection would be taken for the cause.
         link = peer.link
         if link is not None:
             self.reactor.forget(link.read_fd)
             self.reactor.forget(link.write_fd)
             link.hang_up()
-        if self._is_closed:
-            return
-        if self.is_leaving:
+        if self.is_leaving and not self._is_closed:
             self._notify(self._on_departed, peer)
-            return
-        if peer.declare_lost(cause) is None:
+        if not is_news:
             return
         self.calls.fail_of_worker(peer)
         self._notify(self._on_lost, peer)

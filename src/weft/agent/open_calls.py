@@ -7,7 +7,6 @@ does so already: the answer then needs no hand-over from the thread that read it
 from __future__ import annotations
 
 import math
-import threading
 import time
 from _thread import get_ident
 from collections.abc import Callable
@@ -43,20 +42,28 @@ class OpenCalls:
         """Grows with each call."""
         return self._table.total
 
-    def ask(self, peer: Peer, call: PendingCall, message_of: Callable[[int], Outgoing]) -> None:
+    def ask(
+        self,
+        peer: Peer,
+        call: PendingCall,
+        message_of: Callable[[int], Outgoing],
+        *,
+        may_block: bool = True,
+    ) -> None:
         """Opens ``call`` and sends its request; the answer completes it.
 
         Args:
             peer: Whom to ask.
             call: The call.
             message_of: Makes the frame, given the number of the call.
+            may_block: Whether to wait until the socket has room; see ``Agent.send``.
 
         Raises:
             WorkerLost: The peer cannot be reached; the call is closed again.
         """
         number = self._table.add(call)
         try:
-            self._agent.send(peer, message_of(number))
+            self._agent.send(peer, message_of(number), may_block=may_block)
         except BaseException:
             self._table.take(number)
             raise
@@ -80,7 +87,7 @@ class OpenCalls:
         # wakes no other thread when the answer comes.
         self._agent.reactor.pause_reading(link.read_fd)
         try:
-            self.ask(peer, call, message_of)
+            self.ask(peer, call, message_of, may_block=False)
             self._read_until_done(peer, link, call)
         finally:
             link.reading.release()
@@ -138,30 +145,6 @@ class OpenCalls:
             if is_counted:
                 reactor.end_wait()
 
-    def _read_until(
-        self,
-        peer: Peer,
-        link: Link,
-        is_over: Callable[[], bool],
-        limit_s: float,
-    ) -> None:
-        """Reads a link, whose ``reading`` this thread has, in place of the reactor."""
-        agent, spinning = self._agent, link.answer_spinning
-        reactor = agent.reactor
-        if not is_over() and spinning.is_worthwhile():
-            agent.read(peer, link, may_block=False, spinning=spinning)
-            if reactor.tasks.turns or reactor.urgent:
-                reactor.wake()
-        is_counted = reactor.begin_wait()
-        try:
-            while not is_over() and peer.lost is None and time.monotonic() < limit_s:
-                agent.read(peer, link, may_block=True)
-                if reactor.tasks.turns or reactor.urgent:
-                    reactor.wake()
-        finally:
-            if is_counted:
-                reactor.end_wait()
-
     def _wait_for_others(self, call: PendingCall) -> None:
         """Waits for another thread to complete ``call``, at most until its deadline."""
         is_counted = self._agent.reactor.begin_wait()
@@ -170,34 +153,6 @@ class OpenCalls:
                 # Either it is taken here, and fails, or somebody took it and completes it now.
                 self.expire(time.monotonic())
                 call.wait(math.inf)
-        finally:
-            if is_counted:
-                self._agent.reactor.end_wait()
-
-    def wait_for_signal(
-        self, signal: threading.Event, only_peer: Peer | None, deadline_s: float
-    ) -> bool:
-        """Blocks until ``signal`` is set; returns False when the deadline has passed first.
-
-        Args:
-            signal: Set by a handler of some message.
-            only_peer: The worker whose messages will have it set, if that can be no other; this
-                thread then reads its connection itself where it can.
-            deadline_s: By the clock of ``time.monotonic``.
-        """
-        link = only_peer.link if only_peer is not None else None
-        if link is not None and only_peer is not None and link.reading.acquire(blocking=False):
-            self._agent.reactor.pause_reading(link.read_fd)
-            try:
-                self._read_until(only_peer, link, signal.is_set, deadline_s)
-            finally:
-                link.reading.release()
-                self._agent.reactor.resume_reading(link.read_fd)
-        if signal.is_set():
-            return True
-        is_counted = self._agent.reactor.begin_wait()
-        try:
-            return signal.wait(max(deadline_s - time.monotonic(), 0.0))
         finally:
             if is_counted:
                 self._agent.reactor.end_wait()

@@ -8,7 +8,6 @@ tensors arrive as they are, by reference.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,12 +15,13 @@ from torch import Tensor
 
 from weft import knobs
 from weft.agent.agent import Agent, Outgoing
-from weft.agent.calls import PendingCall
+from weft.agent.data_connections import DataConnections
 from weft.agent.peers import Peer
-from weft.channel.cma import Puller, PullError
-from weft.channel.receiving import in_order, pull_buffers
+from weft.agent.pulling import Borrowing, Pulling, Source
+from weft.channel.copying import Copier
+from weft.channel.receiving import in_order
 from weft.channel.sending import prepare
-from weft.channel.table import CMA, BufferTable, decode_table
+from weft.channel.table import CMA, SHM, STRIPED, BufferTable, ChannelKind, decode_table
 from weft.errors import ProtocolError
 from weft.serialize import tensors as tensor_table
 from weft.wire.frames import Buffer, Frame, encode_frame
@@ -29,11 +29,8 @@ from weft.wire.messages import (
     Kind,
     ParcelSections,
     decode_parcel,
-    encode_ints,
     encode_parcel,
 )
-
-_log = logging.getLogger("weft")
 
 
 class Parcel:
@@ -112,21 +109,44 @@ class LocalParcel(NamedTuple):
 class ParcelService:
     """Seals and opens parcels for one worker.
 
+    Attributes:
+        sources: For every way of buffers that do not follow a message, what fetches them.
+
     Args:
-        agent: The worker's agent; the service handles its ``SUPPLY`` messages.
+        agent: The worker's agent.
     """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._name = agent.info.name
-        self._puller = Puller(f"weft-{agent.info.name}-pull")
         self._frame_limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
-        agent.on(Kind.SUPPLY, self._on_supply, inline=True)
-        agent.on_lost(lambda peer: peer.held.close())
+        self._copier = Copier(f"weft-{agent.info.name}-copy")
+        self._data = DataConnections(agent)
+        self.sources: dict[ChannelKind, Source] = {
+            CMA: Pulling(agent, self._copier),
+            SHM: Borrowing(agent),
+            STRIPED: self._data,
+        }
+        self._memory = agent.memory
+        self._idle_s = knobs.POOL_IDLE_S.get()
+        self._next_trim_s = 0.0
+        agent.on_lost(_take_back)
 
     def close(self) -> None:
-        """Ends the thread that helps with large pulls."""
-        self._puller.close()
+        """Ends the threads that move large tensors."""
+        self._data.close()
+        self._copier.close()
+
+    def tick(self, now_s: float) -> float:
+        """Gives warm memory back that has not been used for a while; a job of the housekeeper."""
+        if now_s >= self._next_trim_s:
+            self._next_trim_s = now_s + self._idle_s / 2
+            self._agent.pool.trim(self._idle_s)
+            if self._memory.pool is not None:
+                self._memory.pool.trim(self._idle_s)
+            for peer in self._agent.peers:
+                peer.channels.tidy()
+        return self._next_trim_s
 
     def seal(
         self,
@@ -160,12 +180,20 @@ class ParcelService:
             return encode_frame(kind, flags, number, encode_parcel(head, payload, b"", b""))
         table, flat = tensor_table.describe(tensors)
         buffers = [tensor_table.as_memory(tensor) for tensor in flat]
-        channel_table, following = prepare(buffers, peer.channels, peer.held)
-        if channel_table:
+        prepared = prepare(buffers, peer.channels, peer.held, self._copier, peer.reach_data)
+        if prepared.table:
             self._agent.offered_bytes += sum(buffer.nbytes for buffer in buffers)
-            self._agent.offered_bytes -= sum(buffer.nbytes for buffer in following)
-        control = encode_parcel(head, payload, table, channel_table)
-        return encode_frame(kind, flags, number, control, following)
+            self._agent.offered_bytes -= sum(buffer.nbytes for buffer in prepared.following)
+        try:
+            control = encode_parcel(head, payload, table, prepared.table)
+        except ProtocolError:
+            prepared.take_back(peer.channels, peer.held)
+            raise
+        frame = encode_frame(kind, flags, number, control, prepared.following)
+        if prepared.striped:
+            # Last: what cannot be sent after all must not have begun to arrive.
+            self._data.send(peer, prepared.token, prepared.striped, waits=kind == Kind.REPLY)
+        return frame
 
     def read(self, frame: Frame) -> Parcel:
         """Takes a received message apart, without fetching anything.
@@ -199,7 +227,9 @@ class ParcelService:
     def discard(self, peer: Peer, parcel: Parcel) -> None:
         """Lets the sender of a message that nobody will read go of its tensors."""
         if parcel.channel_table:
-            self._let_go(peer, self._read_table(parcel))
+            table = self._read_table(parcel)
+            for kind in _fetched_kinds(table):
+                self._source(peer, kind).drop(peer, table)
 
     def _read_table(self, parcel: Parcel) -> BufferTable:
         sizes = [len(buffer) for buffer in parcel.buffers]
@@ -207,39 +237,25 @@ class ParcelService:
 
     def _fetch(self, peer: Peer, parcel: Parcel) -> Sequence[Buffer]:
         table = self._read_table(parcel)
-        try:
-            pulled: Sequence[Buffer] = pull_buffers(
-                table, peer.channels, self._agent.pool, self._puller
-            )
-        except PullError as error:
-            pulled = self._ask_for_supply(peer, table, error)
-        else:
-            self._let_go(peer, table)
-            self._agent.pulled_bytes += sum(len(buffer) for buffer in pulled)
-        return in_order(table, parcel.buffers, pulled)
+        fetched = {
+            kind: self._source(peer, kind).fetch(peer, table) for kind in _fetched_kinds(table)
+        }
+        return in_order(table, parcel.buffers, fetched)
 
-    def _let_go(self, peer: Peer, table: BufferTable) -> None:
-        self._agent.post_ints(peer, Kind.PULLED, table.token)
+    def _source(self, peer: Peer, kind: ChannelKind) -> Source:
+        source = self.sources.get(kind)
+        if source is None:
+            raise ProtocolError(f"worker {peer.name!r} sends by {kind.name}, unasked")
+        return source
 
-    def _ask_for_supply(self, peer: Peer, table: BufferTable, error: PullError) -> Sequence[Buffer]:
-        """Has the sender stream what could not be pulled, and stop offering it that way."""
-        call = PendingCall(peer.id, peer.name, "resend of tensors", knobs.RPC_TIMEOUT_S.get())
-        request = encode_ints(table.token)
-        self._agent.calls.ask_and_wait(
-            peer, call, lambda number: encode_frame(Kind.SUPPLY, 0, number, request)
-        )
-        if call.error is not None:
-            raise call.error
-        assert call.frame is not None
-        expected = [entry.size_bytes for entry in table.entries if entry.kind == CMA]
-        if [len(buffer) for buffer in call.frame.buffers] != expected:
-            raise ProtocolError(
-                f"worker {peer.name!r} could not resend tensors that were not readable: {error}"
-            )
-        return call.frame.buffers
 
-    def _on_supply(self, peer: Peer, frame: Frame) -> None:
-        """Streams what the peer could not pull. Inline: it must not wait for a free thread."""
-        buffers = peer.held.release(int.from_bytes(frame.control[:8], "little")) or ()
-        peer.channels.disable(CMA, f"worker {peer.name!r} cannot read this process's memory")
-        self._agent.post(peer, encode_frame(Kind.REPLY, 0, frame.id, b"", buffers))
+def _take_back(peer: Peer) -> None:
+    """Takes back what a lost worker has or is offered."""
+    peer.held.close()
+    peer.channels.lose()
+
+
+def _fetched_kinds(table: BufferTable) -> list[ChannelKind]:
+    # What cannot fail comes first: nothing that was lent is forgotten when another way fails.
+    present = {entry.kind for entry in table.entries}
+    return [kind for kind in (SHM, CMA, STRIPED) if kind in present]

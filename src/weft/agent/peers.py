@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import socket
 import threading
 import time
 from collections.abc import Callable
 
-from weft.channel.choice import Capabilities, Channels, choose
+from weft import knobs
+from weft.agent.shared_memory import MemoryExchange, close_all, map_memory
+from weft.channel.capabilities import Capabilities
+from weft.channel.choice import Channels, choose
 from weft.channel.sending import HeldTensors
 from weft.errors import ConfigurationError, ProtocolError, WorkerLost
 from weft.protocol.membership import Registration
@@ -18,6 +23,8 @@ from weft.transport.link import Link, LinkClosed
 from weft.wire.messages import Kind
 
 _CROSSED = "crossed"
+_PURPOSE = "purpose"
+_DATA = "data"
 
 
 class Unreachable(ConnectionError):
@@ -44,10 +51,14 @@ class Peer:
         self.main_by_name = main_by_name
         self.is_self = is_self
         # Both are of use once there is a connection.
-        self.channels = Channels(self.name, 0, "there is no connection")
+        self.channels = Channels(self.name, 0)
         self.held = HeldTensors()
         self.link: Link | None = None
         self.lost: WorkerLost | None = None
+        # Of use once there is somebody who takes data connections, and, to dial them, a link.
+        self.accept_data: Callable[[socket.socket], None] | None = None
+        self.dial_data: Callable[[int], list[socket.socket]] | None = None
+        self.reach_data: Callable[[], bool] = lambda: False
         self.is_dialling = False
         self.is_accepting = False
         self.state_lock = threading.Lock()
@@ -100,16 +111,19 @@ class Connector:
     ) -> None:
         self._worker = worker
         self._token = token
-        self._capabilities = capabilities
+        self.memory = MemoryExchange()
+        self._capabilities = dataclasses.replace(capabilities, memory_nonce=self.memory.nonce)
         self._timeout_s = timeout_s
         self._make_link = make_link
         self._adopt = adopt
+        self._uses_unix = bool(knobs.UNIX_SOCKETS.get())
         self._lock = threading.Lock()
         self._greeting_now: set[socket.socket] = set()
         self._is_closed = False
 
     def close(self) -> None:
         """Turns away who has connected and not said yet who it is, and whoever still comes."""
+        self.memory.close()
         with self._lock:
             self._is_closed = True
             for connection in self._greeting_now:
@@ -140,19 +154,24 @@ class Connector:
 
     def _dial(self, peer: Peer) -> Link:
         connection = self._open(peer)
+        memory: list[int] = []
         try:
             send_greeting(connection, Kind.HELLO, self._greeting())
-            answer = receive_greeting(connection, Kind.WELCOME, self._token, self._timeout_s)
+            answer = receive_greeting(
+                connection, Kind.WELCOME, self._token, self._timeout_s, memory
+            )
             if not answer.refusal:
-                self._choose_channels(peer, answer)
+                theirs = self._choose_channels(peer, connection, answer)
+                map_memory(peer.channels, memory, theirs.memory_nonce)
                 peer.channels.confirm(answer.facts.get("verdict"))
-                # Read by a handler of the acceptor, once it reads the link.
-                verdict = self._greeting(verdict=peer.channels.verdict())
-                send_greeting(connection, Kind.VERDICT, verdict)
+                with self.memory.descriptor_for(connection) as descriptor:
+                    self._send_verdict(peer, connection, descriptor)
                 return self._install(peer, connection)
         except BaseException:
             connection.close()
             raise
+        finally:
+            close_all(memory)
         connection.close()
         if answer.refusal == _CROSSED:
             return self._await_link(peer)
@@ -168,52 +187,121 @@ class Connector:
         errors = []
         for text in peer.registration.addresses:
             try:
-                return addresses.dial(addresses.parse(text), self._timeout_s)
+                address = addresses.parse(text)
+                if self._uses_unix or not isinstance(address, addresses.UnixAddress):
+                    return addresses.dial(address, self._timeout_s)
             except (OSError, ConfigurationError) as error:
                 errors.append(f"{text}: {getattr(error, 'strerror', None) or error}")
         raise ConnectionRefusedError(
             "; ".join(errors) or "it listens nowhere that this side reaches"
         )
 
+    def _dial_data(self, peer: Peer, count: int) -> list[socket.socket]:
+        """Makes data connections to a peer; raises OSError or ProtocolError where it cannot."""
+        connections: list[socket.socket] = []
+        try:
+            hello = Greeting(self._worker, self._token, facts={_PURPOSE: _DATA})
+            for _ in range(count):
+                connections.append(self._open(peer))
+                send_greeting(connections[-1], Kind.HELLO, hello)
+            for connection in connections:
+                answer = receive_greeting(connection, Kind.WELCOME, self._token, self._timeout_s)
+                if answer.refusal:
+                    raise ConnectionRefusedError(f"turned away: {answer.refusal}")
+        except BaseException:
+            for connection in connections:
+                connection.close()
+            raise
+        return connections
+
     def accept(self, connection: socket.socket, peers: list[Peer]) -> None:
         """Greets whoever has connected, and takes the connection if it is of the group."""
         try:
-            greeting = self._receive_hello(connection)
+            addresses.tune(connection)
+            greeting = self._receive(connection, Kind.HELLO)
             if not 0 <= greeting.worker < len(peers) or greeting.worker == self._worker:
                 raise ProtocolError(f"there is no other worker of rank {greeting.worker}")
         except Exception:
             connection.close()  # A stranger learns nothing, not even why.
             return
         peer = peers[greeting.worker]
+        if greeting.facts.get(_PURPOSE) == _DATA:
+            self._accept_data(connection, peer)
+            return
         refusal = self._refusal(peer)
         try:
             if refusal:
                 send_greeting(connection, Kind.WELCOME, self._greeting(refusal=refusal))
                 connection.close()
                 return
-            self._choose_channels(peer, greeting)
+            theirs = self._choose_channels(peer, connection, greeting)
             welcome = self._greeting(verdict=peer.channels.verdict())
-            send_greeting(connection, Kind.WELCOME, welcome)
+            with self.memory.descriptor_for(connection) as descriptor:
+                send_greeting(connection, Kind.WELCOME, welcome, descriptor)
+            if theirs.memory_nonce and connection.family == socket.AF_UNIX:
+                self._receive_memory(peer, connection, theirs)
             self._install(peer, connection)
         except (OSError, ProtocolError):
             connection.close()
             peer.is_accepting = False
 
+    def _receive_memory(self, peer: Peer, connection: socket.socket, theirs: Capabilities) -> None:
+        """Takes the dialler's memory, which comes with its verdict, and tells it the own one.
+
+        A verdict without memory comes over the link, for which there is a handler.
+        """
+        memory: list[int] = []
+        try:
+            answer = self._receive(connection, Kind.VERDICT, memory)
+            map_memory(peer.channels, memory, theirs.memory_nonce)
+        finally:
+            close_all(memory)
+        peer.channels.confirm(answer.facts.get("verdict"))
+        self._send_verdict(peer, connection)
+
+    def _send_verdict(
+        self, peer: Peer, connection: socket.socket, descriptor: int | None = None
+    ) -> None:
+        verdict = self._greeting(verdict=peer.channels.verdict())
+        send_greeting(connection, Kind.VERDICT, verdict, descriptor)
+
+    def _accept_data(self, connection: socket.socket, peer: Peer) -> None:
+        refusal = ""
+        if peer.lost is not None:
+            refusal = f"this group lost worker {peer.name!r} before"
+        elif peer.accept_data is None:
+            refusal = "this worker takes no data connections"
+        try:
+            welcome = Greeting(self._worker, self._token, refusal)
+            send_greeting(connection, Kind.WELCOME, welcome)
+            if refusal or peer.accept_data is None:
+                connection.close()
+            else:
+                peer.accept_data(connection)
+        except OSError:
+            connection.close()
+
     def _greeting(self, refusal: str = "", verdict: dict[str, str] | None = None) -> Greeting:
         facts = {"capabilities": self._capabilities.as_json(), "verdict": verdict}
         return Greeting(self._worker, self._token, refusal, {} if refusal else facts)
 
-    def _choose_channels(self, peer: Peer, greeting: Greeting) -> None:
+    def _choose_channels(
+        self, peer: Peer, connection: socket.socket, greeting: Greeting
+    ) -> Capabilities:
         theirs = Capabilities.from_json(greeting.facts.get("capabilities"))
         peer.channels = choose(self._capabilities, theirs, f"worker {peer.name!r}")
+        self.memory.lend(peer.channels, connection)
+        return theirs
 
-    def _receive_hello(self, connection: socket.socket) -> Greeting:
+    def _receive(
+        self, connection: socket.socket, kind: Kind, descriptors: list[int] | None = None
+    ) -> Greeting:
         with self._lock:
             if self._is_closed:
                 raise ConnectionAbortedError("this worker has shut down")
             self._greeting_now.add(connection)
         try:
-            return receive_greeting(connection, Kind.HELLO, self._token, self._timeout_s)
+            return receive_greeting(connection, kind, self._token, self._timeout_s, descriptors)
         finally:
             with self._lock:
                 self._greeting_now.discard(connection)
@@ -229,6 +317,7 @@ class Connector:
 
     def _install(self, peer: Peer, connection: socket.socket) -> Link:
         link = self._make_link(connection, peer)
+        peer.dial_data = functools.partial(self._dial_data, peer)
         with peer.state_lock:
             peer.link = link
             peer.is_accepting = False

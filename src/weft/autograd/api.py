@@ -64,10 +64,9 @@ def backward(
         context_id: The context in which the roots were computed.
         roots: Scalar tensors of this worker that require grad.
         retain_graph: Whether to keep the graphs for another pass over the same context.
-        mode: ``smart`` first finds out which messages need gradients, one round trip for each
-            worker that the graph passes in turn, and is right for every program. ``fast`` takes
-            it that all do, as ``torch.distributed.autograd`` does; results that were not used
-            are answered with no gradient.
+        mode: Either name means the same: gradients go ahead as in the FAST mode of
+            ``torch.distributed.autograd``, and results that were not used are found out where
+            they keep gradients waiting, so that it is right for every program.
 
     Raises:
         AutogradError: A root is none, or the pass failed; names the worker and the operation.
@@ -75,7 +74,7 @@ def backward(
     if mode not in ("smart", "fast"):
         raise ConfigurationError(f"mode is {mode!r}; it must be 'smart' or 'fast'")
     engine: Engine = current().part(Engine)
-    engine.backward(context_id, roots, retain_graph=retain_graph, fast=mode == "fast")
+    engine.backward(context_id, roots, retain_graph=retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:

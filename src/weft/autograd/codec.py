@@ -1,115 +1,176 @@
-"""The messages of a backward pass as bytes. Gradients travel as parcels; all others fit here.
+"""The messages of a backward pass as bytes.
 
-A message is its tag, the pass, and further 64-bit integers. ``Failed`` has two byte strings
-behind them, whose lengths are among the integers.
+The frame has the number of the pass as its number, and in its flags whether graphs are retained.
+Gradients are a head and, behind it, compact values or (as a parcel) tensors; all other messages
+are a tag and 64-bit integers. ``Failed`` has two byte strings behind them, whose lengths are among
+the integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
 
 from weft.errors import ProtocolError
 from weft.protocol.backward import (
     Abort,
     Discover,
-    Done,
     Failed,
+    Gradients,
     Message,
-    PassKey,
-    Reached,
-    Run,
-    Started,
+    Progress,
+    Report,
+    Settled,
 )
 from weft.wire.frames import Buffer
 from weft.wire.messages import decode_ints, encode_ints
 
+RETAIN_GRAPH = 1
+COMPACT = 2
+"""Flags of a frame."""
+
+_HEAD = struct.Struct("<qqqIIII")
 _HEAD_INTEGERS = 3
+_PROGRESS_INTEGERS = 4
 _FAILED_HEAD_BYTES = 8 * (_HEAD_INTEGERS + 3)
 
 
-def encode(message: Message) -> bytes:
-    """Returns a message as bytes; the error of a ``Failed`` is bytes already."""
-    tag = _TAGS[type(message)]
+class PassName(NamedTuple):
+    """Says which pass a message belongs to.
+
+    Attributes:
+        context_id: The context.
+        pass_id: Number of the pass in the group; the worker that leads it is in the high bits.
+        oldest_id: Passes of the same leader in the context with lower numbers are over.
+        retain_graph: Whether graphs must survive for another pass.
+    """
+
+    context_id: int
+    pass_id: int
+    oldest_id: int
+    retain_graph: bool
+
+    @property
+    def flags(self) -> int:
+        """The flags of its frames."""
+        return RETAIN_GRAPH if self.retain_graph else 0
+
+
+def encode_head(name: PassName, message: Gradients) -> bytes:
+    """Returns what goes before the gradients themselves."""
+    progress = message.progress
+    if progress is None:
+        return _HEAD.pack(name.context_id, name.oldest_id, message.message_id, 0, 0, 0, 0)
+    counts, ids = _parts_of(progress)
+    head = _HEAD.pack(name.context_id, name.oldest_id, message.message_id, *counts)
+    return head + encode_ints(*ids)
+
+
+def _parts_of(progress: Progress) -> tuple[tuple[int, int, int, int], list[int]]:
+    walked, executed = progress.walked, progress.executed
+    answered, reached = progress.answered, progress.reached
+    counts = (len(walked), len(executed), len(answered), len(reached))
+    return counts, walked + executed + answered + reached
+
+
+def decode_head(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Gradients, int]:
+    """Reads what ``encode_head`` wrote.
+
+    Returns:
+        The pass, the message without its gradients, and where these begin.
+
+    Raises:
+        ProtocolError: It is malformed.
+    """
+    if len(data) < _HEAD.size:
+        raise ProtocolError(f"gradients have a head of {len(data)} bytes, too few")
+    context_id, oldest_id, message_id, *counts = _HEAD.unpack_from(data)
+    name = PassName(context_id, pass_id, oldest_id, bool(flags & RETAIN_GRAPH))
+    count = sum(counts)
+    if not count:
+        return name, Gradients(message_id, ()), _HEAD.size
+    end = _HEAD.size + 8 * count
+    if len(data) < end:
+        raise ProtocolError("the head of gradients does not add up to its length")
+    progress = _progress_of(counts, struct.unpack_from(f"<{count}q", data, _HEAD.size))
+    return name, Gradients(message_id, (), progress), end
+
+
+def _progress_of(counts: list[int] | tuple[int, ...], ids: tuple[int, ...]) -> Progress:
+    lists: list[list[int]] = []
+    at = 0
+    for count in counts:
+        if not 0 <= count <= len(ids) - at:
+            raise ProtocolError("the progress of a backward pass does not add up to its length")
+        lists.append(list(ids[at : at + count]))
+        at += count
+    if at != len(ids):
+        raise ProtocolError("the progress of a backward pass does not add up to its length")
+    return Progress(*lists)
+
+
+def encode(name: PassName, message: Message) -> bytes:
+    """Returns any other message as bytes; the error of a ``Failed`` is bytes already."""
+    head = (_TAGS[type(message)], name.context_id, name.oldest_id)
     if isinstance(message, Failed):
         operation = message.operation.encode()
         assert isinstance(message.error, bytes)
         sizes = (message.worker, len(operation), len(message.error))
-        return encode_ints(tag, *message.key, *sizes) + operation + message.error
-    return encode_ints(tag, *message.key, *_fields_of(message))
-
-
-def _fields_of(message: Message) -> Sequence[int]:
+        return encode_ints(*head, *sizes) + operation + message.error
     if isinstance(message, Discover):
-        return (message.round, *message.message_ids)
-    if isinstance(message, Reached):
-        fields = [message.round]
-        for worker, message_ids in message.frontier.items():
-            fields += (worker, len(message_ids), *message_ids)
-        return fields
-    if isinstance(message, Run):
-        return (int(message.fast), int(message.retain_graph))
-    return message.known_workers if isinstance(message, Started) else ()
+        return encode_ints(*head, *message.message_ids)
+    if isinstance(message, Report):
+        counts, ids = _parts_of(message.progress)
+        return encode_ints(*head, *counts, *ids)
+    return encode_ints(*head)
 
 
-def decode(data: Buffer) -> Message:
+def decode(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Message]:
     """Reads what ``encode`` wrote.
 
     Raises:
         ProtocolError: It is malformed.
     """
     tag = int.from_bytes(data[:8], "little")
-    if tag == _FAILED:
-        return _read_failed(data)
-    integers = decode_ints(data)
+    integers = decode_ints(data[:_FAILED_HEAD_BYTES] if tag == _FAILED else data)
     reader = _READERS.get(tag)
     if reader is None or len(integers) < _HEAD_INTEGERS:
         raise ProtocolError(f"{len(data)} bytes with tag {tag} are no message of a backward pass")
-    try:
-        return reader(PassKey(*integers[1:3]), integers[3:])
-    except IndexError:
-        raise ProtocolError(f"a message of a backward pass with tag {tag} is too short") from None
+    name = PassName(integers[1], pass_id, integers[2], bool(flags & RETAIN_GRAPH))
+    return name, reader(integers[_HEAD_INTEGERS:], data)
 
 
-def _read_failed(data: Buffer) -> Failed:
+def _read_failed(integers: tuple[int, ...], data: Buffer) -> Failed:
     if len(data) < _FAILED_HEAD_BYTES:
         raise ProtocolError("the report of a failed backward pass is too short")
-    _, *key, worker, operation_bytes, error_bytes = decode_ints(data[:_FAILED_HEAD_BYTES])
+    worker, operation_bytes, error_bytes = integers
     texts = bytes(data[_FAILED_HEAD_BYTES:])
     if operation_bytes < 0 or len(texts) != operation_bytes + error_bytes:
         raise ProtocolError("the report of a failed backward pass does not add up to its length")
     operation = texts[:operation_bytes].decode(errors="replace")
-    return Failed(PassKey(*key), worker, operation, texts[operation_bytes:])
+    return Failed(worker, operation, texts[operation_bytes:])
 
 
-def _read_reached(key: PassKey, fields: tuple[int, ...]) -> Reached:
-    frontier: dict[int, tuple[int, ...]] = {}
-    at = 1
-    while at < len(fields):
-        worker, count = fields[at], fields[at + 1]
-        if not 0 <= count <= len(fields) - at - 2:
-            raise ProtocolError("the answer to a walk does not add up to its length")
-        frontier[worker] = fields[at + 2 : at + 2 + count]
-        at += 2 + count
-    return Reached(key, fields[0], frontier)
+def _read_report(integers: tuple[int, ...], _: Buffer) -> Report:
+    if len(integers) < _PROGRESS_INTEGERS:
+        raise ProtocolError("the report of a backward pass is too short")
+    counts, ids = integers[:_PROGRESS_INTEGERS], integers[_PROGRESS_INTEGERS:]
+    return Report(_progress_of(counts, ids))
 
 
-_Reader = Callable[[PassKey, tuple[int, ...]], Message]
-
-_FAILED = 6
+_DISCOVER, _SETTLED, _REPORT, _FAILED, _ABORT = range(1, 6)
 _TAGS: dict[type, int] = {
-    Discover: 1,
-    Reached: 2,
-    Run: 3,
-    Started: 4,
-    Done: 5,
+    Discover: _DISCOVER,
+    Settled: _SETTLED,
+    Report: _REPORT,
     Failed: _FAILED,
-    Abort: 7,
+    Abort: _ABORT,
 }
-_READERS: dict[int, _Reader] = {
-    1: lambda key, fields: Discover(key, fields[0], fields[1:]),
-    2: _read_reached,
-    3: lambda key, fields: Run(key, bool(fields[0]), bool(fields[1])),
-    4: lambda key, fields: Started(key, fields),
-    5: lambda key, fields: Done(key),
-    7: lambda key, fields: Abort(key),
+_READERS: dict[int, Callable[[tuple[int, ...], Buffer], Message]] = {
+    _DISCOVER: lambda integers, _: Discover(integers),
+    _SETTLED: lambda integers, _: Settled(),
+    _REPORT: _read_report,
+    _FAILED: _read_failed,
+    _ABORT: lambda integers, _: Abort(),
 }

@@ -15,11 +15,13 @@ from weft.autograd.contexts import ReceiveRecord
 from weft.autograd.gradients import sum_of
 from weft.autograd.local_engine import gradients_at
 from weft.autograd.single import run_node
-from weft.autograd.walk import Group, Partition, Reached
+from weft.autograd.walk import Group, Partition, Reached, receives_behind
+from weft.errors import ProtocolError
+from weft.protocol.backward import Progress
 
 
 class Live(NamedTuple):
-    """A live send: where in the graph its gradients go; ``message_id`` is 0 for the roots."""
+    """A send, or the roots (number 0): where in the graph its gradients go."""
 
     message_id: int
     edges: tuple[GradientEdge, ...]
@@ -45,8 +47,11 @@ class Sink(Protocol):
 class Component:
     """Sends that share nodes or placeholders, and all that they reach.
 
+    Which of the sends are live shows only in time. Until all of them are known to be, or it is
+    settled that the others are not, nothing of the component runs.
+
     Args:
-        sends: The live sends of the component.
+        sends: The sends, live or not.
         reached: What they reach together.
         receive_of: Receives by placeholder node.
         sink: Takes the gradients of leaves.
@@ -66,21 +71,41 @@ class Component:
         self._receive_of = receive_of
         self._sink = sink
         self._retain_graph = retain_graph
-        self._bit_of = {send.message_id: 1 << place for place, send in enumerate(sends)}
+        self._place_of = {send.message_id: place for place, send in enumerate(sends)}
         self._all = (1 << len(sends)) - 1
+        self._live = 0
         self._arrived = 0
+        self._news: list[int] = []
+        self._visited: set[Node] = set()
+        self._live_receives: set[int] = set()
         self._pending: dict[Node, dict[int, Tensor]] = {}
         self._partition: Partition | None = None
+        self._has_run = False
 
     @property
     def is_finished(self) -> bool:
         """Whether everything has run; ask after ``advance``."""
-        return self._arrived == self._all
+        return self._has_run
 
-    def arrive(self, send: Live, gradients: Iterable[Tensor | None]) -> None:
-        """Takes the gradients of one send."""
-        self._arrived |= self._bit_of[send.message_id]
-        for edge, gradient in zip(send.edges, gradients, strict=True):
+    def announce(self, message_id: int) -> None:
+        """Notes that a send is live."""
+        place = self._place_of[message_id]
+        if not self._live >> place & 1:
+            self._live |= 1 << place
+            self._news.append(message_id)
+
+    def arrive(self, message_id: int, gradients: Iterable[Tensor | None]) -> None:
+        """Takes the gradients of one send, which is live.
+
+        Raises:
+            ProtocolError: If the pass has no use for them.
+        """
+        place = self._place_of[message_id]
+        if self._arrived >> place & 1:
+            raise ProtocolError(f"gradients of message {message_id} came without being due")
+        self.announce(message_id)
+        self._arrived |= 1 << place
+        for edge, gradient in zip(self._sends[place].edges, gradients, strict=True):
             if gradient is not None:
                 self._keep(edge.node, edge.output_nr, gradient)
 
@@ -89,9 +114,47 @@ class Component:
         earlier = at_node.get(output_nr)
         at_node[output_nr] = gradient if earlier is None else sum_of(earlier, gradient)
 
-    def advance(self) -> list[Answer]:
-        """Runs what is ready, if that answers a message or ends the component."""
-        if self.is_finished and self._partition is None:
+    def advance(self, is_settled: bool, progress: Progress) -> list[Answer]:
+        """Runs what is ready, if that answers a message or ends the component.
+
+        Args:
+            is_settled: Whether all live sends have been announced.
+            progress: Takes what became of messages by that.
+        """
+        if self._has_run:
+            return []
+        progress.walked += self._news
+        newly_reached = self._newly_reached()
+        if is_settled:
+            self._arrived |= self._all & ~self._live
+        answers = self._run_ready() if is_settled or self._live == self._all else []
+        if self._arrived == self._all:
+            self._has_run = True
+            progress.executed += self._live_sends()
+        answered = [receive.message_id for receive, _ in answers]
+        progress.answered += answered
+        progress.reached += [number for number in newly_reached if number not in answered]
+        return answers
+
+    def _live_sends(self) -> list[int]:
+        return [number for number, place in self._place_of.items() if self._live >> place & 1]
+
+    def _newly_reached(self) -> set[int]:
+        """Returns the receives that no live send before the latest ones reached."""
+        news, self._news = self._news, []
+        if not news or not self._reached.receives:
+            return set()
+        if self._live == self._all:
+            found: Iterable[ReceiveRecord] = self._reached.receives
+        else:
+            edges = [edge for number in news for edge in self._sends[self._place_of[number]].edges]
+            found = receives_behind(edges, self._receive_of, self._visited)
+        fresh = {record.message_id for record in found} - self._live_receives
+        self._live_receives |= fresh
+        return fresh
+
+    def _run_ready(self) -> list[Answer]:
+        if self._arrived == self._all and self._partition is None:
             return self._run(self._whole())
         if not self._reached.receives:
             return []
@@ -100,23 +163,27 @@ class Component:
         return self._advance_partition(self._partition)
 
     def _whole(self) -> Group:
-        return Group(self._all, self._reached.leaves, self._reached.receives)
+        return Group(self._all, self._reached.leaves, self._answerable(self._reached.receives))
+
+    def _answerable(self, receives: Iterable[ReceiveRecord]) -> list[ReceiveRecord]:
+        """Leaves out what only sends lead to that are not live: nobody waits for an answer."""
+        return [record for record in receives if record.message_id in self._live_receives]
 
     def _partitioned(self) -> Partition:
-        seeds = [(self._bit_of[send.message_id], send.edges) for send in self._sends]
+        seeds = [(1 << place, send.edges) for place, send in enumerate(self._sends)]
         return Partition(seeds, self._receive_of, self._reached.leaves)
 
     def _advance_partition(self, partition: Partition) -> list[Answer]:
         answers_any = any(
             group.receives and not group.signature & ~self._arrived for group in partition.groups
         )
-        if not answers_any and not self.is_finished:
+        if not answers_any and self._arrived != self._all:
             return []
         groups = partition.take_ready(self._arrived)
         ready = Group(self._arrived)
         for group in groups:
             ready.leaves.update(group.leaves)
-            ready.receives.extend(group.receives)
+            ready.receives.extend(self._answerable(group.receives))
         if partition.groups:
             for node in partition.before_cut(groups, self._arrived):
                 self._run_alone(node)
@@ -147,8 +214,8 @@ class Component:
         for_leaves, for_messages = captured[: len(ready.leaves)], captured[len(ready.leaves) :]
         borrowed = [gradient for _, gradient in roots]
         borrowed += [gradient for gradient in for_messages if gradient is not None]
-        self._sink(_pairs(ready.leaves.values(), for_leaves), borrowed)
-        return _answers(ready.receives, for_messages)
+        self._sink(pairs_of(ready.leaves.values(), for_leaves), borrowed)
+        return answers_of(ready.receives, for_messages)
 
     def _take_roots(self) -> list[tuple[GradientEdge, Tensor]]:
         ready = [node for node in self._pending if self._is_ready(node)]
@@ -163,12 +230,14 @@ class Component:
     ) -> Sequence[Tensor | None]:
         if not roots or not targets:
             return [None] * len(targets)
-        return gradients_at(targets, roots, retain_graph=self._retain_graph)
+        edges, gradients = zip(*roots, strict=True)
+        return gradients_at(targets, edges, gradients, retain_graph=self._retain_graph)
 
 
-def _pairs(
+def pairs_of(
     variables: Iterable[Tensor], gradients: Iterable[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
+    """Returns leaves with their gradients, as far as there are any."""
     return [
         (variable, gradient)
         for variable, gradient in zip(variables, gradients, strict=True)
@@ -176,7 +245,10 @@ def _pairs(
     ]
 
 
-def _answers(receives: Iterable[ReceiveRecord], gradients: Sequence[Tensor | None]) -> list[Answer]:
+def answers_of(
+    receives: Iterable[ReceiveRecord], gradients: Sequence[Tensor | None]
+) -> list[Answer]:
+    """Returns the gradients of messages, given those of all their tensors in turn."""
     answers, start = [], 0
     for receive in receives:
         end = start + len(receive.metas)

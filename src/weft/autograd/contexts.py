@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,7 +102,6 @@ class Context:
         self._receives: dict[int, ReceiveRecord] = {}
         self._known_workers: set[int] = set()
         self._is_cleared = False
-        self._followers: list[Callable[[ReceiveRecord], None]] = []
 
     def record_send(self, tensors: Iterable[Tensor], to_worker: int) -> int:
         """Records a message that is about to be sent.
@@ -160,9 +159,6 @@ class Context:
         with self._lock:
             self._receives[record.message_id] = record
             self.receive_of[record.node] = record
-            followers = tuple(self._followers)
-        for follower in followers:
-            follower(record)
 
     def add_known_worker(self, worker: int) -> None:
         """Notes a worker that takes part in the context.
@@ -197,12 +193,6 @@ class Context:
         with self._lock:
             return list(self._receives.values())
 
-    def follow_receives(self, follower: Callable[[ReceiveRecord], None]) -> list[ReceiveRecord]:
-        """Returns all messages that were received here; ``follower`` gets those to come."""
-        with self._lock:
-            self._followers.append(follower)
-            return list(self._receives.values())
-
     def accumulate(self, tensor: Tensor, gradient: Tensor) -> None:
         """Adds to the gradient of a tensor."""
         self.gradients.add(tensor, gradient)
@@ -217,7 +207,6 @@ class Context:
             self._is_cleared = True
             self._sends.clear()
             self._receives.clear()
-            self._followers.clear()
             self.receive_of = {}
         self.gradients.clear()
 

@@ -1,40 +1,46 @@
 """The shell of the backward pass: messages in and out, and who runs what on which thread.
 
-The thread that calls ``backward`` leads the pass: it runs this worker's own part and, where only
-one other worker takes part, reads that worker's answers straight from the socket. All other work
-of a pass runs as tasks. What is for the driver never runs a graph, so the thread that reads a
-connection handles it at once.
+What comes for a pass is put into its inbox by the thread that reads it. One thread at a time
+takes all that is there, runs what became ready, and sends what follows: of a pass that a thread
+of this worker leads, that thread; of any other, a task of the reactor.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import threading
-import time
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from weft import knobs
 from weft.agent.agent import Agent
 from weft.agent.parcels import ParcelService
 from weft.agent.peers import Peer
-from weft.autograd import codec
+from weft.autograd.codec import PassName
 from weft.autograd.contexts import Contexts
+from weft.autograd.envelopes import Envelopes
 from weft.autograd.failures import operation_of
-from weft.autograd.graph import LocalPass, Outgoing
-from weft.errors import AutogradError, NotInitialized, WorkerLost
+from weft.autograd.graph import LocalPass
+from weft.autograd.listening import Listener
+from weft.autograd.parts import LOST, LedPart, Part
+from weft.errors import AutogradError, WorkerLost
 from weft.ids import scoped_id, worker_of
 from weft.protocol import backward as protocol
-from weft.protocol.backward import PassKey
+from weft.protocol.backward import (
+    Abort,
+    Apply,
+    Close,
+    Complete,
+    Fail,
+    Failed,
+    Participant,
+    Send,
+    Tell,
+)
 from weft.protocol.tombstones import Tombstones
-from weft.serialize.exceptions import pack_error, unpack_error
-from weft.serialize.objects import pack, unpack
-from weft.wire.frames import Buffer, Frame, encode_frame
-from weft.wire.messages import Kind, decode_ints, encode_ints
+from weft.serialize.exceptions import unpack_error
+from weft.wire.frames import Frame
+from weft.wire.messages import Kind, decode_ints
 
 _REMEMBERED_PASSES = 4096
 
@@ -50,289 +56,243 @@ class Engine:
     def __init__(self, agent: Agent, parcels: ParcelService) -> None:
         self.contexts = Contexts(agent.info.id)
         self._agent = agent
-        self._parcels = parcels
+        self._envelopes = Envelopes(agent, parcels)
+        self._listener = Listener(agent)
         self._me = agent.info.id
         self._pass_numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._led: dict[PassKey, _LedPass] = {}
-        self._parts: dict[PassKey, _Part] = {}
+        self._parts: dict[int, Part] = {}
+        self._led: dict[int, LedPart] = {}
+        self._passes_of: dict[int, list[int]] = {}
         self._ended = Tombstones(_REMEMBERED_PASSES)
-        agent.on(Kind.BACKWARD, self._on_instruction, inline=False)
-        agent.on(Kind.BACKWARD_ANSWER, self._on_answer, inline=True)
-        agent.on(Kind.GRADIENTS, self._sort_gradients, inline=True)
+        agent.on(Kind.BACKWARD, self._on_message, inline=True)
+        agent.on(Kind.GRADIENTS, self._on_message, inline=True)
         agent.on(Kind.RELEASE_CONTEXT, self._on_release, inline=True)
         agent.on_lost(self._on_lost)
 
     # For users of this worker
 
     def backward(
-        self,
-        context_id: int,
-        roots: Sequence[Tensor],
-        *,
-        retain_graph: bool = False,
-        fast: bool = False,
+        self, context_id: int, roots: Sequence[Tensor], *, retain_graph: bool = False
     ) -> None:
         """Runs a backward pass; see ``weft.autograd.backward``."""
         context = self.contexts.get(context_id)
-        local = LocalPass(context)
-        frontier = local.walk_roots(roots)
-        key = PassKey(context_id, scoped_id(self._me, next(self._pass_numbers)))
-        driver = protocol.Driver(key, self._me, retain_graph)
-        led = _LedPass(driver)
-        part = _Part(protocol.Participant(key, self._me, self._me, context.known_workers), local)
-        with self._lock:
-            self._led[key] = led
-            self._parts[key] = part
+        local = LocalPass(context, retain_graph)
+        local.start(roots)
+        led = self._begin_to_lead(context_id, retain_graph, local)
         try:
-            known = context.known_workers
-            with led.lock:
-                actions = driver.start_fast(known) if fast else driver.start(frontier)
-            self._drive(led, actions)
-            self._lead(led)
+            self._lead(led, [self._agent.peers[worker] for worker in context.known_workers])
         except BaseException as error:
-            self._cancel(led, error)
+            self._send_all(led, self._follow_up(led, led.driver.cancel(error)))
             raise
         finally:
             with self._lock:
-                self._led.pop(key, None)
-            self._close(key, part)
+                del self._led[led.pass_id], self._parts[led.pass_id]
+            local.close()
 
     def release(self, context_id: int, told_by: int | None = None) -> None:
         """Lets go of a context here, and tells the workers that know it."""
-        for worker in self.contexts.release(context_id) - {told_by}:
-            peer = self._agent.peers[worker]
-            self._agent.post_ints(peer, Kind.RELEASE_CONTEXT, context_id)
+        for worker in self.contexts.release(context_id):
+            if worker != told_by:
+                self._agent.post_ints(self._agent.peers[worker], Kind.RELEASE_CONTEXT, context_id)
+        with self._lock:
+            passes = self._passes_of.pop(context_id, ())
+            parts = [self._parts.pop(pass_id, None) for pass_id in passes]
+        for part in parts:
+            if part is not None and part.local is not None:
+                part.local.close()
 
     # Leading
 
-    def _lead(self, led: _LedPass) -> None:
+    def _begin_to_lead(self, context_id: int, retain_graph: bool, local: LocalPass) -> LedPart:
+        with self._lock:
+            pass_id = scoped_id(self._me, next(self._pass_numbers))
+            oldest_id = pass_id
+            for other in self._led.values():
+                if other.name.context_id == context_id:
+                    oldest_id = min(oldest_id, other.pass_id)
+            name = PassName(context_id, pass_id, oldest_id, retain_graph)
+            led = LedPart(self._me, name, local)
+            self._led[pass_id] = self._parts[pass_id] = led
+            return led
+
+    def _lead(self, led: LedPart, others: Sequence[Peer]) -> None:
         """Does this worker's part, and waits, until the pass is over."""
-        deadline_s = time.monotonic() + knobs.BACKWARD_TIMEOUT_S.get()
-        while not led.outcome:
-            self._do_own_part(led)
-            self._post_held(led)
-            if led.outcome or led.own_messages:
-                continue
-            if not self._agent.calls.wait_for_signal(led.signal, self._only_peer(led), deadline_s):
-                error = AutogradError("a backward pass took longer than WEFT_BACKWARD_TIMEOUT_S")
-                self._cancel(led, error)
-            led.signal.clear()
-        outcome = led.outcome[0]
-        if isinstance(outcome, protocol.Fail):
-            raise self._failure(outcome)
+        sends = self._follow_up(led, self._work_off(led, ()))
+        while led.outcome is None:
+            if led.inbox:
+                self._send_all(led, sends)
+            else:
+                self._send_and_wait(led, sends, others)
+            sends = self._follow_up(led, self._work_off(led, led.take_all()))
+        self._send_all(led, sends)
+        if isinstance(led.outcome, Fail):
+            raise self._failure(led.outcome)
 
-    def _cancel(self, led: _LedPass, error: BaseException) -> None:
-        with led.lock:
-            actions = led.driver.cancel(error)
-        self._drive(led, actions)
+    def _send_and_wait(self, led: LedPart, sends: Sequence[Send], others: Sequence[Peer]) -> None:
+        reading = self._listener.take_over(others)
+        try:
+            self._send_all(led, sends)
+            if reading and led.outcome is None:
+                self._listener.read_until(reading, led.inbox, led.deadline_s())
+        finally:
+            self._listener.give_back(reading)
+        if not led.inbox and led.outcome is None:  # It may have failed to send something.
+            self._wait_for_others(led)
 
-    def _do_own_part(self, led: _LedPass) -> None:
-        while led.own_messages:
-            self._take_part(self._me, led.own_messages.popleft())
-        while led.own_gradients:
-            self._on_gradients(*led.own_gradients.popleft())
+    def _wait_for_others(self, led: LedPart) -> None:
+        """Waits for other threads to fill the inbox."""
+        is_counted = self._agent.reactor.begin_wait()
+        try:
+            if not led.wait():
+                raise AutogradError("a backward pass took longer than WEFT_BACKWARD_TIMEOUT_S")
+        finally:
+            if is_counted:
+                self._agent.reactor.end_wait()
 
-    def _only_peer(self, led: _LedPass) -> Peer | None:
-        others = [worker for worker in led.driver.participants if worker != self._me]
-        return self._agent.peers[others[0]] if len(others) == 1 else None
+    def _follow_up(self, led: LedPart, actions: Iterable[protocol.Action]) -> list[Send]:
+        """Carries out what concerns this worker; returns what is to be sent to others."""
+        todo = list(actions)
+        sends: list[Send] = []
+        for action in todo:  # It grows meanwhile.
+            if isinstance(action, Tell):
+                todo += led.driver.progressed(action.progress)
+            elif isinstance(action, Send):
+                if action.to_worker == self._me:
+                    todo += led.to_itself(self._agent.me, action.message)
+                else:
+                    sends.append(action)
+            elif isinstance(action, (Complete, Fail)):
+                led.outcome = action
+        return sends
 
-    def _failure(self, fail: protocol.Fail) -> AutogradError:
+    def _failure(self, fail: Fail) -> AutogradError:
         if isinstance(fail.error, bytes):
-            fail.error = unpack_error(fail.error)
+            fail = fail._replace(error=unpack_error(fail.error))
         name = self._agent.peers[fail.worker].name
         if isinstance(fail.error, WorkerLost):
             name = fail.error.worker or name  # Another worker may have noticed first.
         return protocol.failure_error(fail, name)
 
-    def _drive(self, led: _LedPass, actions: Iterable[protocol.Action]) -> None:
-        """Carries out what the driver of a pass asks for."""
-        for action in actions:
-            if isinstance(action, protocol.Send):
-                if action.to_worker == self._me:
-                    led.own_messages.append(action.message)
-                elif isinstance(action.message, protocol.Run) and not action.message.fast:
-                    # Nothing can run there before gradients come, and the first come from here.
-                    led.held[action.to_worker] = action.message
-                else:
-                    self._post(Kind.BACKWARD, action.to_worker, action.message)
-            else:
-                assert isinstance(action, (protocol.Complete, protocol.Fail))
-                led.outcome.append(action)
-        # The leader looks again: there may be work for it, or more workers to listen to.
-        led.signal.set()
-
-    def _post_held(self, led: _LedPass) -> None:
-        """Sends the messages that no gradients of this worker went along with."""
-        while led.held:
-            self._post(Kind.BACKWARD, *led.held.popitem())
-
-    def _on_answer(self, peer: Peer, frame: Frame) -> None:
-        self._tell_driver(peer.id, codec.decode(frame.control))
-
-    def _tell_driver(self, source: int, message: protocol.Message) -> None:
-        led = self._led.get(message.key)
-        if led is None:
-            return
-        with led.lock:
-            actions = led.driver.receive(source, message)
-        self._drive(led, actions)
-
     # Taking part
 
-    def _on_instruction(self, peer: Peer, frame: Frame) -> None:
-        self._take_part(peer.id, codec.decode(frame.control))
-
-    def _sort_gradients(self, peer: Peer, frame: Frame) -> None:
-        """Leaves gradients for a pass of this worker to the thread that leads it."""
-        context_id, pass_id, _ = decode_ints(self._parcels.read(frame).head)
-        led = self._led.get(PassKey(context_id, pass_id))
-        if led is None:
-            self._agent.reactor.tasks.append((self._on_gradients, peer, frame))
-        else:
-            led.own_gradients.append((peer, frame))
-            led.signal.set()
-
-    def _on_gradients(self, peer: Peer, frame: Frame) -> None:
-        context_id, pass_id, message_id = decode_ints(self._parcels.read(frame).head)
-        key = PassKey(context_id, pass_id)
-        try:
-            parcel = self._parcels.open(peer, frame)
-            gradients = unpack(parcel.payload, parcel.tensors(detached=True), ())
-        except Exception as error:
-            self._report(key, error)
-            return
-        self._take_part(peer.id, protocol.Gradients(key, message_id, gradients))
-
-    def _take_part(self, source: int, message: protocol.Message) -> None:
-        try:
-            part = self._part_of(message.key)
-        except AutogradError as error:  # The context has been released meanwhile.
-            self._report(message.key, error)
-            return
+    def _on_message(self, peer: Peer, frame: Frame) -> None:
+        part = self._parts.get(frame.id) or self._new_part(frame.id)
         if part is None:
-            return
-        with part.lock:
-            actions = part.machine.receive(source, message)
-        self._participate(part, actions)
+            self._envelopes.discard(peer, frame)
+        elif part.put((peer, frame)):
+            self._agent.reactor.tasks.append((self._take_part, part, None), peer.id)
 
-    def _report(self, key: PassKey, error: Exception) -> None:
-        """Tells the driver of a pass that it cannot go on, whatever this worker's part in it."""
-        driver = worker_of(key.pass_id)
-        failed = protocol.Failed(key, self._me, operation_of(error), error)
-        if driver == self._me:
-            self._tell_driver(self._me, failed)
-        else:
-            self._post(Kind.BACKWARD_ANSWER, driver, failed)
-
-    def _part_of(self, key: PassKey) -> _Part | None:
-        """Returns this worker's part in a pass, made now if the pass is new; None if it is over."""
-        part = self._parts.get(key)
-        if part is not None:
-            return part
+    def _new_part(self, pass_id: int) -> Part | None:
+        """Returns this worker's part in a pass, made now; None if the pass is over."""
+        driver = worker_of(pass_id)
         with self._lock:
-            driver = worker_of(key.pass_id)
-            if key.pass_id in self._ended or self._agent.peers[driver].lost is not None:
+            is_over = pass_id in self._ended or driver == self._me
+            if is_over or self._agent.peers[driver].lost is not None:
                 return None
-            if key not in self._parts:
-                context = self.contexts.get_or_create(key.context_id)
-                known = context.known_workers
-                machine = protocol.Participant(key, self._me, driver, known)
-                self._parts[key] = _Part(machine, LocalPass(context))
-            return self._parts[key]
+            return self._parts.setdefault(pass_id, Part(Participant(self._me, driver), pass_id))
 
-    def _participate(self, part: _Part, actions: Iterable[protocol.Action]) -> None:
-        """Carries out what a participant asks for, and what follows from that."""
-        todo = deque(actions)
-        while todo:
-            try:
-                if isinstance(todo[0], protocol.Send):
-                    self._send_all(_take_sends(todo))
-                else:
-                    todo.extend(self._carry_out(part, todo.popleft()))
-            except Exception as error:
-                operation = operation_of(error)
-                with part.lock:
-                    todo.extend(part.machine.failed(operation, error))
+    def _take_part(self, part: Part, _: object) -> None:
+        while items := part.take_all():
+            self._send_all(part, self._work_off(part, items))
 
-    def _carry_out(self, part: _Part, action: protocol.Action) -> list[protocol.Action]:
-        if isinstance(action, protocol.Close):
-            self._close(part.machine.key, part)
-            return []
-        if isinstance(action, protocol.Walk):
-            frontier = part.local.walk_sends(action.message_ids)
-            with part.lock:
-                return part.machine.walked(action.round, frontier)
-        if isinstance(action, protocol.Start):
-            outgoing = part.local.run(
-                retain_graph=action.retain_graph,
-                fast=action.fast,
-                answer_late=functools.partial(self._answer_late, part.machine.key),
-            )
-        else:
-            assert isinstance(action, protocol.Execute)
-            outgoing = []
-            for message_id, gradients in action.arrived:
-                assert isinstance(gradients, list)
-                outgoing += part.local.gradients_arrived(message_id, gradients)
-        is_done = part.local.is_done
-        with part.lock:
-            return part.machine.executed(outgoing, is_done)
+    def _work_off(self, part: Part, items: Iterable[tuple[Peer, object]]) -> list[protocol.Action]:
+        """Takes what has come, runs what became ready, and returns what follows."""
+        actions: list[protocol.Action] = []
+        try:
+            for peer, item in items:
+                actions += self._receive(part, peer, item)
+            if part.local is not None and not part.machine.is_over:
+                actions += part.machine.worked(*part.local.work())
+        except Exception as error:
+            actions += part.machine.failed(operation_of(error), error)
+        return actions
 
-    def _send_all(self, messages: Mapping[int, Sequence[protocol.Message]]) -> None:
-        """Sends messages of a participant, those to one worker at once: a write wakes somebody."""
-        for worker, batch in messages.items():
-            if worker == self._me:
-                for message in batch:
-                    self._tell_driver(self._me, message)
-            elif isinstance(batch[0], protocol.Gradients):
-                self._send_with_gradients(worker, batch)
+    def _receive(self, part: Part, peer: Peer, item: object) -> list[protocol.Action]:
+        if item is LOST:
+            return part.worker_lost(peer)
+        message = self._read(part, peer, item) if isinstance(item, Frame) else item
+        if isinstance(message, Failed):
+            return part.driver.failed(message) if isinstance(part, LedPart) else []
+        if part.local is None and not isinstance(message, Abort):
+            self._begin(part)
+        others: list[protocol.Action] = []
+        for action in part.machine.receive(peer.id, message):  # type: ignore[arg-type]
+            if type(action) is Apply:
+                part.apply(action.message)
             else:
-                for message in batch:
-                    self._post(Kind.BACKWARD_ANSWER, worker, message)
+                others.append(action)
+        return others
 
-    def _send_with_gradients(self, to_worker: int, batch: Sequence[protocol.Message]) -> None:
-        peer = self._agent.peers[to_worker]
-        buffers: list[Buffer] = []
-        led = self._led.get(batch[0].key)
-        if led is not None and (held := led.held.pop(to_worker, None)) is not None:
-            buffers += self._framed(Kind.BACKWARD, held)
-        for message in batch:
-            if isinstance(message, protocol.Gradients):
-                buffers += self._sealed(peer, message)
-            else:
-                buffers += self._framed(Kind.BACKWARD_ANSWER, message)
-        self._agent.send(peer, buffers)
+    def _read(self, part: Part, peer: Peer, frame: Frame) -> protocol.Message:
+        name, message = self._envelopes.open(peer, frame)
+        if part.name is None:
+            part.name = name
+        return message
 
-    def _sealed(self, peer: Peer, message: protocol.Gradients) -> list[Buffer]:
-        packed = pack(message.gradients, main_by_name=True)
-        head = encode_ints(*message.key, message.message_id)
-        sealed = self._parcels.seal(
-            peer, Kind.GRADIENTS, 0, 0, head, packed.payload, packed.tensors
-        )
-        assert not isinstance(sealed, Frame)  # Nobody records messages to oneself.
-        return sealed
-
-    def _answer_late(self, key: PassKey, outgoing: Outgoing) -> None:
-        to_worker, message_id, gradients = outgoing
-        # Who is lost waits for nothing, and this thread has a message to hand over.
-        with contextlib.suppress(ConnectionError, NotInitialized):
-            message = protocol.Gradients(key, message_id, gradients)
-            self._send_with_gradients(to_worker, [message])
-
-    def _post(self, kind: Kind, to_worker: int, message: protocol.Message) -> None:
-        self._agent.post(self._agent.peers[to_worker], self._framed(kind, message))
-
-    def _framed(self, kind: Kind, message: protocol.Message) -> list[Buffer]:
-        if isinstance(message, protocol.Failed) and isinstance(message.error, BaseException):
-            message.error = pack_error(message.error, self._agent.info.name)
-        return encode_frame(kind, 0, 0, codec.encode(message))
-
-    def _close(self, key: PassKey, part: _Part) -> None:
+    def _begin(self, part: Part) -> None:
+        """Prepares for the first message of a pass that another worker leads."""
+        name = part.name
+        assert name is not None
+        context = self.contexts.get_or_create(name.context_id)
+        part.local = LocalPass(context, name.retain_graph)
         with self._lock:
-            self._parts.pop(key, None)
-            self._ended.add(key.pass_id)
-        part.local.close()
+            self._forget_older(name)
+            self._passes_of.setdefault(name.context_id, []).append(name.pass_id)
+        # Released in between, nobody would let go of this part.
+        self.contexts.get(name.context_id)
+
+    def _forget_older(self, name: PassName) -> None:
+        """Lets go of parts in passes that are over by now, as a later one of their leader says."""
+        passes = self._passes_of.get(name.context_id, [])
+        for pass_id in list(passes):
+            if pass_id < name.oldest_id and worker_of(pass_id) == worker_of(name.pass_id):
+                passes.remove(pass_id)
+                self._parts.pop(pass_id, None)
+                self._ended.add(pass_id)
+
+    def _end(self, part: Part) -> None:
+        """Lets go of a part, done or not; what still comes for the pass is dropped."""
+        with self._lock:
+            self._parts.pop(part.pass_id, None)
+            self._ended.add(part.pass_id)
+            if part.name is not None:
+                passes = self._passes_of.get(part.name.context_id, [])
+                if part.pass_id in passes:
+                    passes.remove(part.pass_id)
+                if not passes:
+                    self._passes_of.pop(part.name.context_id, None)
+        if part.local is not None:
+            part.local.close()
+
+    # Sending
+
+    def _send_all(self, part: Part, actions: Iterable[protocol.Action]) -> None:
+        """Sends messages, those to one worker at once: a write wakes somebody."""
+        by_worker: dict[int, list[protocol.Message]] = {}
+        for action in actions:
+            if isinstance(action, Send):
+                by_worker.setdefault(action.to_worker, []).append(action.message)
+            elif isinstance(action, Close):
+                self._end(part)
+        for worker, messages in by_worker.items():
+            try:
+                self._send(part, self._agent.peers[worker], messages)
+            except Exception as error:
+                failed = part.machine.failed(operation_of(error), error)
+                if isinstance(part, LedPart):
+                    self._send_all(part, self._follow_up(part, failed))
+                else:
+                    self._send_all(part, failed)
+
+    def _send(self, part: Part, peer: Peer, messages: Sequence[protocol.Message]) -> None:
+        assert part.name is not None
+        buffers = self._envelopes.seal(peer, part.name, messages)
+        if type(messages[0]) in (Failed, Abort):
+            self._agent.post(peer, buffers)  # Who is lost need not hear it.
+        else:
+            # Who leads reads the connections meanwhile, and must not wait for the other side to.
+            self._agent.send(peer, buffers, may_block=not isinstance(part, LedPart))
 
     # The world outside
 
@@ -340,45 +300,11 @@ class Engine:
         (context_id,) = decode_ints(frame.control)
         # The end of a graph may run any code, and takes its time.
         # Not ``submit``: the thread that reads this does it next, no other need wake for it.
-        self._agent.reactor.tasks.append((self.release, context_id, peer.id))
+        self._agent.reactor.tasks.append((self.release, context_id, peer.id), peer.id)
 
     def _on_lost(self, peer: Peer) -> None:
-        for led in list(self._led.values()):
-            with led.lock:
-                actions = led.driver.worker_lost(peer.id, peer.lost)
-            self._drive(led, actions)
-        for part in list(self._parts.values()):
-            with part.lock:
-                actions = part.machine.worker_lost(peer.id)
-            self._participate(part, actions)
-
-
-class _LedPass:
-    """A pass that a thread of this worker leads."""
-
-    def __init__(self, driver: protocol.Driver) -> None:
-        self.driver = driver
-        self.lock = threading.Lock()
-        self.signal = threading.Event()
-        self.own_messages: deque[protocol.Message] = deque()
-        self.own_gradients: deque[tuple[Peer, Frame]] = deque()
-        self.held: dict[int, protocol.Message] = {}
-        self.outcome: list[protocol.Complete | protocol.Fail] = []
-
-
-class _Part:
-    """This worker's part in a pass."""
-
-    def __init__(self, machine: protocol.Participant, local: LocalPass) -> None:
-        self.machine = machine
-        self.local = local
-        self.lock = threading.Lock()
-
-
-def _take_sends(todo: deque[protocol.Action]) -> dict[int, list[protocol.Message]]:
-    """Takes the messages that come first, by the worker that they go to."""
-    messages: dict[int, list[protocol.Message]] = {}
-    while todo and isinstance(action := todo[0], protocol.Send):
-        messages.setdefault(action.to_worker, []).append(action.message)
-        todo.popleft()
-    return messages
+        with self._lock:
+            parts = list(self._parts.values())
+        for part in parts:
+            if part.put((peer, LOST)):
+                self._agent.reactor.submit_task(self._take_part, part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ _engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 def gradients_at(
     inputs: Iterable[GradientEdge],
-    roots: Sequence[tuple[GradientEdge, Tensor]],
+    edges: tuple[GradientEdge, ...],
+    gradients: tuple[Tensor, ...],
     *,
     retain_graph: bool,
 ) -> tuple[Tensor | None, ...]:
@@ -24,14 +25,13 @@ def gradients_at(
 
     Args:
         inputs: Where gradients are wanted; nothing behind them is run.
-        roots: Where the graph starts, and the gradients there, of the right shapes.
+        edges: Where the graph starts.
+        gradients: The gradients there, of the right shapes.
         retain_graph: Whether what the nodes keep must survive.
 
     Returns:
         A gradient for each of ``inputs``, None where none arrives.
     """
-    edges = tuple(edge for edge, _ in roots)
-    gradients = tuple(gradient for _, gradient in roots)
     if _engine is None:
         return torch.autograd.grad(
             edges, tuple(inputs), gradients, retain_graph=retain_graph, allow_unused=True

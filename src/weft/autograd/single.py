@@ -45,7 +45,8 @@ def _after_tensor_hooks(node: Node, gradients: Mapping[int, Tensor]) -> Gradient
     # Asked for the gradient at the node where it starts, the engine runs the hooks and no more.
     return gradients_at(
         [GradientEdge(node, output_nr) for output_nr in range(len(_metas(node)))],
-        [(GradientEdge(node, output_nr), gradient) for output_nr, gradient in gradients.items()],
+        tuple([GradientEdge(node, output_nr) for output_nr in gradients]),
+        tuple(gradients.values()),
         retain_graph=True,
     )
 

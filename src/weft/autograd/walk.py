@@ -1,4 +1,4 @@
-"""Walks through the graph of one worker: what live sends reach, and which of them share nodes.
+"""Walks through the graph of one worker: what sends reach, and which of them share nodes.
 
 All walks end at placeholders, where the graph goes on at another worker, and at leaves. The
 loops here run once for each node of the user's graph, so they are written out.
@@ -26,8 +26,8 @@ class Reached(NamedTuple):
     receives: list[ReceiveRecord]
 
 
-class LiveGraph:
-    """The part of the graph that live sends reach; each node is visited once.
+class SentGraph:
+    """The graph behind what was sent; each node is visited once.
 
     Args:
         receive_of: Receives by placeholder node; may grow meanwhile.
@@ -111,6 +111,49 @@ class LiveGraph:
             reached.leaves.update(self._leaves[member])
             reached.receives.extend(self._receives[member])
         return list(by_root.values())
+
+
+def reached_by_one(
+    edges: Iterable[GradientEdge], receive_of: Mapping[Node, ReceiveRecord]
+) -> Reached:
+    """Walks from the edges of a send that is the only one."""
+    leaves: dict[Node, Tensor] = {}
+    receives: list[ReceiveRecord] = []
+    seen = {edge.node for edge in edges}
+    stack = list(seen)
+    while stack:
+        node = stack.pop()
+        nexts = node.next_functions
+        if not nexts:
+            variable = leaf_variable(node)
+            if variable is not None:
+                leaves[node] = variable
+        elif node in receive_of:
+            receives.append(receive_of[node])
+        else:
+            for target, _ in nexts:
+                if target is not None and target not in seen:
+                    seen.add(target)
+                    stack.append(target)
+    return Reached([0], leaves, receives)
+
+
+def receives_behind(
+    edges: Iterable[GradientEdge], receive_of: Mapping[Node, ReceiveRecord], visited: set[Node]
+) -> list[ReceiveRecord]:
+    """Returns the receives that ``edges`` lead to through nodes not yet in ``visited``."""
+    found: list[ReceiveRecord] = []
+    stack = [edge.node for edge in edges]
+    while stack:
+        node = stack.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        if node in receive_of:
+            found.append(receive_of[node])
+        else:
+            stack.extend([target for target, _ in node.next_functions if target is not None])
+    return found
 
 
 def leaf_variable(node: Node) -> Tensor | None:

@@ -10,62 +10,33 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from weft import knobs
 from weft.channel import cma
-from weft.channel.table import ChannelKind
+from weft.channel.capabilities import Capabilities
+from weft.channel.shm.borrowed import Borrowed
+from weft.channel.shm.layout import attach
+from weft.channel.shm.lending import Lender
+from weft.channel.table import FETCHED, ChannelKind
 from weft.errors import ConfigurationError, ProtocolError
-from weft.probe import Facts, read_facts
+from weft.probe import read_facts
 
 logger = logging.getLogger(__name__)
 
-INLINE, STREAM, CMA = ChannelKind.INLINE, ChannelKind.STREAM, ChannelKind.CMA
+INLINE, STREAM = ChannelKind.INLINE, ChannelKind.STREAM
+CMA, SHM = ChannelKind.CMA, ChannelKind.SHM
+STRIPED = ChannelKind.STRIPED
 
-_UNCONFIRMED = "the peer has not confirmed yet that it can read this process's memory"
+_PREFERENCE = (
+    (SHM, knobs.SHM_FROM_BYTES),
+    (CMA, knobs.CMA_FROM_BYTES),
+    (STRIPED, knobs.STRIPED_FROM_BYTES),
+)
+"""The ways that need the peer's confirmation, best first, and the sizes that they are good for."""
 
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What one side of a connection tells the other about itself.
-
-    Attributes:
-        facts: The process and its host.
-        nonce_address: Where its nonce lies in its memory; 0 if it offers none.
-        nonce: The nonce, in hexadecimal digits.
-        cma_obstacle: Why it can pull from nobody; empty if it can.
-    """
-
-    facts: Facts
-    nonce_address: int
-    nonce: str
-    cma_obstacle: str
-
-    def as_json(self) -> dict[str, object]:
-        """Returns the capabilities as a dictionary that JSON can carry."""
-        return {
-            "facts": self.facts.as_json(),
-            "nonce_address": self.nonce_address,
-            "nonce": self.nonce,
-            "cma_obstacle": self.cma_obstacle,
-        }
-
-    @classmethod
-    def from_json(cls, data: object) -> Capabilities:
-        """Reads what ``as_json`` wrote.
-
-        Raises:
-            ProtocolError: Something is missing or has the wrong type.
-        """
-        if not isinstance(data, dict):
-            raise ProtocolError(f"capabilities are a {type(data).__name__}, not an object")
-        address, nonce = data.get("nonce_address"), data.get("nonce")
-        obstacle = data.get("cma_obstacle")
-        if not isinstance(address, int) or not 0 <= address < 1 << 64:
-            raise ProtocolError(f"a peer's nonce lies at {address!r}, which is no address")
-        if not isinstance(nonce, str) or not isinstance(obstacle, str):
-            raise ProtocolError("a peer's nonce and its obstacle are to be texts")
-        return cls(Facts.from_json(data.get("facts")), address, nonce, obstacle)
+_NOT_TRIED = "this side has not tried it"
+_UNCONFIRMED = "the peer has not confirmed yet that it can receive this way"
 
 
 def describe(nonce: cma.Nonce | None) -> Capabilities:
@@ -76,30 +47,52 @@ def describe(nonce: cma.Nonce | None) -> Capabilities:
 
 
 class Channels:
-    """The ways to one peer. Thread-safe.
+    """The ways to and from one peer. Thread-safe.
+
+    Attributes:
+        lender: Lends to the peer what this side has in shared memory; None where that way is
+            not usable now.
 
     Args:
         peer: Name of the peer, for the log.
         pid: The peer's process.
-        receive_obstacle: Why nothing can be pulled from the peer; empty if it can.
+        receive_obstacles: For every way that has to be tried, why nothing can be received from
+            the peer that way; empty if it can.
     """
 
-    def __init__(self, peer: str, pid: int, receive_obstacle: str) -> None:
+    def __init__(
+        self, peer: str, pid: int, receive_obstacles: Mapping[ChannelKind, str] | None = None
+    ) -> None:
         self._peer = peer
         self._pid = pid
         self._inline_limit_bytes = knobs.INLINE_LIMIT_BYTES.get()
-        self._cma_from_bytes = knobs.CMA_FROM_BYTES.get()
-        self._receive_obstacle = receive_obstacle
+        self._from_bytes = {kind: knob.get() for kind, knob in _PREFERENCE}
+        self._receive_obstacles = dict(receive_obstacles or {})
+        self._send_obstacles = dict.fromkeys(self._from_bytes, _UNCONFIRMED)
+        self._disabled: set[ChannelKind] = set()
+        self._usable: tuple[tuple[int, ChannelKind], ...] = ()
+        self._lender: Lender | None = None
+        self._borrowed: Borrowed | None = None
+        self.lender: Lender | None = None
         self._lock = threading.Lock()
-        self._was_disabled = False
-        self._send_obstacle = _UNCONFIRMED
-        self._largest = STREAM
 
     def channel_for(self, size_bytes: int) -> ChannelKind:
         """Returns the way that a buffer of that size takes to the peer now."""
         if size_bytes <= self._inline_limit_bytes:
             return INLINE
-        return STREAM if size_bytes < self._cma_from_bytes else self._largest
+        for from_bytes, kind in self._usable:
+            if size_bytes >= from_bytes:
+                return kind
+        return STREAM
+
+    def next_best(self, kind: ChannelKind, size_bytes: int) -> ChannelKind:
+        """Returns the way for a buffer whose best way, ``kind``, has no room for it now."""
+        is_past = False
+        for from_bytes, other in self._usable:
+            if is_past and size_bytes >= from_bytes:
+                return other
+            is_past = is_past or other == kind
+        return STREAM
 
     def source_pid(self) -> int:
         """Returns the process to pull from, once it is proven to be the peer.
@@ -107,29 +100,75 @@ class Channels:
         Raises:
             ProtocolError: It is not; a peer that was told so wants to be pulled from nevertheless.
         """
-        if self._receive_obstacle:
-            raise ProtocolError(
-                f"{self._peer} wants its memory to be read, but {self._receive_obstacle}"
-            )
+        obstacle = self._receive_obstacles.get(CMA, _NOT_TRIED)
+        if obstacle:
+            raise ProtocolError(f"{self._peer} wants its memory to be read, but {obstacle}")
         return self._pid
+
+    def lend_by(self, lender: Lender) -> None:
+        """Lends by ``lender`` from when the peer confirms that it has mapped the memory."""
+        self._lender = lender
+
+    def map_memory(self, descriptor: int | None, nonce: str) -> None:
+        """Maps the peer's shared memory, and makes the verdict of it.
+
+        Args:
+            descriptor: What the peer handed over; it is the caller's to close. None for nothing.
+            nonce: What the peer says that its memory begins with, in hexadecimal digits.
+        """
+        if descriptor is None:
+            self._receive_obstacles[SHM] = "the peer has handed over no shared memory"
+            return
+        try:
+            area = attach(descriptor, bytes.fromhex(nonce))
+        except (OSError, ValueError) as error:
+            self._receive_obstacles[SHM] = f"the peer's shared memory cannot be mapped: {error}"
+        else:
+            self._borrowed = Borrowed(area, self._peer)
+            self._receive_obstacles[SHM] = ""
+
+    def borrowed(self) -> Borrowed:
+        """Returns the peer's shared memory.
+
+        Raises:
+            ProtocolError: It is not mapped; a peer that was told so lends it nevertheless.
+        """
+        if self._borrowed is None:
+            obstacle = self._receive_obstacles.get(SHM, _NOT_TRIED)
+            raise ProtocolError(f"{self._peer} lends shared memory, but {obstacle}")
+        return self._borrowed
+
+    def tidy(self) -> None:
+        """Lets go of what is of use only while tensors come often."""
+        if self._borrowed is not None:
+            self._borrowed.forget_pages()
+
+    def lose(self) -> None:
+        """Takes back what was lent to the peer, which is lost, as soon as that is safe."""
+        lender = self._lender
+        if lender is not None:
+            lender.lose()
 
     def verdict(self) -> dict[str, str]:
         """Returns, for the peer, what keeps each optional way of its from being received here."""
-        return {CMA.name.lower(): self._receive_obstacle}
+        return {kind.name.lower(): text for kind, text in self._receive_obstacles.items()}
 
     def confirm(self, verdict: object) -> None:
         """Takes the peer's verdict, and uses from now on what works there.
 
+        A way that it says nothing of stays as it is; one that it knows and this side does not is
+        none of this side's business.
+
         Raises:
             ProtocolError: It is no verdict.
         """
-        obstacle = verdict.get(CMA.name.lower()) if isinstance(verdict, dict) else None
-        if not isinstance(obstacle, str):
+        if not isinstance(verdict, dict) or not all(isinstance(v, str) for v in verdict.values()):
             raise ProtocolError(f"a peer answers {verdict!r} to what it can receive")
         with self._lock:
-            if not self._was_disabled:
-                self._send_obstacle = obstacle
-                self._largest = STREAM if obstacle else CMA
+            for kind in self._send_obstacles:
+                if kind not in self._disabled and kind.name.lower() in verdict:
+                    self._send_obstacles[kind] = verdict[kind.name.lower()]
+            self._update_usable()
 
     def disable(self, kind: ChannelKind, reason: str) -> None:
         """Stops sending to the peer that way, for good, and says so once in the log.
@@ -137,25 +176,35 @@ class Channels:
         Raises:
             ConfigurationError: The way is one that cannot be done without.
         """
-        if kind != CMA:
+        if kind not in FETCHED:
             raise ConfigurationError(f"{kind.name} cannot be disabled: the others fall back to it")
         with self._lock:
-            if self._was_disabled:
+            if kind in self._disabled:
                 return
-            self._was_disabled = True
-            self._send_obstacle = reason
-            self._largest = STREAM
+            self._disabled.add(kind)
+            self._send_obstacles[kind] = reason
+            self._update_usable()
+            rest = [other.name.lower() for _, other in self._usable] or [STREAM.name.lower()]
         logger.warning(
             "tensors to %s no longer travel by %s, but by %s: %s",
             self._peer,
             kind.name.lower(),
-            STREAM.name.lower(),
+            " or ".join(rest),
             reason,
         )
 
     def obstacles(self) -> dict[ChannelKind, str]:
         """Returns for every way why it is not used for sending; empty if it is."""
-        return {INLINE: "", STREAM: "", CMA: self._send_obstacle}
+        return {INLINE: "", STREAM: "", **self._send_obstacles}
+
+    def _update_usable(self) -> None:
+        # One assignment, so that senders need no lock.
+        self._usable = tuple(
+            (from_bytes, kind)
+            for kind, from_bytes in self._from_bytes.items()
+            if not self._send_obstacles[kind]
+        )
+        self.lender = None if self._send_obstacles[SHM] else self._lender
 
 
 def choose(ours: Capabilities, theirs: Capabilities, peer: str) -> Channels:
@@ -166,7 +215,7 @@ def choose(ours: Capabilities, theirs: Capabilities, peer: str) -> Channels:
         theirs: What it said at the peer.
         peer: Name of the peer, for the log.
     """
-    return Channels(peer, theirs.facts.pid, _cma_obstacle(ours, theirs))
+    return Channels(peer, theirs.facts.pid, {CMA: _cma_obstacle(ours, theirs), STRIPED: ""})
 
 
 def _cma_obstacle(ours: Capabilities, theirs: Capabilities) -> str:

@@ -8,28 +8,20 @@ the other proves that it can read it.
 
 The cost is pinning the sender's pages, about 0.2 us each, more than copying them: that part
 gains from a second thread where there is a free core (16 MiB: 13 GB/s with one thread, 20 with
-two). The two take pieces in turn, so that neither ever waits long for a thread that got no
-processor. The helper is kept off its caller's core: the scheduler likes to wake a thread where
-its waker runs, and there the two only take turns.
+two); see ``copying``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import os
-import queue
 import secrets
-import threading
 
 import numpy as np
 
-from weft import knobs
 from weft.errors import WeftError
-from weft.probe import usable_cores
 
-PIECE_BYTES = 2 << 20
 NONCE_BYTES = 16
 
 
@@ -112,10 +104,11 @@ def pull(pid: int, address: int, into: memoryview) -> None:
         PullError: Some of it could not be read; what ``into`` holds is undefined.
     """
     if into.nbytes:
-        _pull_range(pid, address, address_of(into), into.nbytes)
+        pull_range(pid, address, address_of(into), into.nbytes)
 
 
-def _pull_range(pid: int, source: int, target: int, size_bytes: int) -> None:
+def pull_range(pid: int, source: int, target: int, size_bytes: int) -> None:
+    """Does what ``pull`` does, with addresses; they must be right."""
     if unavailable:
         raise _error(errno.ENOSYS, pid, source, size_bytes)
     # One call moves at most 2 GiB, and less where it meets a page that it cannot read.
@@ -159,124 +152,3 @@ def find_obstacle(pid: int, address: int, expected: bytes) -> str:
     if not secrets.compare_digest(bytes(found), expected):
         return f"process {pid} here is not the peer: its memory has other contents"
     return ""
-
-
-class _Job:
-    """One large pull, whose pieces its threads take in turn."""
-
-    def __init__(self, pid: int, source: int, into: memoryview) -> None:
-        self._pid = pid
-        self._source = source
-        # Kept, so that a helper never writes to memory that an interrupted caller has let go.
-        self._into = into
-        self._target = address_of(into)
-        # Taking the next number is one step for the interpreter: no two threads get the same.
-        self._offsets = itertools.count(0, PIECE_BYTES)
-        self._helper_slot = threading.Lock()
-        self._helper_done = threading.Event()
-        self._helper_error: PullError | None = None
-
-    def run(self) -> None:
-        for offset in self._offsets:
-            missing = self._into.nbytes - offset
-            if missing <= 0:
-                return
-            size_bytes = min(PIECE_BYTES, missing)
-            _pull_range(self._pid, self._source + offset, self._target + offset, size_bytes)
-
-    def help(self) -> None:
-        """Takes pieces in the helper thread, unless the job ended before it got here."""
-        if not self._helper_slot.acquire(blocking=False):
-            return
-        try:
-            self.run()
-        except PullError as error:
-            self._helper_error = error
-        finally:
-            self._helper_done.set()
-
-    def finish(self) -> None:
-        """Waits for a helper that has begun; one that has not will find the job taken."""
-        if not self._helper_slot.acquire(blocking=False):
-            self._helper_done.wait()
-        if self._helper_error is not None:
-            raise self._helper_error
-
-
-def _current_core() -> int:
-    """Returns the core that this thread is on, for now; -1 where the system does not say."""
-    return int(_libc.sched_getcpu()) if hasattr(_libc, "sched_getcpu") else -1
-
-
-def _restrict(thread: threading.Thread, cores: frozenset[int]) -> None:
-    """Has a thread run on some cores only, where that is possible."""
-    if thread.native_id is None or not hasattr(os, "sched_setaffinity"):
-        return
-    try:
-        os.sched_setaffinity(thread.native_id, cores)
-    except OSError:
-        pass  # no such core, or not permitted: the thread is of less use then, but right
-
-
-class Puller:
-    """Pulls for one worker, large ranges together with a helper thread.
-
-    The thread starts with the first large pull; ``close`` ends it. Thread-safe.
-
-    Args:
-        name: Name of the helper thread.
-    """
-
-    def __init__(self, name: str = "weft-pull") -> None:
-        self._name = name
-        self._shared_from_bytes = knobs.SHARED_PULL_BYTES.get()
-        self._cores = usable_cores()
-        self._may_share = len(self._cores) > 1
-        self._avoided_core = -1
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._helper: threading.Thread | None = None
-
-    def pull(self, pid: int, address: int, into: memoryview) -> None:
-        """Does what the function ``pull`` does, faster where a core is free.
-
-        Raises:
-            PullError: Some of it could not be read; what ``into`` holds is undefined.
-        """
-        if into.nbytes < self._shared_from_bytes or not self._may_share:
-            pull(pid, address, into)
-            return
-        self._ready_helper()
-        job = _Job(pid, address, into)
-        self._jobs.put(job)
-        try:
-            job.run()
-        finally:
-            job.finish()
-
-    def close(self) -> None:
-        """Ends the helper thread and waits for it; pulls go on without it."""
-        with self._lock:
-            self._may_share = False
-            helper, self._helper = self._helper, None
-        if helper is not None:
-            self._jobs.put(None)
-            helper.join()
-
-    def _ready_helper(self) -> None:
-        """Starts the helper if there is none, and keeps it off the core that this thread is on."""
-        core = _current_core()
-        with self._lock:
-            if not self._may_share:
-                return
-            if self._helper is None:
-                self._helper = threading.Thread(target=self._help, name=self._name, daemon=True)
-                self._helper.start()
-            if core != self._avoided_core:
-                self._avoided_core = core
-                _restrict(self._helper, self._cores - {core})
-
-    def _help(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.help()
-            del job  # it keeps the memory that it filled

@@ -27,6 +27,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ STEPS_PER_DOUBLING = 4
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
+_POPULATED_AT_ONCE_BYTES = 4 << 20
 
 
 class PoolStatistics(NamedTuple):
@@ -56,10 +58,11 @@ class PoolStatistics(NamedTuple):
 class _Slab:
     """One mapping, faulted in."""
 
-    __slots__ = ("memory", "size_bytes")
+    __slots__ = ("idle_since_s", "memory", "size_bytes")
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
+        self.idle_since_s = 0.0
         self.memory = _map(size_bytes)
 
 
@@ -107,15 +110,16 @@ class BufferPool:
         self._leases[id(lease)] = lease
         return exporter.data
 
-    def trim(self) -> int:
-        """Unmaps all idle memory; returns how many bytes that were."""
+    def trim(self, idle_s: float = 0.0) -> int:
+        """Unmaps memory that was idle for that long; returns how many bytes that were."""
         unused: list[_Slab] = []
         with self._lock:
             self._reclaim(unused)
+            limit_s = time.monotonic() - idle_s
             for slabs in list(self._idle.values()):
-                unused += slabs
-            self._idle.clear()
-            self._idle_bytes = 0
+                unused += [slab for slab in slabs if slab.idle_since_s <= limit_s]
+                slabs[:] = [slab for slab in slabs if slab.idle_since_s > limit_s]
+            self._idle_bytes = sum(size * len(slabs) for size, slabs in self._idle.items())
         return sum(slab.size_bytes for slab in unused)
 
     def statistics(self) -> PoolStatistics:
@@ -159,6 +163,7 @@ class BufferPool:
             if slab.size_bytes > self._limit_bytes:
                 unused.append(slab)
                 continue
+            slab.idle_since_s = time.monotonic()
             self._idle.setdefault(slab.size_bytes, []).append(slab)
             self._idle_bytes += slab.size_bytes
         if self._idle_bytes > self._limit_bytes:
@@ -202,13 +207,21 @@ def _map(size_bytes: int) -> Bytes:
 
 
 def _populate(address: int, size_bytes: int, is_huge: bool) -> bool:
-    """Faults memory in with one system call; returns False where the kernel has no such call."""
+    """Faults memory in; returns False where the kernel has no call for that.
+
+    In pieces: while a call is under way, whatever else maps memory in this process waits, and
+    behind that every page fault. For a gigabyte that were seconds without any call served.
+    """
     if is_huge:
         _madvise(address, size_bytes, _MADV_HUGEPAGE)
-    code = _madvise(address, size_bytes, _MADV_POPULATE_WRITE)
-    if code == errno.ENOMEM:
-        raise MemoryError(f"no memory for a buffer of {size_bytes} bytes: {os.strerror(code)}")
-    return code == 0
+    for start in range(0, size_bytes, _POPULATED_AT_ONCE_BYTES):
+        piece_bytes = min(_POPULATED_AT_ONCE_BYTES, size_bytes - start)
+        code = _madvise(address + start, piece_bytes, _MADV_POPULATE_WRITE)
+        if code == errno.ENOMEM:
+            raise MemoryError(f"no memory for a buffer of {size_bytes} bytes: {os.strerror(code)}")
+        if code:
+            return False
+    return True
 
 
 # Not mmap.madvise: that one holds the interpreter lock for all of the milliseconds.

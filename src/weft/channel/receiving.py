@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from weft.channel.choice import Channels
-from weft.channel.cma import Puller
+from weft.channel.copying import Copier
 from weft.channel.memory import BufferPool
-from weft.channel.table import CMA, BufferTable
+from weft.channel.table import CMA, BufferTable, ChannelKind
 
 Buffer = TypeVar("Buffer")
 
 
 def pull_buffers(
-    table: BufferTable, channels: Channels, pool: BufferPool, puller: Puller
+    table: BufferTable, channels: Channels, pool: BufferPool, copier: Copier
 ) -> list[memoryview]:
-    """Pulls the buffers that a table says are to be pulled, into leased memory.
+    """Pulls the buffers that a table says come by ``CMA``, into leased memory.
 
     It blocks for as long as the copies take. On success the sender is to be told the table's
     token; on failure it is to be asked, with the same token, to send these buffers another way.
@@ -25,32 +25,35 @@ def pull_buffers(
         table: What the sender said.
         channels: The ways to and from the sender; they know its process, as proven at connect.
         pool: Where to take memory.
-        puller: What does the copies.
+        copier: Does the copies.
 
     Raises:
         PullError: The sender's memory cannot be read, or not any more.
         ProtocolError: The sender was told that it cannot be pulled from.
     """
-    if not table.entries:
+    entries = table.of_kind(CMA)
+    if not entries:
         return []
     pid = channels.source_pid()
     pulled = []
-    for kind, size_bytes, address in table.entries:
-        if kind == CMA:
-            buffer = pool.lease(size_bytes)
-            puller.pull(pid, address, buffer)
-            pulled.append(buffer)
+    for entry in entries:
+        buffer = pool.lease(entry.size_bytes)
+        copier.pull(pid, entry.place, buffer)
+        pulled.append(buffer)
     return pulled
 
 
 def in_order(
-    table: BufferTable, following: Sequence[Buffer], pulled: Sequence[Buffer]
+    table: BufferTable,
+    following: Sequence[Buffer],
+    fetched: Mapping[ChannelKind, Sequence[Buffer]],
 ) -> Sequence[Buffer]:
     """Puts the buffers that followed and those that were fetched in the message's order.
 
-    Both are as many as ``table`` says; ``decode_table`` and ``pull_buffers`` see to that.
+    There are as many of each kind as ``table`` says.
     """
     if not table.entries:
         return following
-    rest, fetched = iter(following), iter(pulled)
-    return [next(fetched) if entry.kind == CMA else next(rest) for entry in table.entries]
+    rest = iter(following)
+    sources = {kind: iter(buffers) for kind, buffers in fetched.items()}
+    return [next(sources.get(entry.kind, rest)) for entry in table.entries]

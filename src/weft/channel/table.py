@@ -2,11 +2,21 @@
 
 Layout, little-endian, once ``token u64 | count u32``, then for every buffer in order::
 
-    kind u8 | length u64 | address u64
+    kind u8 | length u64 | place u64 | tag u64
 
-The address is 0 but for ``CMA``. When no buffer is pulled the table is empty: the frame lists
-the lengths of the buffers that follow it already, and most messages thus carry no table at all.
-With the token the receiver says that it has pulled everything, and the sender lets go of it.
+What place and tag mean is up to the kind; both are 0 for buffers that follow the message:
+
+======= ============================= =========================================================
+kind    place                         tag
+======= ============================= =========================================================
+cma     address at the sender         0
+shm     offset in the sender's memory what to write where once the last user is gone
+striped for the sender to choose      for the sender to choose
+======= ============================= =========================================================
+
+When every buffer follows, the table is empty: the frame lists their lengths already, and most
+messages thus carry no table at all. The token names the message wherever its buffers are spoken
+of: the receiver says with it that it has pulled them, or that it could not.
 """
 
 from __future__ import annotations
@@ -19,7 +29,7 @@ from typing import NamedTuple
 from weft.errors import ProtocolError
 
 _HEAD = struct.Struct("<QI")
-_ENTRY = struct.Struct("<BQQ")
+_ENTRY = struct.Struct("<BQQQ")
 
 
 class ChannelKind(enum.IntEnum):
@@ -28,18 +38,26 @@ class ChannelKind(enum.IntEnum):
     INLINE = 0
     STREAM = 1
     CMA = 2
+    SHM = 3
+    STRIPED = 4
 
 
 CMA = ChannelKind.CMA
+SHM = ChannelKind.SHM
+STRIPED = ChannelKind.STRIPED
+FETCHED = frozenset({CMA, SHM, STRIPED})
+"""The ways of buffers that do not follow the message; the receiver has to fetch them."""
+
 _KINDS = tuple(ChannelKind)
 
 
 class BufferEntry(NamedTuple):
-    """One buffer: which way it comes, its size, and for ``CMA`` its address at the sender."""
+    """One buffer: which way it comes, its size, and where to find it."""
 
     kind: ChannelKind
     size_bytes: int
-    address: int = 0
+    place: int = 0
+    tag: int = 0
 
 
 class BufferTable(NamedTuple):
@@ -48,13 +66,17 @@ class BufferTable(NamedTuple):
     token: int
     entries: tuple[BufferEntry, ...]
 
+    def of_kind(self, kind: ChannelKind) -> list[BufferEntry]:
+        """Returns the buffers that come one way, in order."""
+        return [entry for entry in self.entries if entry.kind == kind]
+
 
 EMPTY_TABLE = BufferTable(0, ())
 
 
 def encode_table(token: int, entries: Sequence[BufferEntry]) -> bytes:
-    """Returns the table as bytes; empty if no buffer is pulled."""
-    if not any(entry.kind == CMA for entry in entries):
+    """Returns the table as bytes; empty if every buffer follows."""
+    if not any(entry.kind in FETCHED for entry in entries):
         return b""
     return _HEAD.pack(token, len(entries)) + b"".join([_ENTRY.pack(*entry) for entry in entries])
 
@@ -86,14 +108,18 @@ def decode_table(
     return BufferTable(token, entries)
 
 
-def _entry(kind: int, size_bytes: int, address: int) -> BufferEntry:
+def _entry(kind: int, size_bytes: int, place: int, tag: int) -> BufferEntry:
     if kind >= len(_KINDS):
         raise ProtocolError(f"a buffer comes by channel {kind}, which this version does not have")
-    if (kind == CMA) != (address != 0):
-        raise ProtocolError(f"a buffer that comes by {_KINDS[kind].name} has address {address:#x}")
-    if kind == CMA and not size_bytes:
-        raise ProtocolError("an empty buffer is to be pulled")
-    return BufferEntry(_KINDS[kind], size_bytes, address)
+    entry = BufferEntry(_KINDS[kind], size_bytes, place, tag)
+    if entry.kind not in FETCHED:
+        if place or tag:
+            raise ProtocolError(f"a buffer that follows as {entry.kind.name} is at {place:#x}")
+    elif not size_bytes:
+        raise ProtocolError(f"an empty buffer is to be fetched by {entry.kind.name}")
+    elif entry.kind == CMA and not place:
+        raise ProtocolError("a buffer that comes by CMA has no address")
+    return entry
 
 
 def _check_sizes(
@@ -102,11 +128,11 @@ def _check_sizes(
     total = sum(entry.size_bytes for entry in entries)
     if total > limit_bytes:
         raise ProtocolError(f"a message announces {total} bytes; the limit is {limit_bytes}")
-    expected = [entry.size_bytes for entry in entries if entry.kind != CMA]
+    expected = [entry.size_bytes for entry in entries if entry.kind not in FETCHED]
     if expected != list(following_bytes):
         raise ProtocolError(
             f"a buffer table announces {len(expected)} buffers of {sum(expected)} bytes behind "
             f"the message; {len(following_bytes)} of {sum(following_bytes)} bytes came"
         )
     if len(expected) == len(entries):
-        raise ProtocolError("a buffer table lists no buffer to pull; it should have been empty")
+        raise ProtocolError("a buffer table lists no buffer to fetch; it should have been empty")

@@ -1,98 +1,99 @@
-"""The backward pass across workers: discover what is live, run, end.
+"""The backward pass across workers: gradients go ahead, discovery only where they get stuck.
 
 The problem: a worker must run a node of its graph only when all gradients of that node are
 there, but it cannot know by itself which of the messages it sent will be answered with
-gradients: the receiver may not have used them. So the worker that called backward, the driver,
-has the live messages found first, and then says RUN; from there on gradients flow without it.
+gradients: the receiver may not have used them. The obvious way, to find that out first, costs a
+round trip to every worker on the way, before anything runs. So a worker runs what is complete
+whichever of its messages are used, and says with the gradients what it did; the worker that
+called backward, the driver, adds that up. Only if gradients stop moving before all have run does
+it ask, and in the end tell, what is live.
 
-Rules of the file: a ``Driver`` and the ``Participant`` on its own worker talk through messages
-like any others. Events go in by method, actions come out as a list and are carried out in
+Rules of the file: events go in by method, actions come out as a list and are carried out in
 order. Messages may come late, twice, and in any order: an event that a state does not expect is
-without effect, except what a sound peer cannot have sent. A machine that has ended stays ended.
-Machines are not thread-safe.
+without effect. A machine that has ended stays ended. Machines are not thread-safe.
 
 Guarantees, assumptions and flows: ``docs/protocols/autograd.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from weft.errors import AutogradError
+from weft.ids import worker_of
 
-Frontier = Mapping[int, Sequence[int]]
-"""Messages that were reached at their receiver, by the worker that sent them."""
+ROOTS = 0
+"""Stands for the roots where the number of a message is expected; no message has it."""
 
-
-class PassKey(NamedTuple):
-    """Names a backward pass; ``pass_id`` alone is unique in the group (``weft.ids.scoped_id``)."""
-
-    context_id: int
-    pass_id: int
-
-
-# What is sent. Every message of a pass names it.
+CONNECTION = "its connection"
+"""The operation in which a worker that was lost has failed."""
 
 
 @dataclass(slots=True)
-class Discover:
-    """Asks a worker to walk from messages that it sent."""
+class Progress:
+    """What has become of messages, by their numbers, on its way to the driver.
 
-    key: PassKey
-    round: int
-    message_ids: tuple[int, ...]
+    Attributes:
+        walked: Live messages whose senders have walked from them; what they were the first to
+            reach is in the same object, under ``answered`` or ``reached``.
+        executed: Live messages whose gradients have run as far as they lead.
+        answered: Messages that were reached, and whose gradients have been sent.
+        reached: Messages that were reached, and whose gradients are not complete.
+    """
+
+    walked: list[int] = field(default_factory=list)
+    executed: list[int] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+
+    def add(self, other: Progress) -> None:
+        """Takes what another object says as well."""
+        self.walked += other.walked
+        self.executed += other.executed
+        self.answered += other.answered
+        self.reached += other.reached
+
+    def __bool__(self) -> bool:
+        return bool(self.walked or self.executed or self.answered or self.reached)
 
 
-@dataclass(slots=True)
-class Reached:
-    """Answers ``Discover`` of the same round with what the walk reached for the first time."""
-
-    key: PassKey
-    round: int
-    frontier: dict[int, tuple[int, ...]]
-
-
-@dataclass(slots=True)
-class Run:
-    """Tells a worker that it knows all its live sends; ``fast``: that all are live."""
-
-    key: PassKey
-    fast: bool
-    retain_graph: bool
-
-
-@dataclass(slots=True)
-class Started:
-    """Answers a fast ``Run`` with the workers that this one knows in the context."""
-
-    key: PassKey
-    known_workers: tuple[int, ...]
+# What is sent.
 
 
 @dataclass(slots=True)
 class Gradients:
     """Carries the gradients of a received message to its sender; opaque to the protocol."""
 
-    key: PassKey
     message_id: int
-    gradients: object
+    gradients: Sequence[Any]
+    progress: Progress | None = None
 
 
 @dataclass(slots=True)
-class Done:
-    """Tells the driver that all live sends of a worker have run."""
+class Discover:
+    """Tells a worker that messages which it sent are live."""
 
-    key: PassKey
+    message_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Settled:
+    """Tells a worker that it knows all its live messages."""
+
+
+@dataclass(slots=True)
+class Report:
+    """Carries progress that no gradients take along."""
+
+    progress: Progress
 
 
 @dataclass(slots=True)
 class Failed:
     """Tells the driver that the pass cannot go on, and where and why."""
 
-    key: PassKey
     worker: int
     operation: str
     error: object
@@ -102,58 +103,41 @@ class Failed:
 class Abort:
     """Tells a participant to drop the pass."""
 
-    key: PassKey
 
-
-Message = Discover | Reached | Run | Started | Gradients | Done | Failed | Abort
+Message = Gradients | Discover | Settled | Report | Failed | Abort
 
 
 # What a shell is asked to do.
 
 
-@dataclass(slots=True)
-class Send:
+class Send(NamedTuple):
     """Send ``message`` to ``to_worker``, which may be this worker itself."""
 
     to_worker: int
     message: Message
 
 
-@dataclass(slots=True)
-class Walk:
-    """Walk from these sends, then call ``Participant.walked`` with what was reached."""
+class Apply(NamedTuple):
+    """Have the pass on this worker take gradients, or news of what is live."""
 
-    round: int
-    message_ids: tuple[int, ...]
+    message: Gradients | Discover | Settled
 
 
-@dataclass(slots=True)
-class Start:
-    """Start running, then call ``Participant.executed``."""
+class Tell(NamedTuple):
+    """Give progress to the driver, which is on this worker."""
 
-    fast: bool
-    retain_graph: bool
+    progress: Progress
 
 
-@dataclass(slots=True)
-class Execute:
-    """Take the gradients of these messages, run what is ready, call ``Participant.executed``."""
-
-    arrived: list[tuple[int, object]]
+class Close(NamedTuple):
+    """The pass is over on this worker: let go of its memory."""
 
 
-@dataclass(slots=True)
-class Close:
-    """The pass is over on this worker: let go of its memory, remember its number as ended."""
-
-
-@dataclass(slots=True)
-class Complete:
+class Complete(NamedTuple):
     """The pass is over everywhere: wake the caller of backward."""
 
 
-@dataclass(slots=True)
-class Fail:
+class Fail(NamedTuple):
     """The pass has failed: raise ``failure_error`` in the caller of backward."""
 
     worker: int
@@ -161,7 +145,7 @@ class Fail:
     error: object
 
 
-Action = Send | Walk | Start | Execute | Close | Complete | Fail
+Action = Send | Apply | Tell | Close | Complete | Fail
 
 
 def failure_error(fail: Fail, worker_name: str) -> AutogradError:
@@ -176,275 +160,221 @@ def failure_error(fail: Fail, worker_name: str) -> AutogradError:
     return error
 
 
-@dataclass(slots=True)
-class _Peer:
-    """What the driver knows of one participant."""
+_WALKED, _EXECUTED, _ANNOUNCED, _REACHED = 1, 2, 4, 8
+"""What the driver knows of a message. It is *announced* once its sender was sent its gradients or
+a ``Discover``; whoever is sent its gradients is not told before that it was reached."""
 
-    unasked: list[int] = field(default_factory=list)
-    open_round: int | None = None
-    is_started: bool = False
-    is_done: bool = False
+_IS_OPEN, _IS_UNWALKED, _IS_UNANNOUNCED = range(3)
+
+
+def _kinds_of(marks: int) -> tuple[int, int, int]:
+    """Returns of which kinds a message is that has these marks."""
+    is_walked, is_announced = bool(marks & _WALKED), bool(marks & _ANNOUNCED)
+    is_done = is_walked and bool(marks & _EXECUTED)
+    is_known = is_announced or bool(marks & _REACHED)
+    is_unannounced = is_known and not is_announced and not is_walked
+    is_unwalked = is_announced and not is_walked
+    return int(is_known and not is_done), int(is_unwalked), int(is_unannounced)
+
+
+_KINDS = [_kinds_of(marks) for marks in range(16)]
 
 
 class Driver:
     """Leads one pass, on the worker that called backward.
 
     Args:
-        key: Names the pass.
         worker: This worker, which takes part too.
-        retain_graph: Whether graphs must survive for another pass.
     """
 
-    def __init__(self, key: PassKey, worker: int, retain_graph: bool = False) -> None:
-        self.key = key
+    __slots__ = ("_counts", "_is_settled", "_marks", "_told", "is_over", "worker")
+
+    def __init__(self, worker: int) -> None:
         self.worker = worker
-        self._retain_graph = retain_graph
-        self._is_fast = False
-        self._is_running = False
-        self._is_over = False
-        self._round = 0
-        self._asked: set[int] = set()
-        self._peers: dict[int, _Peer] = {worker: _Peer()}
-        self._handlers: dict[type, Callable[[int, Any], list[Action]]] = {
-            Reached: self._reached,
-            Started: self._started,
-            Done: self._done,
-            Failed: self._failed,
+        self.is_over = False
+        self._marks = {ROOTS: _ANNOUNCED}
+        self._counts = list(_KINDS[_ANNOUNCED])
+        self._told: set[int] = set()
+        self._is_settled = False
+
+    def progressed(self, progress: Progress) -> list[Action]:
+        """Takes progress of any workers."""
+        if self.is_over:
+            return []
+        self._mark(progress.walked, _WALKED)
+        self._mark(progress.executed, _EXECUTED)
+        self._mark(progress.answered, _ANNOUNCED)
+        self._mark(progress.reached, _REACHED)
+        open_count, unwalked_count, unannounced_count = self._counts
+        if not open_count:
+            self.is_over = True
+            return [Complete()]
+        if unwalked_count:
+            return []  # Something is on its way.
+        return self._discover() if unannounced_count else self._settle()
+
+    def _mark(self, message_ids: Iterable[int], mark: int) -> None:
+        marks, counts = self._marks, self._counts
+        for message_id in message_ids:
+            old = marks.get(message_id, 0)
+            new = marks[message_id] = old | mark
+            if new != old:
+                before, after = _KINDS[old], _KINDS[new]
+                counts[0] += after[0] - before[0]
+                counts[1] += after[1] - before[1]
+                counts[2] += after[2] - before[2]
+
+    def _of_kind(self, kind: int) -> list[int]:
+        return sorted(number for number, marks in self._marks.items() if _KINDS[marks][kind])
+
+    def _discover(self) -> list[Action]:
+        by_sender: dict[int, list[int]] = {}
+        for message_id in self._of_kind(_IS_UNANNOUNCED):
+            by_sender.setdefault(worker_of(message_id), []).append(message_id)
+        for message_ids in by_sender.values():
+            self._mark(message_ids, _ANNOUNCED)
+        self._told.update(by_sender)
+        return [Send(worker, Discover(tuple(ids))) for worker, ids in by_sender.items()]
+
+    def _settle(self) -> list[Action]:
+        # All that was reached has been walked: no message becomes live any more.
+        if self._is_settled:
+            return []
+        self._is_settled = True
+        waiting = self._awaited_workers()
+        self._told.update(waiting)
+        return [Send(worker, Settled()) for worker in sorted(waiting)]
+
+    def _awaited_workers(self) -> set[int]:
+        return {
+            self.worker if message_id == ROOTS else worker_of(message_id)
+            for message_id in self._of_kind(_IS_OPEN)
         }
 
-    @property
-    def participants(self) -> list[int]:
-        """The workers that take part as far as is known; the loss of one of them ends the pass."""
-        return list(self._peers)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether ``Complete`` or ``Fail`` has been returned."""
-        return self._is_over
-
-    def start(self, frontier: Frontier) -> list[Action]:
-        """Starts a pass with what the walk from the roots reached."""
-        return self._ask(frontier)
-
-    def start_fast(self, known_workers: Iterable[int]) -> list[Action]:
-        """Starts a pass without discovery at the workers known to the context here."""
-        self._is_fast = self._is_running = True
-        return self._run([self.worker, *known_workers])
-
-    def receive(self, source: int, message: Message) -> list[Action]:
-        """Takes a message that is for the driver of the pass."""
-        handle = self._handlers.get(type(message))
-        if handle is None or self._is_over or source not in self._peers:
-            return []
-        return handle(source, message)
+    def failed(self, message: Failed) -> list[Action]:
+        """Takes the failure of any worker."""
+        return self._fail(Fail(message.worker, message.operation, message.error))
 
     def worker_lost(self, worker: int, error: object) -> list[Action]:
-        """Ends the pass if a worker that takes part can no longer be reached."""
-        if self._is_over or worker not in self._peers:
-            return []
-        del self._peers[worker]
-        return self._fail(worker, "its connection", error)
+        """Ends the pass if it waits for a worker that can no longer be reached."""
+        is_awaited = not self.is_over and worker in self._awaited_workers()
+        return self._fail(Fail(worker, CONNECTION, error)) if is_awaited else []
 
     def cancel(self, error: object) -> list[Action]:
         """Ends the pass because its caller gives it up."""
-        return [] if self._is_over else self._fail(self.worker, "waiting for the pass", error)
+        return self._fail(Fail(self.worker, "waiting for the pass", error))
 
-    def _ask(self, frontier: Frontier) -> list[Action]:
-        for worker, message_ids in frontier.items():
-            new = [message_id for message_id in message_ids if message_id not in self._asked]
-            self._asked.update(new)
-            self._peers.setdefault(worker, _Peer()).unasked += new
-        actions: list[Action] = []
-        for worker, peer in self._peers.items():
-            # While a question is open the next one grows: fewer, larger messages.
-            if peer.unasked and peer.open_round is None:
-                actions.append(Send(worker, self._question(peer)))
-        if all(peer.open_round is None for peer in self._peers.values()):
-            self._is_running = True
-            return self._run(self._peers)
-        return actions
-
-    def _question(self, peer: _Peer) -> Discover:
-        self._round += 1
-        peer.open_round = self._round
-        message_ids, peer.unasked = tuple(peer.unasked), []
-        return Discover(self.key, self._round, message_ids)
-
-    def _run(self, workers: Iterable[int]) -> list[Action]:
-        told: dict[int, Action] = {}
-        for worker in workers:
-            self._peers.setdefault(worker, _Peer())
-            told[worker] = Send(worker, Run(self.key, self._is_fast, self._retain_graph))
-        return list(told.values())
-
-    def _reached(self, source: int, message: Reached) -> list[Action]:
-        peer = self._peers[source]
-        if peer.open_round != message.round:
+    def _fail(self, fail: Fail) -> list[Action]:
+        if self.is_over:
             return []
-        peer.open_round = None
-        return self._ask(message.frontier)
-
-    def _started(self, source: int, message: Started) -> list[Action]:
-        peer = self._peers[source]
-        if not self._is_fast or peer.is_started:
-            return []
-        peer.is_started = True
-        new = [worker for worker in message.known_workers if worker not in self._peers]
-        return self._run(new) + self._completed()
-
-    def _done(self, source: int, _: Done) -> list[Action]:
-        self._peers[source].is_done = True
-        return self._completed()
-
-    def _completed(self) -> list[Action]:
-        peers = self._peers.values()
-        if not self._is_running or not all(peer.is_done for peer in peers):
-            return []
-        if self._is_fast and not all(peer.is_started for peer in peers):
-            return []
-        self._is_over = True
-        return [Complete()]
-
-    def _failed(self, _: int, message: Failed) -> list[Action]:
-        return self._fail(message.worker, message.operation, message.error)
-
-    def _fail(self, worker: int, operation: str, error: object) -> list[Action]:
-        self._is_over = True
-        aborts: list[Action] = [Send(peer, Abort(self.key)) for peer in self._peers]
-        return [*aborts, Fail(worker, operation, error)]
-
-
-class Phase(Enum):
-    """Where a participant is in a pass."""
-
-    DISCOVERING = auto()
-    RUNNING = auto()
-    DONE = auto()
-    ABORTED = auto()
-
-
-_OVER = (Phase.DONE, Phase.ABORTED)
+        self.is_over = True
+        # Participants, among them that of this worker, pass it on to all with whom they have to do.
+        told = sorted(self._told | {self.worker})
+        return [*(Send(worker, Abort()) for worker in told), fail]
 
 
 class Participant:
     """Takes part in one pass, on any worker; made by the first message of a pass that comes.
 
+    Progress of this worker and of others goes along with gradients that are sent anyway, rather
+    to the driver than elsewhere. Where none are sent it goes to the *parent*: the worker from
+    which the first message of the pass came. So the driver hears only from workers that it sent
+    something itself, unless the pass fails.
+
     Args:
-        key: Names the pass.
         worker: This worker.
-        driver: The worker that called backward, ``weft.ids.worker_of(key.pass_id)``.
-        known_workers: Those that this worker knows in the context, for a fast pass.
+        driver: The worker that called backward.
     """
 
-    def __init__(
-        self, key: PassKey, worker: int, driver: int, known_workers: Iterable[int] = ()
-    ) -> None:
-        self.key = key
+    __slots__ = ("_carried", "_parent", "_partners", "_taken", "driver", "is_over", "worker")
+
+    def __init__(self, worker: int, driver: int) -> None:
         self.worker = worker
         self.driver = driver
-        self._known_workers = tuple(known_workers)
-        self._phase = Phase.DISCOVERING
-        self._walking: set[int] = set()
-        self._answers: dict[int, Reached] = {}
-        self._seen: set[int] = set()
-        self._early: list[tuple[int, object]] = []
-        self._handlers: dict[type, Callable[[Any], list[Action]]] = {
-            Discover: self._discover,
-            Run: self._run,
-            Gradients: self._gradients,
-            Abort: self._abort,
-        }
-
-    @property
-    def phase(self) -> Phase:
-        """Where the pass is here."""
-        return self._phase
+        self.is_over = False
+        self._parent: int | None = worker if worker == driver else None
+        self._partners: set[int] = set()
+        self._taken: set[int] = set()
+        self._carried: Progress | None = None
 
     def receive(self, source: int, message: Message) -> list[Action]:
-        """Takes a message that is for a participant of the pass."""
-        handle = self._handlers.get(type(message))
-        if handle is None or self._phase in _OVER:
+        """Takes a message that is for a participant; ``worked`` must follow, for one or several."""
+        if self.is_over:
             return []
-        if source != self.driver and not isinstance(message, Gradients):
-            return []
-        return handle(message)
+        if isinstance(message, Abort):
+            return self._abort()
+        if self._parent is None:
+            self._parent = source
+        self._partners.add(source)
+        if isinstance(message, Gradients):
+            if message.message_id in self._taken:
+                return []
+            self._taken.add(message.message_id)
+            self._carry(message.progress)
+            return [Apply(message)]
+        if isinstance(message, Report):
+            self._carry(message.progress)
+        elif isinstance(message, (Discover, Settled)) and source == self.driver:
+            return [Apply(message)]
+        return []
 
-    def walked(self, round: int, frontier: Frontier) -> list[Action]:
-        """Takes what the walk reached that ``Walk`` asked for."""
-        if self._phase in _OVER or round not in self._walking:
-            return []
-        self._walking.remove(round)
-        reached = {worker: tuple(ids) for worker, ids in frontier.items()}
-        self._answers[round] = Reached(self.key, round, reached)
-        return [Send(self.driver, self._answers[round])]
+    def _carry(self, progress: Progress | None) -> None:
+        if self._carried is None:
+            self._carried = progress
+        elif progress is not None:
+            self._carried.add(progress)
 
-    def executed(self, outgoing: Iterable[tuple[int, int, object]], is_done: bool) -> list[Action]:
-        """Takes the outcome of ``Start`` or ``Execute``.
+    def worked(
+        self, outgoing: Iterable[tuple[int, int, Sequence[Any]]], progress: Progress
+    ) -> list[Action]:
+        """Takes what this worker did with all that it received since the last time.
 
         Args:
             outgoing: Gradients to send: to which worker, of which message, and what.
-            is_done: Whether all live sends of this worker have run.
+            progress: What has become of messages by that.
         """
-        if self._phase not in (Phase.RUNNING, Phase.DONE):
+        if self.is_over:
             return []
-        # Also when done: another thread may have seen that nothing is left and said so first.
-        actions: list[Action] = [
-            Send(worker, Gradients(self.key, message_id, gradients))
-            for worker, message_id, gradients in outgoing
-        ]
-        if is_done and self._phase is Phase.RUNNING:
-            actions.append(Send(self.driver, Done(self.key)))
-            actions += self._end(Phase.DONE)
-        return actions
+        if self._carried is not None:
+            progress.add(self._carried)
+            self._carried = None
+        sends = [Send(worker, Gradients(number, what)) for worker, number, what in outgoing]
+        for send in sends:
+            self._partners.add(send.to_worker)
+        if not progress:
+            return [*sends]
+        if self.worker == self.driver:
+            return [*sends, Tell(progress)]
+        return self._with_progress(sends, progress)
+
+    def _with_progress(self, sends: list[Send], progress: Progress) -> list[Action]:
+        """Has the last gradients to the driver, or to anybody, take progress along."""
+        if not sends:
+            assert self._parent is not None
+            return [Send(self._parent, Report(progress))]
+        to_driver = [send for send in sends if send.to_worker == self.driver]
+        message = (to_driver or sends)[-1].message
+        assert isinstance(message, Gradients)
+        message.progress = progress
+        return [*sends]
 
     def failed(self, operation: str, error: object) -> list[Action]:
-        """Takes an error of ``Walk``, ``Start`` or ``Execute``, or of sending something."""
-        # Also when done: what failed may be the sending of the last gradients.
-        if self._phase is Phase.ABORTED:
-            return []
-        message = Failed(self.key, self.worker, operation, error)
-        return [Send(self.driver, message), *self._end(Phase.ABORTED)]
+        """Takes an error of this worker's work, or of sending something."""
+        return self._fail(Failed(self.worker, operation, error))
 
-    def worker_lost(self, worker: int) -> list[Action]:
-        """Drops the pass if its driver is lost; of others the driver hears itself."""
-        return self._end(Phase.ABORTED) if worker == self.driver else []
+    def worker_lost(self, worker: int, error: object) -> list[Action]:
+        """Ends the pass if a lost worker leads it, or exchanged messages of it with this one."""
+        if worker == self.driver:
+            return [] if self.is_over else self._abort()
+        if worker in self._partners:
+            return self._fail(Failed(worker, CONNECTION, error))
+        return []
 
-    def _discover(self, message: Discover) -> list[Action]:
-        if message.round in self._answers:
-            return [Send(self.driver, self._answers[message.round])]
-        if self._phase is not Phase.DISCOVERING or message.round in self._walking:
-            return []
-        self._walking.add(message.round)
-        return [Walk(message.round, message.message_ids)]
+    def _fail(self, failed: Failed) -> list[Action]:
+        return [] if self.is_over else [Send(self.driver, failed), *self._abort()]
 
-    def _run(self, message: Run) -> list[Action]:
-        if self._phase is not Phase.DISCOVERING:
-            return []
-        self._phase = Phase.RUNNING
-        actions: list[Action] = [Start(message.fast, message.retain_graph)]
-        if message.fast:
-            # First, so that workers which only this one knows start as early as can be.
-            actions.insert(0, Send(self.driver, Started(self.key, self._known_workers)))
-        if self._early:
-            actions.append(Execute(self._early))
-            self._early = []
-        return actions
-
-    def _gradients(self, message: Gradients) -> list[Action]:
-        if message.message_id in self._seen:
-            return []
-        self._seen.add(message.message_id)
-        if self._phase is Phase.DISCOVERING:
-            self._early.append((message.message_id, message.gradients))
-            return []
-        return [Execute([(message.message_id, message.gradients)])]
-
-    def _abort(self, _: Abort) -> list[Action]:
-        return self._end(Phase.ABORTED)
-
-    def _end(self, phase: Phase) -> list[Action]:
-        if self._phase in _OVER:
-            return []
-        self._phase = phase
-        self._early = []
-        return [Close()]
+    def _abort(self) -> list[Action]:
+        self.is_over = True
+        self._carried = None
+        others = sorted(self._partners - {self.worker, self.driver})
+        return [*(Send(worker, Abort()) for worker in others), Close()]

@@ -104,7 +104,7 @@ def _join(name: str, rank: int, world_size: int, store: Any, options: RpcBackend
     serving.install(worker)
     leaving = Leaving(worker)
     current_agent.install(agent)
-    agent.start([worker.references.tick, leaving.tick])
+    agent.start([worker.references.tick, leaving.tick, worker.parcels.tick])
 
 
 def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:

@@ -86,12 +86,18 @@ def _serve(worker: Worker, peer: Peer, frame: Frame) -> None:
             worker.refuse(peer, head.references)
             finish(None, error)
             return
-    worker.agent.reactor.arm_all()
-    if not head.context_id:
-        _run(worker, peer, head, parcel, finish)
-        return
-    with enter(head.context_id):
-        _run(worker, peer, head, parcel, finish)
+    if not head.function or head.function in worker.slow:
+        worker.agent.reactor.arm_all()
+    began_s = time.monotonic()
+    try:
+        if not head.context_id:
+            _run(worker, peer, head, parcel, finish)
+            return
+        with enter(head.context_id):
+            _run(worker, peer, head, parcel, finish)
+    finally:
+        if time.monotonic() - began_s > SLOW_S:
+            _note_slow(worker, head.function)
 
 
 def _refuse(worker: Worker, peer: Peer, frame: Frame) -> None:
@@ -138,8 +144,13 @@ def _serve_compact(worker: Worker, peer: Peer, frame: Frame) -> None:
     finally:
         if context_id:
             set_current_id(0)
-        if time.monotonic() - began_s > SLOW_S and len(worker.slow) < _SLOW_LIMIT:
-            worker.slow.add(name)
+        if time.monotonic() - began_s > SLOW_S:
+            _note_slow(worker, name)
+
+
+def _note_slow(worker: Worker, name: bytes) -> None:
+    if len(worker.slow) < _SLOW_LIMIT:
+        worker.slow.add(name)
 
 
 class _Answer:
@@ -196,6 +207,7 @@ def _run(worker: Worker, peer: Peer, head: CallHead, parcel: Parcel, finish: Fin
         else:
             args, kwargs, function = content
         del content
+        parcel.buffers = ()  # Freed with the arguments, before an answer as large is sent.
         result = function(*args, **kwargs)
         del args, kwargs
     except BaseException as error:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ProtocolError
+from weft.serialize import shared
 from weft.serialize.table import SIMPLE_NDIM, SIZES
 
 NONE, TRUE, FALSE, INTEGER, FLOAT, TEXT, BYTES, TENSOR, GRAD_TENSOR = range(9)
@@ -107,7 +108,7 @@ def _encode(
                     return False
                 differentiable.append(value)
                 value, tag = value.detach(), GRAD_TENSOR
-            if value.__dict__:
+            if value.__dict__ or (shared.ranges and shared.holds(value.data_ptr())):
                 return False
             try:
                 memory = value.numpy().data

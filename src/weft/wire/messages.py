@@ -39,7 +39,6 @@ class Kind(enum.IntEnum):
     RELEASE_CONTEXT = 11
     SHUTDOWN = 12
     VERDICT = 13
-    BACKWARD_ANSWER = 14
 
 
 VALUE_REPLY = 0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.unit.agent.group import Member, group_of
 from weft import knobs
-from weft.agent import parcels
+from weft.agent import pulling
 from weft.agent.parcels import Parcel
 from weft.agent.peers import Peer
 from weft.channel.cma import PullError
@@ -48,7 +48,11 @@ class Received:
 
 @pytest.fixture
 def pair() -> Iterator[list[Member]]:
-    with knobs.CMA_FROM_BYTES.override(100_000), group_of(2) as members:
+    with (
+        knobs.CMA_FROM_BYTES.override(100_000),
+        knobs.SHM_LIMIT_BYTES.override(0),
+        group_of(2) as members,
+    ):
         yield members
 
 
@@ -165,7 +169,7 @@ def test_what_cannot_be_pulled_is_streamed(
     received.next()
     if peer.channels.channel_for(1_000_000) != CMA:
         pytest.skip("this machine does not let processes read each other's memory")
-    monkeypatch.setattr(parcels, "pull_buffers", fails)
+    monkeypatch.setattr(pulling, "pull_buffers", fails)
     tensors = [torch.randn(400_000), torch.arange(5), torch.randn(300_000)]
     send(first, peer, tensors)
     check_arrival(received.next(), tensors)

@@ -59,6 +59,7 @@ class Side:
 
     def close(self) -> None:
         self.listener.close()
+        self.connector.close()
         for link in self.links:
             link.close()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,12 +16,11 @@ from torch import Tensor
 from weft.autograd.contexts import Context, flags_of
 from weft.autograd.failures import operation_of
 from weft.autograd.graph import LocalPass
-from weft.ids import scoped_id
+from weft.errors import AutogradError
 from weft.protocol import backward as protocol
 
 Parameters = dict[tuple[int, str], Tensor]
 OnMessage = Callable[[protocol.Driver, protocol.Message], list[protocol.Action]]
-ToDriver = (protocol.Reached, protocol.Started, protocol.Done, protocol.Failed)
 
 
 class World:
@@ -68,8 +70,11 @@ class Cluster(World):
         self.random = random.Random(seed)
         self.repeats = repeats
         self.contexts = [Context(7, worker) for worker in range(worker_count)]
-        self.pass_count = 0
-        self.gradient_messages = 0
+        self.messages: Counter[type] = Counter()
+
+    def count(self, message: protocol.Message) -> None:
+        """Counts a message of a pass."""
+        self.messages[type(message)] += 1
 
     def send(self, source: int, destination: int, *tensors: Tensor) -> list[Tensor]:
         message_id = self.contexts[source].record_send(tensors, destination)
@@ -90,22 +95,18 @@ class Cluster(World):
         roots: Sequence[Tensor],
         driver: int = 0,
         *,
-        fast: bool = False,
         retain_graph: bool = False,
         on_message: OnMessage | None = None,
     ) -> None:
         """Runs one pass to its end, and raises its error if it has one."""
-        self.pass_count += 1
-        key = protocol.PassKey(7, scoped_id(driver, self.pass_count))
-        one = _Pass(self, key, driver, retain_graph, on_message)
-        one.lead(roots, fast)
+        one = _Pass(self, driver, retain_graph, on_message)
+        one.lead(roots)
         one.deliver_all()
 
 
 @dataclass
 class _Pass:
     cluster: Cluster
-    key: protocol.PassKey
     driver_id: int
     retain_graph: bool
     on_message: OnMessage | None
@@ -114,20 +115,15 @@ class _Pass:
 
     def __post_init__(self) -> None:
         contexts = self.cluster.contexts
-        self.driver = protocol.Driver(self.key, self.driver_id, self.retain_graph)
-        self.locals = [LocalPass(context) for context in contexts]
+        self.driver = protocol.Driver(self.driver_id)
+        self.locals = [LocalPass(context, self.retain_graph) for context in contexts]
         self.participants = [
-            protocol.Participant(self.key, context.worker, self.driver_id, context.known_workers)
-            for context in contexts
+            protocol.Participant(context.worker, self.driver_id) for context in contexts
         ]
 
-    def lead(self, roots: Sequence[Tensor], fast: bool) -> None:
-        frontier = self.locals[self.driver_id].walk_roots(roots)
-        if fast:
-            known = self.cluster.contexts[self.driver_id].known_workers
-            self.carry_out(self.driver_id, self.driver.start_fast(known))
-        else:
-            self.carry_out(self.driver_id, self.driver.start(frontier))
+    def lead(self, roots: Sequence[Tensor]) -> None:
+        self.locals[self.driver_id].start(roots)
+        self.work(self.driver_id)
 
     def deliver_all(self) -> None:
         chance = self.cluster.random
@@ -136,27 +132,30 @@ class _Pass:
             source, destination, message = self.network[place]
             if chance.random() >= self.cluster.repeats:
                 self.network.pop(place)
+                self.cluster.count(message)
             self.deliver(source, destination, message)
+            # A worker may look at what has come only after some more has.
+            if chance.random() < 0.7 or not self.network:
+                for worker in range(len(self.participants)):
+                    self.work(worker)
         assert self.is_complete, "nothing is on the way, and the pass has not ended"
-        ends = (protocol.Phase.DONE, protocol.Phase.ABORTED)
-        for worker in self.driver.participants:
-            assert self.participants[worker].phase in ends
 
     def deliver(self, source: int, destination: int, message: protocol.Message) -> None:
         if self.on_message is not None:
             self.carry_out(self.driver_id, self.on_message(self.driver, message))
-        if isinstance(message, ToDriver):
-            self.carry_out(destination, self.driver.receive(source, message))
+        if isinstance(message, protocol.Failed):
+            self.carry_out(destination, self.driver.failed(message))
         else:
-            actions = self.participants[destination].receive(source, message)
+            # What arrives is no object of the sender.
+            actions = self.participants[destination].receive(source, copy.deepcopy(message))
             self.carry_out(destination, actions)
 
     def carry_out(self, worker: int, actions: Sequence[protocol.Action]) -> None:
         for action in actions:
             if isinstance(action, protocol.Send):
-                is_gradients = isinstance(action.message, protocol.Gradients)
-                self.cluster.gradient_messages += is_gradients
                 self.network.append((worker, action.to_worker, action.message))
+            elif isinstance(action, protocol.Tell):
+                self.carry_out(worker, self.driver.progressed(action.progress))
             elif isinstance(action, protocol.Complete):
                 self.is_complete = True
             elif isinstance(action, protocol.Fail):
@@ -165,23 +164,33 @@ class _Pass:
             elif isinstance(action, protocol.Close):
                 self.locals[worker].close()
             else:
-                self.carry_out(worker, self.run_locally(worker, action))
+                self.guarded(worker, functools.partial(self.apply, worker, action.message))
 
-    def run_locally(self, worker: int, action: protocol.Action) -> list[protocol.Action]:
-        local, participant = self.locals[worker], self.participants[worker]
+    def apply(self, worker: int, message: protocol.Message) -> None:
+        local = self.locals[worker]
+        if isinstance(message, protocol.Gradients):
+            local.arrive(message.message_id, message.gradients)
+        elif isinstance(message, protocol.Discover):
+            local.announce(message.message_ids)
+        else:
+            local.settle()
+
+    def work(self, worker: int) -> None:
+        def run() -> None:
+            outcome = self.locals[worker].work()
+            self.carry_out(worker, self.participants[worker].worked(*outcome))
+
+        if not self.is_complete:
+            self.guarded(worker, run)
+
+    def guarded(self, worker: int, function: Callable[[], None]) -> None:
         try:
-            if isinstance(action, protocol.Walk):
-                return participant.walked(action.round, local.walk_sends(action.message_ids))
-            if isinstance(action, protocol.Start):
-                outgoing = local.run(retain_graph=action.retain_graph, fast=action.fast)
-            else:
-                assert isinstance(action, protocol.Execute)
-                outgoing = []
-                for message_id, gradients in action.arrived:
-                    outgoing += local.gradients_arrived(message_id, gradients)
+            function()
         except Exception as error:
-            return participant.failed(operation_of(error), error)
-        return participant.executed(outgoing, local.is_done)
+            if isinstance(error, AutogradError) and error.worker:
+                raise  # the end of the pass, for its caller
+            actions = self.participants[worker].failed(operation_of(error), error)
+            self.carry_out(worker, actions)
 
 
 def dense(gradient: Tensor) -> Tensor:
@@ -210,11 +219,11 @@ def assert_equal_gradients(
         torch.testing.assert_close(actual[key], gradient, rtol=1e-12, atol=1e-12, msg=f"{key}")
 
 
-def check(program: Program, seed: int = 0, *, fast: bool = False, passes: int = 1) -> Cluster:
+def check(program: Program, seed: int = 0, *, passes: int = 1) -> Cluster:
     """Runs a program on a cluster and checks its gradients against plain autograd."""
     cluster = Cluster(seed=seed)
     roots = list(program(cluster))
     for _ in range(passes):
-        cluster.backward(roots, fast=fast, retain_graph=passes > 1)
+        cluster.backward(roots, retain_graph=passes > 1)
     assert_equal_gradients(cluster.gradients(), expected_gradients(program, passes))
     return cluster

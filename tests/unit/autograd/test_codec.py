@@ -6,43 +6,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.autograd.codec import decode, encode
+from weft.autograd.codec import PassName, decode, decode_head, encode, encode_head
 from weft.errors import ProtocolError
 from weft.protocol.backward import (
     Abort,
     Discover,
-    Done,
     Failed,
     Gradients,
     Message,
-    PassKey,
-    Reached,
-    Run,
-    Started,
+    Progress,
+    Report,
+    Settled,
 )
 from weft.wire.messages import encode_ints
 
 numbers = st.integers(-(2**63), 2**63 - 1)
-keys = st.builds(PassKey, numbers, numbers)
-ids = st.lists(numbers, max_size=3).map(tuple)
+names = st.builds(PassName, numbers, st.just(9), numbers, st.booleans())
+id_lists = st.lists(numbers, max_size=3)
+progresses = st.builds(Progress, id_lists, id_lists, id_lists, id_lists)
 messages: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Discover, keys, numbers, ids),
-    st.builds(Reached, keys, numbers, st.dictionaries(numbers, ids, max_size=3)),
-    st.builds(Run, keys, st.booleans(), st.booleans()),
-    st.builds(Started, keys, ids),
-    st.builds(Done, keys),
-    st.builds(Failed, keys, numbers, st.text(max_size=5), st.binary(max_size=5)),
-    st.builds(Abort, keys),
+    st.builds(Discover, id_lists.map(tuple)),
+    st.builds(Settled),
+    st.builds(Report, progresses),
+    st.builds(Failed, numbers, st.text(max_size=5), st.binary(max_size=5)),
+    st.builds(Abort),
 )
-KEY = PassKey(1, 2)
+NAME = PassName(1, 9, 2, False)
+PROGRESS = Progress([3, 4], [4], [], [5, 6, 7])
 ONE_OF_EACH: list[Message] = [
-    Discover(KEY, 3, (4, 5)),
-    Reached(KEY, 3, {4: (5, 6), 7: ()}),
-    Run(KEY, True, False),
-    Started(KEY, (4, 5)),
-    Done(KEY),
-    Failed(KEY, 3, "matmul über alles", b"\x00error"),
-    Abort(KEY),
+    Discover((4, 5)),
+    Settled(),
+    Report(PROGRESS),
+    Failed(3, "matmul über alles", b"\x00error"),
+    Abort(),
 ]
 
 
@@ -52,27 +48,27 @@ def test_every_message_but_that_with_tensors_is_tried() -> None:
 
 @pytest.mark.parametrize("message", ONE_OF_EACH, ids=lambda message: type(message).__name__)
 def test_a_message_survives(message: Message) -> None:
-    data = encode(message)
-    assert decode(data) == message
-    assert decode(memoryview(data)) == message
-    assert type(decode(data)) is type(message)
+    for name in (NAME, NAME._replace(retain_graph=True)):
+        data = encode(name, message)
+        assert decode(9, name.flags, data) == (name, message)
+        assert decode(9, name.flags, memoryview(data)) == (name, message)
 
 
 @settings(max_examples=50)
-@given(messages)
-def test_any_message_survives(message: Message) -> None:
-    assert decode(encode(message)) == message
+@given(names, messages)
+def test_any_message_survives(name: PassName, message: Message) -> None:
+    assert decode(9, name.flags, encode(name, message)) == (name, message)
 
 
 @pytest.mark.parametrize("message", ONE_OF_EACH, ids=lambda message: type(message).__name__)
 def test_a_message_that_is_cut_is_refused_or_another(message: Message) -> None:
-    data = encode(message)
+    data = encode(NAME, message)
     for size in range(len(data)):
         try:
-            shorter = decode(data[:size])
+            name, shorter = decode(9, 0, data[:size])
         except ProtocolError:
             continue
-        assert encode(shorter) == data[:size], "something was made up"
+        assert encode(name, shorter) == data[:size], "something was made up"
 
 
 @settings(max_examples=80)
@@ -82,7 +78,25 @@ def test_a_message_that_is_cut_is_refused_or_another(message: Message) -> None:
 )
 def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
     try:
-        message = decode(data)
+        _, message = decode(9, 0, data)
     except ProtocolError:
         return
     assert type(message) in typing.get_args(Message)
+
+
+@settings(max_examples=50)
+@given(names, numbers, st.none() | progresses)
+def test_the_head_of_gradients_survives(
+    name: PassName, message_id: int, progress: Progress | None
+) -> None:
+    data = encode_head(name, Gradients(message_id, ["not part of it"], progress))
+    # No progress and none of any kind are the same.
+    expected = Gradients(message_id, (), progress or None)
+    assert decode_head(9, name.flags, data + b"values") == (name, expected, len(data))
+
+
+def test_a_head_of_gradients_that_is_cut_is_refused() -> None:
+    data = encode_head(NAME, Gradients(8, [], PROGRESS))
+    for size in range(len(data)):
+        with pytest.raises(ProtocolError):
+            decode_head(9, 0, data[:size])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -24,22 +21,19 @@ from weft.autograd.contexts import Context
 from weft.autograd.graph import LocalPass
 from weft.errors import AutogradError, ProtocolError
 from weft.protocol import backward as protocol
+from weft.protocol.backward import Progress
 
-every_mode = pytest.mark.parametrize("fast", [False, True], ids=["smart", "fast"])
 
-
-@every_mode
 @pytest.mark.parametrize("program", programs.ALL, ids=lambda program: program.__name__)
-def test_gradients_equal_those_of_a_single_process(program: Program, fast: bool) -> None:
+def test_gradients_equal_those_of_a_single_process(program: Program) -> None:
     for seed in range(3):
-        check(program, seed, fast=fast)
+        check(program, seed)
 
 
-@every_mode
 @pytest.mark.parametrize("start", range(0, 200, 50))
-def test_random_programs_equal_a_single_process(start: int, fast: bool) -> None:
+def test_random_programs_equal_a_single_process(start: int) -> None:
     for seed in range(start, start + 50):
-        check(programs.random_program(seed), seed, fast=fast)
+        check(programs.random_program(seed), seed)
 
 
 @pytest.mark.parametrize("program", programs.ALL, ids=lambda program: program.__name__)
@@ -68,7 +62,7 @@ def test_pass_led_by_any_worker() -> None:
 
 def test_unused_results_cost_no_gradient_message() -> None:
     cluster = check(programs.dead_branches)
-    assert cluster.gradient_messages == 2
+    assert cluster.messages[protocol.Gradients] == 2
 
 
 def test_contexts_on_shared_parameters_do_not_mix() -> None:
@@ -131,24 +125,23 @@ def test_node_hooks_and_module_hooks_before_a_cut_take_effect() -> None:
     check(program)
 
 
-@every_mode
-def test_error_in_a_custom_backward_names_worker_and_operation(fast: bool) -> None:
+def test_error_in_a_custom_backward_names_worker_and_operation() -> None:
     cluster = Cluster()
     received = cluster.send(0, 2, cluster.parameter(0, "x", 3) * 2)[0]
     result = cluster.send(2, 0, Broken.apply(received))[0]
     with pytest.raises(AutogradError, match="no slope here") as caught:
-        cluster.backward([result.sum()], fast=fast)
+        cluster.backward([result.sum()])
     assert (caught.value.worker, caught.value.operation) == ("worker2", "Broken.backward")
     assert isinstance(caught.value.__cause__, ArithmeticError)
 
 
-@pytest.mark.parametrize("kind", [protocol.Discover, protocol.Reached, protocol.Gradients])
+@pytest.mark.parametrize("kind", [protocol.Discover, protocol.Report, protocol.Gradients])
 def test_lost_worker_ends_the_pass(kind: type) -> None:
     def lose(driver: protocol.Driver, message: protocol.Message) -> list[protocol.Action]:
         return driver.worker_lost(1, "end of file") if isinstance(message, kind) else []
 
     cluster = Cluster()
-    roots = programs.nested(cluster)
+    roots = programs.reuse(cluster)
     with pytest.raises(AutogradError, match="end of file") as caught:
         cluster.backward(roots, on_message=lose)
     assert caught.value.worker == "worker1"
@@ -157,92 +150,107 @@ def test_lost_worker_ends_the_pass(kind: type) -> None:
 def test_roots_are_checked() -> None:
     local = LocalPass(Context(1, 0))
     with pytest.raises(AutogradError, match="at least one"):
-        local.walk_roots([])
+        local.start([])
     with pytest.raises(AutogradError, match="does not require grad"):
-        local.walk_roots([torch.ones(())])
+        local.start([torch.ones(())])
     with pytest.raises(AutogradError, match="scalars"):
-        local.walk_roots([torch.ones(3, requires_grad=True)])
+        local.start([torch.ones(3, requires_grad=True)])
     with pytest.raises(AutogradError, match="not a tensor"):
-        local.walk_roots([3.0])  # type: ignore[list-item]
+        local.start([3.0])  # type: ignore[list-item]
+
+
+def test_what_only_dead_sends_share_does_not_wait() -> None:
+    context = Context(1, 0)
+    weight = torch.nn.Parameter(torch.ones(2))
+    used, unused = (context.record_send([weight * factor], 1) for factor in (1, 10))
+    local = LocalPass(context)
+    local.arrive(used, [torch.ones(2)])
+    assert local.work() == ([], Progress(walked=[used], executed=[used]))
+    assert context.get_gradients()[weight].tolist() == [1.0, 1.0]
+    assert context.send(unused) is not None
 
 
 def local_pass_with_two_sends() -> tuple[LocalPass, Context, Tensor, list[int]]:
+    """Returns a pass with two sends that share a node, and reach message 99 of worker 1."""
     context = Context(1, 0)
     weight = torch.nn.Parameter(torch.ones(2))
-    shared = weight * 2
+    (received,) = context.record_receive(99, 1, [torch.ones(2)], [1])
+    shared = weight * received
     message_ids = [context.record_send([shared * factor], 1) for factor in (1, 10)]
-    local = LocalPass(context)
-    local.walk_sends(message_ids)
-    return local, context, weight, message_ids
+    return LocalPass(context), context, weight, message_ids
 
 
 def test_shared_nodes_wait_for_all_their_sends() -> None:
     local, context, weight, (first, second) = local_pass_with_two_sends()
-    local.gradients_arrived(second, [torch.ones(2)])
-    assert local.run() == []
-    assert not local.is_done
+    local.arrive(second, [torch.ones(2)])
+    assert local.work() == ([], Progress(walked=[second], reached=[99]))
     assert context.get_gradients() == {}
-    local.gradients_arrived(first, [torch.ones(2)])
-    assert local.is_done
-    assert context.get_gradients()[weight].tolist() == [22.0, 22.0]
+    local.arrive(first, [torch.ones(2)])
+    outgoing, progress = local.work()
+    assert [(worker, number) for worker, number, _ in outgoing] == [(1, 99)]
+    assert progress == Progress([first], [first, second], answered=[99])
+    assert context.get_gradients()[weight].tolist() == [11.0, 11.0]
+    assert local.work() == ([], Progress())
+
+
+def test_shared_nodes_run_once_it_is_settled_that_a_send_is_dead() -> None:
+    local, context, weight, (_, second) = local_pass_with_two_sends()
+    local.arrive(second, [torch.ones(2)])
+    local.work()
+    local.settle()
+    outgoing, progress = local.work()
+    assert [number for _, number, _ in outgoing] == [99]
+    assert progress == Progress(executed=[second], answered=[99])
+    assert context.get_gradients()[weight].tolist() == [10.0, 10.0]
+
+
+def test_what_only_dead_sends_reach_is_not_answered() -> None:
+    context = Context(1, 0)
+    (needed,) = context.record_receive(98, 1, [torch.ones(2)], [1])
+    (unneeded,) = context.record_receive(99, 1, [torch.ones(2)], [1])
+    live = context.record_send([needed * 2], 1)
+    context.record_send([needed * unneeded], 1)
+    local = LocalPass(context)
+    local.announce([live])
+    assert local.work() == ([], Progress(walked=[live], reached=[98]))
+    local.settle()
+    local.arrive(live, [torch.ones(2)])
+    outgoing, progress = local.work()
+    assert [number for _, number, _ in outgoing] == [98]
+    assert progress == Progress(executed=[live], answered=[98])
+
+
+def test_news_of_what_has_run_is_without_effect() -> None:
+    local, _, _, message_ids = local_pass_with_two_sends()
+    for message_id in message_ids:
+        local.arrive(message_id, [torch.ones(2)])
+    local.work()
+    local.announce(message_ids)
+    local.settle()
+    assert local.work() == ([], Progress())
 
 
 def test_gradients_that_are_not_due_are_refused() -> None:
-    local, context, _, (first, second) = local_pass_with_two_sends()
-    local.run()
+    local, _, _, (first, _) = local_pass_with_two_sends()
     with pytest.raises(ProtocolError, match="1 tensors"):
-        local.gradients_arrived(first, [])
-    misshapen = LocalPass(context)
-    misshapen.walk_sends([first])
-    misshapen.run()
+        local.arrive(first, [])
     with pytest.raises(ProtocolError, match="shape"):
-        misshapen.gradients_arrived(first, [torch.ones(1)])
-    other = LocalPass(context)
-    other.run()
+        local.arrive(first, [torch.ones(1)])
+    local.arrive(first, [torch.ones(2)])
     with pytest.raises(ProtocolError, match="without being due"):
-        other.gradients_arrived(second, [torch.ones(2)])
+        local.arrive(first, [torch.ones(2)])
     with pytest.raises(ProtocolError, match="not among those sent"):
-        other.walk_sends([12345])
+        local.announce([12345])
 
 
 def test_a_closed_pass_runs_nothing() -> None:
     local, context, _, (first, second) = local_pass_with_two_sends()
-    local.run()
+    local.arrive(first, [torch.ones(2)])
     local.close()
-    for message_id in (first, second):
-        assert local.gradients_arrived(message_id, [torch.ones(2)]) == []
+    assert local.work() == ([], Progress())
+    with pytest.raises(ProtocolError, match="not among those sent"):
+        local.arrive(second, [torch.ones(2)])
     assert context.get_gradients() == {}
-
-
-def test_gradients_that_arrive_while_another_thread_runs_are_left_to_it() -> None:
-    context = Context(1, 0)
-    is_inside, may_go_on = threading.Event(), threading.Event()
-
-    def wait(gradient: Tensor) -> None:
-        is_inside.set()
-        assert may_go_on.wait(20)
-
-    received = context.record_receive(99, 1, [torch.ones(2), torch.ones(2)], [1, 0])[0]
-    slow = received * 2
-    slow.register_hook(wait)
-    quick = torch.nn.Parameter(torch.ones(2))
-    ids = [context.record_send([slow], 1), context.record_send([quick * 3], 1)]
-    local = LocalPass(context)
-    local.walk_sends(ids)
-    local.run()
-    outgoing: list[object] = []
-    thread = threading.Thread(
-        target=lambda: outgoing.extend(local.gradients_arrived(ids[0], [torch.ones(2)]))
-    )
-    thread.start()
-    assert is_inside.wait(20)
-    assert local.gradients_arrived(ids[1], [torch.ones(2)]) == []
-    assert not local.is_done
-    may_go_on.set()
-    thread.join(20)
-    assert local.is_done
-    assert len(outgoing) == 1
-    assert context.get_gradients()[quick].tolist() == [3.0, 3.0]
 
 
 def test_another_torch_without_the_inner_engine_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,20 +258,18 @@ def test_another_torch_without_the_inner_engine_call(monkeypatch: pytest.MonkeyP
     check(programs.hooked_decoder)
 
 
-def test_fast_answers_messages_that_arrive_during_the_pass() -> None:
-    context = Context(7, 0)
-    local = LocalPass(context)
-    late: list[Any] = []
-    assert local.run(fast=True, answer_late=late.append) == []
-    context.record_receive(99, 1, [torch.ones(2), torch.ones(2)], [1, 1])
-    assert late == [(1, 99, [None, None])]
+def test_messages_of_a_straight_program() -> None:
+    cluster = Cluster(repeats=0)
+    cluster.backward(programs.chain(cluster))
+    assert cluster.messages == {protocol.Gradients: 8}
 
 
-def test_fast_passes_over_answers_to_messages_sent_during_the_pass() -> None:
-    context = Context(7, 0)
-    local = LocalPass(context)
-    local.run(fast=True)
-    message_id = context.record_send([torch.ones(2, requires_grad=True)], 1)
-    assert local.gradients_arrived(message_id, [None]) == []
-    with pytest.raises(ProtocolError, match="without being due"):
-        local.gradients_arrived(message_id, [torch.ones(2)])
+def test_messages_of_calls_within_calls() -> None:
+    cluster = Cluster(repeats=0)
+    value = cluster.parameter(0, "x", 3) * 1
+    there = cluster.send(0, 1, value)[0]
+    further = cluster.send(1, 2, there * 2)[0]
+    back = cluster.send(2, 1, further * cluster.parameter(2, "w", 3))[0]
+    result = cluster.send(1, 0, back.exp())[0]
+    cluster.backward([result.sum()])
+    assert cluster.messages == {protocol.Gradients: 4}

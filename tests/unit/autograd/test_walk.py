@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.autograd.contexts import Context
-from weft.autograd.walk import LiveGraph, Partition
+from weft.autograd.walk import Partition, SentGraph
 
 
 def edges(*tensors: Tensor) -> tuple[GradientEdge, ...]:
@@ -23,7 +23,7 @@ def received(context: Context, message_id: int) -> Tensor:
 def test_a_receive_is_reported_by_the_first_walk_that_reaches_it() -> None:
     context = Context(1, 0)
     first, second = received(context, 11), received(context, 12)
-    graph = LiveGraph(context.receive_of)
+    graph = SentGraph(context.receive_of)
     _, reached = graph.add(edges(first * 2))
     assert [record.message_id for record in reached] == [11]
     _, reached = graph.add(edges(first + second))
@@ -34,7 +34,7 @@ def test_sends_hang_together_through_nodes_and_placeholders_but_not_leaves() -> 
     context = Context(1, 0)
     weight, value = torch.ones(2, requires_grad=True), received(context, 11)
     shared = weight.exp()
-    graph = LiveGraph(context.receive_of)
+    graph = SentGraph(context.receive_of)
     for tensor in (shared * 2, weight * 3, shared * 4, value * weight, value * 5, weight):
         graph.add(edges(tensor))
     components = graph.components()
@@ -45,7 +45,7 @@ def test_sends_hang_together_through_nodes_and_placeholders_but_not_leaves() -> 
 def test_a_leaf_with_hooks_holds_sends_together() -> None:
     weight = torch.ones(2, requires_grad=True)
     weight.register_hook(lambda gradient: gradient)
-    graph = LiveGraph({})
+    graph = SentGraph({})
     for factor in (2, 3):
         graph.add(edges(weight * factor))
     assert [reached.members for reached in graph.components()] == [[0, 1]]
@@ -57,7 +57,7 @@ def test_signatures_are_the_sends_that_reach_a_node() -> None:
     shared = weight * value
     first, second = shared.exp(), shared.sin()
     seeds = [(1, edges(first)), (2, edges(second, shared))]
-    graph = LiveGraph(context.receive_of)
+    graph = SentGraph(context.receive_of)
     for _, seed in seeds:
         graph.add(seed)
     (reached,) = graph.components()

@@ -10,12 +10,13 @@ import pytest
 
 from tests.unit.channel.processes import dead_pid
 from weft import knobs
-from weft.channel.choice import Capabilities, Channels, choose, describe
+from weft.channel.capabilities import Capabilities
+from weft.channel.choice import Channels, choose, describe
 from weft.channel.cma import Nonce, find_obstacle
 from weft.channel.table import ChannelKind
 from weft.errors import ConfigurationError, ProtocolError
 
-INLINE, STREAM, CMA = ChannelKind.INLINE, ChannelKind.STREAM, ChannelKind.CMA
+INLINE, STREAM, CMA, SHM, STRIPED = ChannelKind
 MIB = 1 << 20
 
 _nonce = Nonce()
@@ -34,7 +35,7 @@ def theirs() -> Capabilities:
 
 
 def _receive_obstacle(ours: Capabilities, theirs: Capabilities) -> str:
-    return choose(ours, theirs, "ps")._receive_obstacle
+    return choose(ours, theirs, "ps").verdict()["cma"]
 
 
 def _with_facts(capabilities: Capabilities, **facts: Any) -> Capabilities:
@@ -73,7 +74,7 @@ def test_a_peer_of_the_same_host_and_user_is_pulled_from(
     ours: Capabilities, theirs: Capabilities
 ) -> None:
     channels = choose(ours, theirs, "ps")
-    assert channels.verdict() == {"cma": ""}
+    assert channels.verdict()["cma"] == ""
     assert channels.source_pid() == theirs.facts.pid
 
 
@@ -116,37 +117,63 @@ def test_the_proof_decides(ours: Capabilities, theirs: Capabilities) -> None:
 
 
 def test_sizes_decide_once_the_peer_has_confirmed() -> None:
-    channels = Channels("ps", 1, "")
+    channels = Channels("ps", 1, {CMA: ""})
     assert channels.channel_for(64 * MIB) is STREAM
     channels.confirm({"cma": ""})
     inline, pulled = knobs.INLINE_LIMIT_BYTES.get(), knobs.CMA_FROM_BYTES.get()
     expected = {0: INLINE, inline: INLINE, inline + 1: STREAM, pulled - 1: STREAM, pulled: CMA}
     assert {size: channels.channel_for(size) for size in expected} == expected
-    assert channels.obstacles() == {INLINE: "", STREAM: "", CMA: ""}
+    obstacles = channels.obstacles()
+    assert {kind for kind, obstacle in obstacles.items() if not obstacle} == {INLINE, STREAM, CMA}
+    assert "not confirmed" in obstacles[ChannelKind.SHM]
+
+
+def test_the_best_confirmed_way_is_taken_and_then_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = (knobs.SHM_FROM_BYTES, 100_000), (knobs.CMA_FROM_BYTES, 200_000)
+    with limits[0][0].override(limits[0][1]), limits[1][0].override(limits[1][1]):
+        channels = Channels("ps", 1)
+    channels.confirm({"shm": "", "cma": ""})
+    assert [channels.channel_for(size) for size in (99_999, 100_000, MIB)] == [STREAM, SHM, SHM]
+    assert [channels.next_best(SHM, size) for size in (199_999, 200_000)] == [STREAM, CMA]
+    assert channels.next_best(CMA, MIB) is STREAM
+    channels.disable(SHM, "out of order")
+    assert [channels.channel_for(size) for size in (100_000, MIB)] == [STREAM, CMA]
+    assert "by shm, but by cma: out of order" in caplog.text
+
+
+def test_a_verdict_changes_only_what_it_names() -> None:
+    channels = Channels("ps", 1)
+    channels.confirm({"cma": ""})
+    channels.confirm({"shm": "", "a way of a later version": ""})
+    assert channels.channel_for(64 * MIB) is SHM
+    channels.confirm({"shm": "gone"})
+    assert channels.channel_for(64 * MIB) is CMA
 
 
 def test_what_the_peer_cannot_receive_is_not_sent() -> None:
-    channels = Channels("ps", 1, "")
+    channels = Channels("ps", 1, {CMA: ""})
     channels.confirm({"cma": "not permitted"})
     assert channels.channel_for(64 * MIB) is STREAM
     assert channels.obstacles()[CMA] == "not permitted"
 
 
 def test_what_cannot_be_received_may_still_be_sent() -> None:
-    channels = Channels("ps", 1, "not permitted here")
+    channels = Channels("ps", 1, {CMA: "not permitted here"})
     channels.confirm({"cma": ""})
     assert channels.channel_for(64 * MIB) is CMA
     assert channels.verdict() == {"cma": "not permitted here"}
 
 
-@pytest.mark.parametrize("verdict", [None, {}, {"cma": 0}, "cma"])
+@pytest.mark.parametrize("verdict", [None, {"cma": 0}, "cma"])
 def test_what_is_no_verdict_is_refused(verdict: object) -> None:
     with pytest.raises(ProtocolError):
-        Channels("ps", 1, "").confirm(verdict)
+        Channels("ps", 1, {CMA: ""}).confirm(verdict)
 
 
 def test_disabling_warns_once_and_lasts(caplog: pytest.LogCaptureFixture) -> None:
-    channels = Channels("trainer3", 1, "")
+    channels = Channels("trainer3", 1)
     channels.confirm({"cma": ""})
     with caplog.at_level(logging.WARNING):
         channels.disable(CMA, "Operation not permitted")
@@ -162,4 +189,4 @@ def test_disabling_warns_once_and_lasts(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize("kind", [INLINE, STREAM])
 def test_the_last_resort_cannot_be_disabled(kind: ChannelKind) -> None:
     with pytest.raises(ConfigurationError):
-        Channels("ps", 1, "").disable(kind, "slow")
+        Channels("ps", 1, {CMA: ""}).disable(kind, "slow")

@@ -6,18 +6,14 @@ import mmap
 import os
 import pickle
 import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from tests.unit.channel.processes import dead_pid, forked
-from weft import knobs
 from weft.channel import cma
 from weft.channel.cma import (
-    PIECE_BYTES,
     Nonce,
-    Puller,
     PullError,
     PullRefused,
     SourceAddressInvalid,
@@ -26,10 +22,9 @@ from weft.channel.cma import (
     find_obstacle,
     pull,
 )
-from weft.probe import usable_cores
 
 PAGE = mmap.PAGESIZE
-SIZE = 4 * PIECE_BYTES + 3
+SIZE = (8 << 20) + 3
 PATTERN = (bytes(range(251)) * (SIZE // 251 + 1))[:SIZE]
 PROT_NONE = 0
 
@@ -64,16 +59,6 @@ def source() -> Iterator[Source]:
         made.pid = pid
         assert link.recv(1) == b"!"
         yield made
-
-
-@pytest.fixture
-def puller() -> Iterator[Puller]:
-    with knobs.SHARED_PULL_BYTES.override(PIECE_BYTES):
-        made = Puller("weft-pull-test")
-    # Also where the tests have one core only.
-    made._may_share = True
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 4095, SIZE])
@@ -157,116 +142,3 @@ def test_a_nonce_proves_who_is_read(source: Source) -> None:
     assert "other contents" in find_obstacle(os.getpid(), source.address, PATTERN[:16])
     assert "nothing is mapped" in find_obstacle(source.pid, 0x10, PATTERN[:16])
     assert Nonce().value != Nonce().value
-
-
-def test_a_large_pull_is_shared_with_a_named_thread(source: Source, puller: Puller) -> None:
-    into = memoryview(bytearray(SIZE))
-    puller.pull(source.pid, source.address, into)
-    assert into == PATTERN
-    assert "weft-pull-test" in {thread.name for thread in threading.enumerate()}
-
-
-@pytest.mark.skipif(len(usable_cores()) < 2, reason="there is one core")
-def test_the_helper_is_kept_off_its_caller_s_core(source: Source, puller: Puller) -> None:
-    cores = os.sched_getaffinity(0)
-    try:
-        for core in sorted(cores)[:2]:
-            os.sched_setaffinity(0, {core})
-            puller.pull(source.pid, source.address, memoryview(bytearray(SIZE)))
-            [helper] = [each for each in threading.enumerate() if each.name == "weft-pull-test"]
-            assert helper.native_id is not None
-            assert os.sched_getaffinity(helper.native_id) == cores - {core}
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
-def test_a_small_pull_starts_no_thread(source: Source, puller: Puller) -> None:
-    into = memoryview(bytearray(PIECE_BYTES - 1))
-    puller.pull(source.pid, source.address, into)
-    assert into == PATTERN[: PIECE_BYTES - 1]
-    assert "weft-pull-test" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_a_closed_puller_pulls_alone(source: Source, puller: Puller) -> None:
-    into = memoryview(bytearray(SIZE))
-    puller.pull(source.pid, source.address, into)
-    puller.close()
-    assert "weft-pull-test" not in {thread.name for thread in threading.enumerate()}
-    into[:] = bytes(SIZE)
-    puller.pull(source.pid, source.address, into)
-    assert into == PATTERN
-    assert "weft-pull-test" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_many_threads_may_pull_at_once(source: Source, puller: Puller) -> None:
-    targets = [memoryview(bytearray(SIZE)) for _ in range(3)]
-    threads = [
-        threading.Thread(target=puller.pull, args=(source.pid, source.address, into))
-        for into in targets
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(into == PATTERN for into in targets)
-
-
-def test_a_large_pull_that_fails_says_so(puller: Puller) -> None:
-    with pytest.raises(SourceAddressInvalid):
-        puller.pull(os.getpid(), 0x10, memoryview(bytearray(SIZE)))
-
-
-def test_an_error_of_the_helper_is_raised_by_the_caller() -> None:
-    job = cma._Job(os.getpid(), 0x10, memoryview(bytearray(PIECE_BYTES)))
-    job.help()
-    job.run()  # finds no piece left
-    with pytest.raises(SourceAddressInvalid):
-        job.finish()
-
-
-def test_a_helper_that_comes_late_touches_nothing(source: Source) -> None:
-    into = memoryview(bytearray(SIZE))
-    job = cma._Job(source.pid, source.address, into)
-    job.run()
-    job.finish()
-    into[:] = bytes(SIZE)
-    job.help()
-    assert into == bytes(SIZE)
-
-
-def test_a_helper_that_comes_after_a_failure_does_not_begin() -> None:
-    job = cma._Job(os.getpid(), 0x10, memoryview(bytearray(4 * PIECE_BYTES)))
-    with pytest.raises(SourceAddressInvalid):
-        job.run()
-    job.finish()
-    job.help()
-    assert job._helper_error is None
-
-
-def test_a_helper_that_has_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    began, may_end = threading.Event(), threading.Event()
-
-    def pull_slowly(*arguments: int) -> None:
-        began.set()
-        may_end.wait()
-
-    monkeypatch.setattr(cma, "_pull_range", pull_slowly)
-    job = cma._Job(os.getpid(), 0x10, memoryview(bytearray(PIECE_BYTES)))
-    helper = threading.Thread(target=job.help)
-    helper.start()
-    began.wait()
-    # However late this fires: finish returns after it, or is wrong.
-    timer = threading.Timer(0.02, may_end.set)
-    timer.start()
-    job.finish()
-    assert may_end.is_set()
-    helper.join()
-    timer.join()
-
-
-def test_a_helper_alone_does_the_whole_job(source: Source) -> None:
-    into = memoryview(bytearray(SIZE))
-    job = cma._Job(source.pid, source.address, into)
-    job.help()
-    job.finish()
-    assert into == PATTERN

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -17,11 +18,15 @@ import torch
 from tests.unit.channel.processes import forked
 from weft import knobs
 from weft.channel.choice import Channels, choose, describe
-from weft.channel.cma import Nonce, Puller
+from weft.channel.cma import Nonce
+from weft.channel.copying import Copier
 from weft.channel.memory import BufferPool
 from weft.channel.receiving import in_order, pull_buffers
 from weft.channel.sending import HeldTensors, prepare
-from weft.channel.table import ChannelKind, decode_table
+from weft.channel.shm.lending import Lender
+from weft.channel.shm.liveness import process
+from weft.channel.shm.pool import SharedPool
+from weft.channel.table import FETCHED, ChannelKind, decode_table
 from weft.wire.frames import FrameParser, encode_frame
 
 MIB = 1 << 20
@@ -29,11 +34,14 @@ NEVER = 1 << 60
 SIZES = [0, 1, 63, 64, 4095, 4096, (64 << 10) - 1, 64 << 10, (64 << 10) + 1, MIB, 16 * MIB + 3]
 CYCLE = bytes(range(251))  # a prime number of bytes: no two pages are alike
 
-LIMITS = {
-    ChannelKind.INLINE: (NEVER, NEVER),
-    ChannelKind.STREAM: (0, NEVER),
-    ChannelKind.CMA: (0, 1),
+CMA, SHM = ChannelKind.CMA, ChannelKind.SHM
+WAYS: dict[ChannelKind, tuple[int, dict[ChannelKind, int]]] = {
+    ChannelKind.INLINE: (NEVER, {}),
+    ChannelKind.STREAM: (0, {}),
+    CMA: (0, {CMA: 1}),
+    SHM: (0, {SHM: 1}),
 }
+"""Up to which size each way's sender sends inline, and from which sizes by what else."""
 
 
 def pattern(size_bytes: int, seed: int) -> bytearray:
@@ -42,13 +50,13 @@ def pattern(size_bytes: int, seed: int) -> bytearray:
 
 def serve(link: socket.socket, channels: Channels) -> None:
     """The sender: answers lists of sizes with a message, and then a token with what it holds."""
-    held = HeldTensors()
+    held, copier = HeldTensors(), Copier()
     while sizes := _receive_numbers(link):
         buffers = [memoryview(pattern(size, seed)) for seed, size in enumerate(sizes)]
-        table, following = prepare(buffers, channels, held)
-        for part in encode_frame(1, 0, 0, table, following):
+        prepared = prepare(buffers, channels, held, copier)
+        for part in encode_frame(1, 0, 0, prepared.table, prepared.following):
             link.sendall(part)
-        del buffers, following
+        del buffers, prepared
         held_before = held.statistics().size_bytes
         [token] = _receive_numbers(link)
         held.release(token)
@@ -58,11 +66,11 @@ def serve(link: socket.socket, channels: Channels) -> None:
 class Receiver:
     """The receiving end, and what it learned of the sender's side."""
 
-    def __init__(self, link: socket.socket, channels: Channels, puller: Puller) -> None:
+    def __init__(self, link: socket.socket, channels: Channels, copier: Copier) -> None:
         self.pool = BufferPool(limit_bytes=64 * MIB)
         self.kinds: list[ChannelKind] = []
         self.held_bytes = self.held_afterwards_bytes = 0
-        self._link, self._channels, self._puller = link, channels, puller
+        self._link, self._channels, self._copier = link, channels, copier
         self._parser = FrameParser(self.pool.lease, 128 << 10, MIB, NEVER)
 
     def ask(self, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -75,10 +83,13 @@ class Receiver:
             frames[0].control, [buffer.nbytes for buffer in following], limit_bytes=NEVER
         )
         self.kinds = [entry.kind for entry in table.entries]
-        pulled = pull_buffers(table, self._channels, self.pool, self._puller)
+        fetched = {
+            CMA: pull_buffers(table, self._channels, self.pool, self._copier),
+            SHM: [self._channels.borrowed().take(entry) for entry in table.of_kind(SHM)],
+        }
         _send_numbers(self._link, [table.token])
         self.held_bytes, self.held_afterwards_bytes = _receive_numbers(self._link)
-        return [_tensor(buffer) for buffer in in_order(table, following, pulled)]
+        return [_tensor(buffer) for buffer in in_order(table, following, fetched)]
 
     def _receive(self) -> int:
         count = self._link.recv_into(self._parser.space()[0])
@@ -105,46 +116,57 @@ def _receive_numbers(link: socket.socket) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def connected(inline_limit_bytes: int, cma_from_bytes: int) -> Iterator[Receiver]:
+def connected(inline_limit_bytes: int, from_bytes: Mapping[ChannelKind, int]) -> Iterator[Receiver]:
     """Connects this process to a sender that chooses its channels by these limits."""
-    ours = describe(Nonce())
+    nonce = Nonce()  # kept for as long as it may be read
+    ours = describe(nonce)
+    pool = SharedPool(256 * MIB)
     with (
         knobs.INLINE_LIMIT_BYTES.override(inline_limit_bytes),
-        knobs.CMA_FROM_BYTES.override(cma_from_bytes),
+        knobs.CMA_FROM_BYTES.override(from_bytes.get(CMA, NEVER)),
+        knobs.SHM_FROM_BYTES.override(from_bytes.get(SHM, NEVER)),
     ):
-        outgoing = Channels("receiver", ours.facts.pid, "")
-    outgoing.confirm({"cma": ""})
-    with forked(lambda link: serve(link, outgoing)) as (pid, link):
+        outgoing = Channels("receiver", ours.facts.pid)
+    outgoing.lend_by(Lender(pool, process(os.getpid())))
+    outgoing.confirm({"cma": "", "shm": ""})
+
+    def send(link: socket.socket, keep: Nonce = nonce) -> None:
+        serve(link, outgoing)
+
+    with forked(send) as (pid, link):
         # The child has this process's nonce at the same address, under an id of its own.
         theirs = dataclasses.replace(ours, facts=dataclasses.replace(ours.facts, pid=pid))
         incoming = choose(ours, theirs, "sender")
-        if cma_from_bytes < NEVER and incoming.verdict()["cma"]:
+        if CMA in from_bytes and incoming.verdict()["cma"]:
             pytest.skip(f"no cma here: {incoming.verdict()['cma']}")
-        puller = Puller()
+        incoming.map_memory(pool.descriptor, pool.area.nonce.hex())
+        pool.close()
+        copier = Copier()
         try:
-            yield Receiver(link, incoming, puller)
+            yield Receiver(link, incoming, copier)
         finally:
-            puller.close()
+            copier.close()
 
 
-@pytest.fixture(scope="module", params=list(LIMITS), ids=lambda kind: kind.name.lower())
+@pytest.fixture(scope="module", params=list(WAYS), ids=lambda kind: kind.name.lower())
 def kind(request: pytest.FixtureRequest) -> ChannelKind:
     return ChannelKind(request.param)
 
 
 @pytest.fixture(scope="module")
 def receiver(kind: ChannelKind) -> Iterator[Receiver]:
-    with connected(*LIMITS[kind]) as made:
+    with connected(*WAYS[kind]) as made:
         yield made
 
 
-@pytest.mark.keeps("threads")  # the puller's, which the module's receiver closes
+@pytest.mark.keeps("threads")  # the copier's, which the module's receiver closes
 @pytest.mark.parametrize("size_bytes", SIZES)
 def test_bytes_arrive_intact(receiver: Receiver, kind: ChannelKind, size_bytes: int) -> None:
+    receiver.ask([size_bytes])  # The first time a large slab is only asked for.
     [tensor] = receiver.ask([size_bytes])
     assert tensor.numpy().tobytes() == pattern(size_bytes, seed=0)
-    is_pulled = kind == ChannelKind.CMA and size_bytes > 0
-    assert receiver.kinds == ([kind] if is_pulled else [])
+    is_fetched = kind in FETCHED and size_bytes > 0
+    assert receiver.kinds == ([kind] if is_fetched else [])
 
 
 def test_received_memory_is_writable_and_independent(receiver: Receiver) -> None:
@@ -165,9 +187,9 @@ def test_buffers_keep_their_order(receiver: Receiver) -> None:
         assert tensor.numpy().tobytes() == pattern(size_bytes, seed)
 
 
-def test_leased_memory_comes_back_with_the_tensor(receiver: Receiver) -> None:
+def test_leased_memory_comes_back_with_the_tensor(receiver: Receiver, kind: ChannelKind) -> None:
     tensors = receiver.ask([300_000, 300_000])
-    assert receiver.pool.statistics().leased_count == 2
+    assert receiver.pool.statistics().leased_count == (0 if kind == SHM else 2)
     del tensors
     assert receiver.pool.statistics().leased_count == 0
 
@@ -181,10 +203,11 @@ def test_the_sender_lets_go_once_everything_was_pulled(
 
 
 def test_one_message_may_take_every_way() -> None:
-    sizes = [10, 2 * MIB, 100_000, 0, 3 * MIB, 64 << 10]
-    with connected(inline_limit_bytes=64 << 10, cma_from_bytes=MIB) as receiver:
+    sizes = [10, 2 * MIB, 100_000, 0, 200_000, 2 * MIB, 64 << 10]
+    with connected(64 << 10, {SHM: 150_000, CMA: MIB}) as receiver:
         tensors = receiver.ask(sizes)
-        inline, stream, pulled = ChannelKind
-        assert receiver.kinds == [inline, pulled, stream, inline, pulled, inline]
+        inline, stream = ChannelKind.INLINE, ChannelKind.STREAM
+        # The first slab of a large size is not worth its while yet.
+        assert receiver.kinds == [inline, CMA, stream, inline, SHM, SHM, inline]
         for seed, (size_bytes, tensor) in enumerate(zip(sizes, tensors, strict=True)):
             assert tensor.numpy().tobytes() == pattern(size_bytes, seed)

@@ -109,6 +109,14 @@ def test_trim_returns_idle_memory_only(pool: BufferPool) -> None:
     kept[:] = bytes(MIB)
 
 
+def test_memory_used_a_moment_ago_is_not_idle_yet(pool: BufferPool) -> None:
+    pool.lease(MIB)
+    assert pool.trim(idle_s=1000.0) == 0
+    assert pool.statistics().idle_bytes == MIB
+    assert pool.trim(idle_s=0.0) == MIB
+    assert pool.statistics().idle_bytes == 0
+
+
 def test_memory_outlives_its_pool() -> None:
     tensor = torch.frombuffer(BufferPool(limit_bytes=MIB).lease(MIB), dtype=torch.uint8)
     gc.collect()

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import threading
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,10 +11,17 @@ import pytest
 from weft import knobs
 from weft.channel.choice import Channels
 from weft.channel.cma import address_of
+from weft.channel.copying import Copier
 from weft.channel.sending import HeldTensors, prepare
+from weft.channel.shm.lending import Lender
+from weft.channel.shm.liveness import process
+from weft.channel.shm.pool import SharedPool
 from weft.channel.table import BufferEntry, ChannelKind, decode_table
 
-INLINE, STREAM, CMA = ChannelKind.INLINE, ChannelKind.STREAM, ChannelKind.CMA
+INLINE, STREAM, CMA, SHM, STRIPED = ChannelKind
+
+
+COPIER = Copier()
 
 
 def _buffer(size_bytes: int) -> memoryview:
@@ -97,17 +106,18 @@ def test_tokens_of_many_threads_differ() -> None:
 def test_small_buffers_follow_without_a_table(channels: Channels) -> None:
     held = HeldTensors()
     buffers = [_buffer(0), _buffer(10), _buffer(99)]
-    assert prepare(buffers, channels, held) == (b"", buffers)
-    assert prepare([], channels, held) == (b"", [])
+    assert prepare(buffers, channels, held, COPIER)[:2] == (b"", buffers)
+    assert prepare([], channels, held, COPIER)[:2] == (b"", [])
     assert held.statistics() == (0, 0)
 
 
 def test_large_buffers_are_described_and_held(channels: Channels) -> None:
     held = HeldTensors()
     buffers = [_buffer(100), _buffer(5), _buffer(50), memoryview(bytes(200))]
-    table, following = prepare(buffers, channels, held)
-    assert list(following) == [buffers[1], buffers[2]]
-    token, entries = decode_table(table, [5, 50], limit_bytes=1000)
+    prepared = prepare(buffers, channels, held, COPIER)
+    assert list(prepared.following) == [buffers[1], buffers[2]]
+    token, entries = decode_table(prepared.table, [5, 50], limit_bytes=1000)
+    assert token == prepared.token
     assert entries == (
         BufferEntry(CMA, 100, address_of(buffers[0])),
         BufferEntry(INLINE, 5),
@@ -123,5 +133,120 @@ def test_large_buffers_are_described_and_held(channels: Channels) -> None:
 def test_a_disabled_channel_is_no_longer_used(channels: Channels) -> None:
     held = HeldTensors()
     channels.disable(CMA, "tried in vain")
-    assert prepare([_buffer(500)], channels, held)[0] == b""
+    assert prepare([_buffer(500)], channels, held, COPIER).table == b""
     assert held.statistics() == (0, 0)
+
+
+# Shared memory
+
+
+@pytest.fixture
+def pool() -> Iterator[SharedPool]:
+    made = SharedPool(4 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lending(pool: SharedPool) -> Channels:
+    with (
+        knobs.INLINE_LIMIT_BYTES.override(10),
+        knobs.SHM_FROM_BYTES.override(100),
+        knobs.CMA_FROM_BYTES.override(200),
+    ):
+        made = Channels("ps", 1)
+    made.lend_by(Lender(pool, process(os.getpid())))
+    made.confirm({"shm": "", "cma": ""})
+    return made
+
+
+def test_what_goes_through_shared_memory_is_copied_and_not_held(
+    lending: Channels, pool: SharedPool
+) -> None:
+    held = HeldTensors()
+    buffers = [_buffer(50), memoryview(bytearray(b"x" * 150))]
+    prepared = prepare(buffers, lending, held, COPIER)
+    assert list(prepared.following) == [buffers[0]]
+    _, (_, entry) = decode_table(prepared.table, [50], limit_bytes=1000)
+    assert (entry.kind, entry.size_bytes) == (SHM, 150)
+    buffers[1][:] = bytes(150)
+    assert pool.area.memory[entry.place : entry.place + 150].tobytes() == b"x" * 150
+    assert held.statistics() == (0, 0)
+    assert pool.statistics().loan_count == 1
+    prepared.take_back(lending, held)
+    assert pool.statistics().loan_count == 0
+
+
+def test_what_has_no_room_in_shared_memory_takes_the_next_way(
+    lending: Channels, pool: SharedPool
+) -> None:
+    pool.close()
+    held = HeldTensors()
+    prepared = prepare([_buffer(150), _buffer(250)], lending, held, COPIER)
+    _, entries = decode_table(prepared.table, [150], limit_bytes=1000)
+    assert [entry.kind for entry in entries] == [STREAM, CMA]
+    prepared.take_back(lending, held)
+    assert held.statistics() == (0, 0)
+    assert prepare([_buffer(150)], lending, held, COPIER).table == b""
+
+
+def test_memory_that_the_user_shares_is_lent_as_it_is_whatever_its_size(
+    lending: Channels, pool: SharedPool
+) -> None:
+    memory = pool.share(1000)
+    prepared = prepare([memory[3:5], memory[5:5]], lending, HeldTensors(), COPIER)
+    _, (entry, _) = decode_table(prepared.table, [0], limit_bytes=1000)
+    assert entry.kind == SHM
+    assert pool.area.address + entry.place == address_of(memory) + 3
+
+
+def test_a_copy_that_fails_leaves_no_loan(
+    lending: Channels, pool: SharedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+
+    def fail_at_second(source: memoryview, into: memoryview) -> None:
+        copied.append(source.nbytes)
+        if len(copied) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(COPIER, "copy", fail_at_second)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([_buffer(150), _buffer(150)], lending, HeldTensors(), COPIER)
+    assert pool.statistics().loan_count == 0
+
+
+@pytest.fixture
+def striping() -> Channels:
+    """A peer that shares no memory."""
+    with knobs.INLINE_LIMIT_BYTES.override(10), knobs.STRIPED_FROM_BYTES.override(100):
+        made = Channels("ps", 1)
+    made.confirm({"striped": ""})
+    return made
+
+
+def test_what_is_striped_does_not_follow(striping: Channels) -> None:
+    held = HeldTensors()
+    buffers = [_buffer(5), _buffer(100), _buffer(300)]
+    prepared = prepare(buffers, striping, held, COPIER, lambda: True)
+    assert prepared.striped == buffers[1:]
+    assert prepared.following == buffers[:1]
+    table = decode_table(prepared.table, [5], 1000)
+    assert [entry.kind for entry in table.entries] == [INLINE, STRIPED, STRIPED]
+    assert table.token == prepared.token > 0
+    assert held.statistics() == (0, 0)
+
+
+def test_tensors_that_are_large_together_are_striped(striping: Channels) -> None:
+    buffers = [_buffer(60), _buffer(10), _buffer(40)]
+    prepared = prepare(buffers, striping, HeldTensors(), COPIER, lambda: True)
+    assert prepared.striped == [buffers[0], buffers[2]]
+    assert prepare(buffers[:2], striping, HeldTensors(), COPIER, lambda: True).table == b""
+
+
+def test_what_cannot_be_striped_follows(striping: Channels) -> None:
+    buffers = [_buffer(60), _buffer(200)]
+    prepared = prepare(buffers, striping, HeldTensors(), COPIER, lambda: False)
+    assert prepared.table == b""
+    assert prepared.following == buffers
+    assert prepared.striped == []

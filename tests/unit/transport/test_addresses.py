@@ -15,7 +15,10 @@ from weft.transport.addresses import (
     listen_tcp,
     listen_unix,
     parse,
+    tune,
 )
+
+LIMIT_S = 20.0
 
 
 @pytest.mark.parametrize(
@@ -83,3 +86,21 @@ def test_nobody_answers(address: Address) -> None:
 def test_an_address_of_another_machine_is_explained() -> None:
     with pytest.raises(ConfigurationError, match=r"192\.0\.2\.1.*leave the option out"):
         listen_tcp("192.0.2.1")
+
+
+def test_connections_within_one_machine_are_not_paced() -> None:
+    listener, address = listen_tcp("127.0.0.1")
+    with listener, dial(address, LIMIT_S) as ours:
+        theirs, _ = listener.accept()
+        with theirs:
+            tune(theirs)
+            for end in (ours, theirs):
+                chosen = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                assert chosen.rstrip(b"\0") == b"reno"
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_unix_socket_needs_no_tuning() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        tune(ours)

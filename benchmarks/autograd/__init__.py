@@ -1,0 +1,1 @@
+"""Distributed autograd: forward and backward through chains and fan-outs of calls."""

@@ -1,0 +1,134 @@
+"""The passes that are measured: one program for either library, and the graph in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.autograd.shapes import SHAPES, Shape
+from benchmarks.frame.api import Api, current
+from benchmarks.frame.work import Work
+
+__all__ = ["local_works", "works"]
+
+# Of the worker that imports this; what a call multiplies by, so that its gradient ends somewhere.
+PARAMETER = torch.ones(2, requires_grad=True)
+
+
+def visit(value: Tensor, workers: tuple[str, ...], nodes: int) -> Tensor:
+    """Is called remotely: adds nodes to the graph, and goes on to the first of ``workers``."""
+    value = grown(value, nodes)
+    if workers:
+        value = current().rpc.rpc_sync(workers[0], visit, args=(value, workers[1:], nodes))
+    return value
+
+
+def grown(value: Tensor, nodes: int) -> Tensor:
+    """Returns the product with this worker's parameter, ``nodes`` nodes further."""
+    value = value * PARAMETER
+    for _ in range(nodes):
+        value = value * 1.0
+    return value
+
+
+class DistributedPass:
+    """Forward and backward passes over one shape, in contexts of a library.
+
+    Args:
+        api: The library.
+        shape: What the forward pass calls.
+        options: Arguments of ``backward``.
+    """
+
+    def __init__(self, api: Api, shape: Shape, **options: Any) -> None:
+        self._api = api
+        self._shape = shape
+        self._options = options
+        self._root = torch.ones(2, requires_grad=True)
+
+    def step(self) -> None:
+        """Makes both passes."""
+        with self._api.autograd.context() as context_id:
+            self._backward(context_id, self._forward())
+
+    def backward_alone(self) -> Work:
+        """Returns a work that times the backward pass only."""
+        passes = self._passes()
+        return Work(lambda: next(passes), prepare=lambda: next(passes), finish=lambda: next(passes))
+
+    def _passes(self) -> Iterator[None]:
+        """Yields after each forward pass, after each backward pass, and when the context ended."""
+        while True:
+            with self._api.autograd.context() as context_id:
+                loss = self._forward()
+                yield
+                self._backward(context_id, loss)
+                yield
+            yield
+
+    def _forward(self) -> Tensor:
+        root, rpc, nodes = self._root * 1.0, self._api.rpc, self._shape.nodes
+        calls = [
+            rpc.rpc_async(branch[0], visit, args=(root, branch[1:], nodes))
+            for branch in self._shape.branches
+        ]
+        return _loss([call.wait() for call in calls])
+
+    def _backward(self, context_id: int, loss: Tensor) -> None:
+        self._api.autograd.backward(context_id, [loss], **self._options)
+
+
+def _loss(values: list[Tensor]) -> Tensor:
+    # torch's backward pass never ends where the result of a call is not used: all are.
+    return torch.stack(values).sum()
+
+
+def works(api: Api) -> dict[str, Work]:
+    """Returns the passes over all shapes that need a group of this size."""
+    # torch has no other mode, so there the two are one program.
+    fast = {"mode": "fast"} if api.package == "weft" else {}
+    found = {}
+    for name, shape in SHAPES.items():
+        if shape.size == api.size:
+            found[f"step {name}"] = Work(DistributedPass(api, shape).step)
+            found[f"backward {name}"] = DistributedPass(api, shape).backward_alone()
+            found[f"fast {name}"] = DistributedPass(api, shape, **fast).backward_alone()
+    return found
+
+
+def local_works() -> dict[str, Work]:
+    """Returns the passes over the same graphs with no call in between."""
+    found = {}
+    for name, shape in SHAPES.items():
+        local = LocalPass(shape)
+        found[f"step {name}"] = Work(local.step)
+        found[f"backward {name}"] = Work(local.backward, prepare=local.forward)
+        found[f"fast {name}"] = found[f"backward {name}"]
+    return found
+
+
+class LocalPass:
+    """The graph of a shape in one process, with torch's own engine."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._root = torch.ones(2, requires_grad=True)
+
+    def step(self) -> None:
+        self.forward()
+        self.backward()
+
+    def forward(self) -> None:
+        root = self._root * 1.0
+        self._loss = _loss([self._visit(root, branch) for branch in self._shape.branches])
+
+    def backward(self) -> None:
+        torch.autograd.backward(self._loss)
+
+    def _visit(self, value: Tensor, workers: tuple[str, ...]) -> Tensor:
+        for _ in workers:
+            value = grown(value, self._shape.nodes)
+        return value

@@ -1,0 +1,1 @@
+"""Large tensors: throughput beside torch RPC, a plain copy and raw sockets."""

@@ -1,0 +1,169 @@
+"""A socket loop in two processes: what one stream of the kernel's allows at best.
+
+The caller writes a header and the tensors' memory with ``sendmsg``. The callee knows from the
+header what comes, receives it with ``recv_into`` into memory that it has written before, and
+answers with a byte, with the same bytes, or with their checksum. There are no threads and no
+pickling, and the callee keeps its memory until another payload is announced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+
+from benchmarks.frame.work import Work
+from benchmarks.tensors.cargo import Cargo, checksum_of, new_tensors, view
+from benchmarks.tensors.payloads import PAYLOADS, Payload
+
+ADDRESS_VARIABLE = "BENCHMARK_ADDRESS"
+LOOPBACK = "127.0.0.1"
+PORT = struct.Struct("<H")
+
+TAKE, ECHO, FINGERPRINT = range(3)
+HEADER = struct.Struct("<BIQ")  # what is wanted, how many tensors, bytes of each
+CHECKSUM = struct.Struct("<I")
+DONE = b"."
+
+
+class SocketSender:
+    """Sends payloads to ``serve`` at the other end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._cargo = Cargo()
+        self._views: list[memoryview] = []
+        self._returned: list[memoryview] = []
+
+    def works(self) -> dict[str, Work]:
+        return {payload.name: self._work(payload) for payload in PAYLOADS}
+
+    def _work(self, payload: Payload) -> Work:
+        runs: dict[str, Callable[[], object]] = {
+            "one way": lambda: self._send_overlapping(payload),
+            "echo": lambda: self._send_and_receive(payload),
+            "in flight": lambda: self._send_overlapping(payload),
+        }
+        return Work(runs[payload.way], payload.overlapping, lambda: self._load(payload))
+
+    def _send_overlapping(self, payload: Payload) -> None:
+        for _ in range(payload.overlapping):
+            self._send(payload, TAKE)
+        receive(self._connection, len(DONE) * payload.overlapping)
+
+    def _send_and_receive(self, payload: Payload) -> None:
+        self._send(payload, ECHO)
+        receive_into(self._connection, self._returned)
+
+    def _send(self, payload: Payload, wanted: int) -> None:
+        header = HEADER.pack(wanted, payload.tensors, payload.size_bytes)
+        send(self._connection, [memoryview(header), *self._views])
+
+    def _load(self, payload: Payload) -> None:
+        if self._cargo.load(payload):
+            self._returned = []
+            self._views = [view(tensor) for tensor in self._cargo.tensors]
+            if payload.way == "echo":
+                self._returned = warm_views(payload.tensors, payload.size_bytes)
+            self._cargo.prove(lambda: self._transfer(payload))
+
+    def _transfer(self, payload: Payload) -> int:
+        if payload.way == "echo":
+            self._send_and_receive(payload)
+            return checksum_of(self._returned)
+        self._send(payload, FINGERPRINT)
+        checksum: int = CHECKSUM.unpack(receive(self._connection, CHECKSUM.size))[0]
+        return checksum
+
+
+def serve(connection: socket.socket) -> None:
+    """Receives what is sent on ``connection``, and answers, until it is closed."""
+    shape: tuple[int, int] = (0, 0)
+    views: list[memoryview] = []
+    while header := receive(connection, HEADER.size):
+        wanted, *announced = HEADER.unpack(header)
+        if (announced[0], announced[1]) != shape:
+            views = []  # first: two payloads of 1 GiB need not fit
+            shape = (announced[0], announced[1])
+            views = warm_views(*shape)
+        receive_into(connection, views)
+        if wanted == FINGERPRINT:
+            connection.sendall(CHECKSUM.pack(checksum_of(views)))
+        else:
+            send(connection, views if wanted == ECHO else [memoryview(DONE)])
+
+
+def unix_socket_works(connections: list[socket.socket]) -> dict[str, Work]:
+    """Returns the works of a Unix socket, as the kernel makes it."""
+    return SocketSender(connections[0]).works()
+
+
+serve_unix_socket = serve
+
+
+def tcp_socket_works(connections: list[socket.socket]) -> dict[str, Work]:
+    """Returns the works of a TCP connection, which both ends agree upon over a Unix socket."""
+    port = PORT.unpack(receive(connections[0], PORT.size))[0]
+    return SocketSender(_tuned(socket.create_connection((_address(), port)))).works()
+
+
+def serve_tcp_socket(connection: socket.socket) -> None:
+    """Is the other end of ``tcp_socket_works``."""
+    with socket.create_server((_address(), 0)) as listener:
+        connection.sendall(PORT.pack(listener.getsockname()[1]))
+        accepted, _ = listener.accept()
+    with accepted:
+        serve(_tuned(accepted))
+
+
+def _address() -> str:
+    return os.environ.get(ADDRESS_VARIABLE, LOOPBACK)
+
+
+def _tuned(connection: socket.socket) -> socket.socket:
+    """Sets what is good for the limit: over loopback, a congestion control that does not pace."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if _address() == LOOPBACK:
+        with contextlib.suppress(OSError, AttributeError):  # elsewhere, the system's own
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+    return connection
+
+
+def send(connection: socket.socket, views: Sequence[memoryview]) -> None:
+    """Writes all ``views``, in as few system calls as the kernel allows."""
+    rest = list(views)
+    while rest:
+        sent = connection.sendmsg(rest)
+        while rest and sent >= len(rest[0]):
+            sent -= len(rest.pop(0))
+        if rest:
+            rest[0] = rest[0][sent:]
+
+
+def receive_into(connection: socket.socket, views: Sequence[memoryview]) -> None:
+    """Fills all ``views``; raises ConnectionError where the other end closes before."""
+    for one in views:
+        rest = one
+        while rest:
+            received = connection.recv_into(rest)
+            if not received:
+                raise ConnectionError("the other end has closed within a payload")
+            rest = rest[received:]
+
+
+def receive(connection: socket.socket, size_bytes: int) -> bytes:
+    """Returns ``size_bytes``, or nothing where the other end closes before."""
+    data = b""
+    while len(data) < size_bytes:
+        part = connection.recv(size_bytes - len(data))
+        if not part:
+            return b""
+        data += part
+    return data
+
+
+def warm_views(count: int, size_bytes: int) -> list[memoryview]:
+    """Returns the memory of tensors that have been written before."""
+    return [view(tensor) for tensor in new_tensors(count, size_bytes)]

@@ -1,0 +1,95 @@
+"""Messages of a backward pass as frames, and frames as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from weft.agent.agent import Agent
+from weft.agent.parcels import ParcelService
+from weft.agent.peers import Peer
+from weft.autograd import codec
+from weft.autograd.codec import COMPACT, PassName
+from weft.protocol.backward import Failed, Gradients, Message
+from weft.serialize import compact
+from weft.serialize.exceptions import pack_error
+from weft.serialize.objects import pack, unpack
+from weft.wire.frames import Buffer, Frame, encode_frame
+from weft.wire.messages import Kind
+
+_SMALL_NUMEL = 1024
+
+
+class Envelopes:
+    """Makes and opens the frames of backward passes, for one worker.
+
+    Args:
+        agent: The worker's agent.
+        parcels: Carries what is too large or too unusual for compact values.
+    """
+
+    def __init__(self, agent: Agent, parcels: ParcelService) -> None:
+        self._worker_name = agent.info.name
+        self._parcels = parcels
+
+    def seal(self, peer: Peer, name: PassName, messages: Sequence[Message]) -> list[Buffer]:
+        """Returns what to write for messages to another worker."""
+        buffers: list[Buffer] = []
+        for message in messages:
+            if isinstance(message, Gradients):
+                buffers += self._seal_gradients(peer, name, message)
+                continue
+            if isinstance(message, Failed) and isinstance(message.error, BaseException):
+                message.error = pack_error(message.error, self._worker_name)
+            control = codec.encode(name, message)
+            buffers += encode_frame(Kind.BACKWARD, name.flags, name.pass_id, control)
+        return buffers
+
+    def _seal_gradients(self, peer: Peer, name: PassName, message: Gradients) -> list[Buffer]:
+        head = codec.encode_head(name, message)
+        gradients = [_plain(gradient) for gradient in message.gradients]
+        values = compact.encode(gradients, [])
+        if values is not None:
+            flags = name.flags | COMPACT
+            return encode_frame(Kind.GRADIENTS, flags, name.pass_id, head + values)
+        packed = pack(gradients, main_by_name=True)
+        sealed = self._parcels.seal(
+            peer, Kind.GRADIENTS, name.flags, name.pass_id, head, packed.payload, packed.tensors
+        )
+        assert not isinstance(sealed, Frame)  # Nobody records messages to oneself.
+        return sealed
+
+    def open(self, peer: Peer, frame: Frame) -> tuple[PassName, Message]:
+        """Returns the message in a frame, and its pass. May block: it fetches large gradients.
+
+        Raises:
+            ProtocolError: It is malformed.
+            WorkerLost: The sender was lost before its gradients could be fetched.
+        """
+        flags, control = frame.flags, frame.control
+        if frame.kind == Kind.BACKWARD:
+            return codec.decode(frame.id, flags, control)
+        if flags & COMPACT:
+            name, message, start = codec.decode_head(frame.id, flags, control)
+            message.gradients = compact.decode(control, start, [])
+            return name, message
+        parcel = self._parcels.open(peer, frame)
+        name, message, _ = codec.decode_head(frame.id, flags, parcel.head)
+        tensors = parcel.tensors(detached=True)
+        message.gradients = cast(list[Tensor | None], unpack(parcel.payload, tensors, ()))
+        return name, message
+
+    def discard(self, peer: Peer, frame: Frame) -> None:
+        """Has the sender of gradients that nobody needs any more let go of them."""
+        if frame.kind == Kind.GRADIENTS and not frame.flags & COMPACT:
+            self._parcels.discard(peer, self._parcels.read(frame))
+
+
+def _plain(gradient: Tensor | None) -> Tensor | None:
+    """Returns a small gradient as one piece of memory; that of a sum is one number, repeated."""
+    if gradient is None or gradient.layout is not torch.strided or gradient.is_contiguous():
+        return gradient
+    return gradient.contiguous() if gradient.numel() <= _SMALL_NUMEL else gradient

@@ -1,0 +1,92 @@
+"""What the workers of the tests of shared memory run and are asked."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import torch
+
+import weft.memory
+from tests.processes.functions import wait_until
+from weft import rpc
+from weft.agent.current import current
+from weft.channel.shm.pool import SharedPool, SharedStatistics
+from weft.channel.table import ChannelKind
+
+kept: list[torch.Tensor] = []
+
+
+def pool() -> SharedPool:
+    made = current().memory.pool
+    assert made is not None
+    return made
+
+
+def statistics() -> SharedStatistics:
+    gc.collect()
+    return pool().statistics()
+
+
+def loans_of(name: str) -> int:
+    """Returns how many slabs a worker has lent and not had back."""
+    return rpc.rpc_sync(name, statistics).loan_count
+
+
+def keep(tensor: torch.Tensor) -> int:
+    kept.append(tensor)
+    return len(kept)
+
+
+def checksum(tensor: torch.Tensor) -> float:
+    return float(tensor.double().sum())
+
+
+def checksum_of_kept(index: int) -> float:
+    return checksum(kept[index])
+
+
+def fill_kept(index: int, value: float) -> None:
+    kept[index].fill_(value)
+
+
+def drop_kept() -> None:
+    kept.clear()
+
+
+def fill_slice(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    tensor[1:3] = value
+    return tensor
+
+
+def make_shared(count: int) -> torch.Tensor:
+    """Returns shared memory of this worker, which drops it at once."""
+    return weft.memory.share(torch.arange(count, dtype=torch.float32))
+
+
+def usable_ways(peer: str) -> set[str]:
+    obstacles = current().find(peer).channels.obstacles()
+    return {kind.name for kind, obstacle in obstacles.items() if not obstacle}
+
+
+def way_of(peer: str, size_bytes: int) -> ChannelKind:
+    return current().find(peer).channels.channel_for(size_bytes)
+
+
+def resources() -> tuple[int, int]:
+    """Returns this process's own resident bytes, and its descriptors."""
+    gc.collect()
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))
+
+
+def no_loans(*names: str) -> None:
+    wait_until(
+        lambda: not any(map(loans_of, names)),
+        lambda: f"still lent: {[(name, loans_of(name)) for name in names]}",
+    )
+
+
+def tensor_of(size_bytes: int, value: int = 1) -> torch.Tensor:
+    return torch.full((size_bytes,), value, dtype=torch.uint8)

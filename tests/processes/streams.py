@@ -1,0 +1,95 @@
+"""Groups whose large tensors travel over connections of their own, and what those have to show."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from tests.processes import functions
+from weft import rpc
+from weft.agent.current import current
+from weft.agent.data_connections import DataConnections
+from weft.channel.table import STRIPED, ChannelKind
+from weft.rpc.worker import Worker
+from weft.transport.striped.arriving import Arrivals
+from weft.transport.striped.outgoing import Outbox
+
+STRIPE = 1 << 18
+FROM = 1 << 19
+
+
+def settings_of(transport: str) -> dict[str, str]:
+    """Returns the environment of workers that share no memory."""
+    return {
+        "WEFT_SHM_FROM_BYTES": str(1 << 60),
+        "WEFT_CMA_FROM_BYTES": str(1 << 60),
+        "WEFT_STRIPED_FROM_BYTES": str(FROM),
+        "WEFT_STRIPE_BYTES": str(STRIPE),
+        "WEFT_UNIX_SOCKETS": "1" if transport == "unix" else "0",
+    }
+
+
+def data_connections() -> DataConnections:
+    source = current().part(Worker).parcels.sources[STRIPED]
+    assert isinstance(source, DataConnections)
+    return source
+
+
+def way_to(name: str, size_bytes: int) -> ChannelKind:
+    return current().find(name).channels.channel_for(size_bytes)
+
+
+def connections_with(name: str) -> tuple[int, int]:
+    """Returns how many data connections lead to a worker, and how many come from it."""
+    data = data_connections()._of(current().find(name))
+    return len(data.sending), len(data.receiving)
+
+
+def arrivals_from(name: str) -> Arrivals:
+    return data_connections()._of(current().find(name)).arrivals
+
+
+def outbox_to(name: str) -> Outbox:
+    return data_connections()._of(current().find(name)).outbox
+
+
+def transfers_from(name: str) -> int:
+    return arrivals_from(name).count
+
+
+def await_verdicts(name: str) -> None:
+    """Connects, and waits until both sides know what the other can receive."""
+
+    def are_here() -> bool:
+        theirs = rpc.rpc_sync(name, way_to, args=(rpc.get_worker_info().name, FROM))
+        return way_to(name, FROM) is theirs is STRIPED
+
+    functions.wait_until(are_here, lambda: "the other side does not say what it can receive")
+
+
+def connect_data(name: str) -> None:
+    """Has both sides make their data connections."""
+    await_verdicts(name)
+    rpc.rpc_sync(name, functions.identity, args=(bytes_of(FROM),))
+
+
+def data_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "-data-" in thread.name]
+
+
+def bytes_of(size_bytes: int) -> torch.Tensor:
+    return functions.make_tensor(size_bytes)
+
+
+def count_elements(tensor: torch.Tensor) -> int:
+    return tensor.numel()
+
+
+def ones(size_bytes: int) -> torch.Tensor:
+    return torch.ones(size_bytes, dtype=torch.uint8)
+
+
+def exchange(name: str, size_bytes: int, count: int) -> int:
+    sent = ones(size_bytes)
+    return sum(rpc.rpc_sync(name, functions.identity, args=(sent,)).numel() for _ in range(count))

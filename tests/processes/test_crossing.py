@@ -1,0 +1,44 @@
+"""Two workers that send each other more than a socket holds, at once, by blocking calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import weft
+from tests.processes.conftest import options
+from weft import rpc
+from weft.launch import Cluster, Nursery
+
+pytestmark = pytest.mark.keeps("threads", "descriptors")
+ROUNDS = 20
+ELEMENTS = 2 << 20  # 8 MiB: many times what a socket holds
+
+
+def first_of(tensor: torch.Tensor) -> float:
+    return float(tensor[0])
+
+
+def exchange(other: str, rounds: int) -> float:
+    """Sends a large tensor again and again, while the other worker does the same."""
+    tensor = torch.ones(ELEMENTS)
+    return sum(rpc.rpc_sync(other, first_of, args=(tensor,)) for _ in range(rounds))
+
+
+@pytest.fixture(scope="module")
+def streaming(nursery: Nursery) -> Iterator[Cluster]:
+    """Workers whose tensors, of whatever size, follow their messages."""
+    with pytest.MonkeyPatch.context() as patch:
+        for way in ("SHM", "CMA", "STRIPED"):
+            patch.setenv(f"WEFT_{way}_FROM_BYTES", str(1 << 60))
+        with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
+            yield group
+
+
+def test_both_send_and_none_waits_for_ever(streaming: Cluster) -> None:
+    there = rpc.rpc_async("worker0", exchange, args=("worker1", ROUNDS))
+    back = rpc.rpc_async("worker1", exchange, args=("worker0", ROUNDS))
+    assert there.wait() == ROUNDS
+    assert back.wait() == ROUNDS

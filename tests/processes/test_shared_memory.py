@@ -1,0 +1,169 @@
+"""Tensors through memory that two workers share: who may use it, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import weft
+import weft.memory
+from tests.processes import functions, shared_memory
+from tests.processes.shared_memory import (
+    checksum,
+    loans_of,
+    no_loans,
+    statistics,
+    tensor_of,
+    way_of,
+)
+from weft import knobs, rpc
+from weft.channel.shm.pool import AT_ONCE_BYTES
+from weft.channel.table import ChannelKind
+from weft.launch import Cluster
+
+pytestmark = pytest.mark.keeps("threads", "descriptors")
+
+SIZE = 1 << 20
+SHM = ChannelKind.SHM
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept(group: Cluster) -> Iterator[None]:
+    yield
+    for name in group.names:
+        rpc.rpc_sync(name, shared_memory.drop_kept)
+
+
+def test_tensors_of_one_host_go_through_shared_memory(group: Cluster) -> None:
+    rpc.rpc_sync("worker0", functions.name_here)
+    limits = knobs.SHM_FROM_BYTES.get()
+    assert way_of("worker0", limits) is SHM
+    assert way_of("worker0", limits - 1) is not SHM
+    assert rpc.rpc_sync("worker0", way_of, args=("driver", limits)) is SHM
+
+
+def test_the_sender_may_write_as_soon_as_the_call_is_made(group: Cluster) -> None:
+    sent = tensor_of(AT_ONCE_BYTES)
+    calls = []
+    for value in range(1, 9):
+        sent.fill_(value)
+        calls.append(rpc.rpc_async("worker0", checksum, args=(sent,)))
+    sent.fill_(99)
+    assert torch.futures.wait_all(calls) == [AT_ONCE_BYTES * value for value in range(1, 9)]
+
+
+def test_a_slab_is_lent_until_its_tensor_dies(group: Cluster) -> None:
+    no_loans("driver", "worker0")
+    before = statistics().resident_bytes
+    for number in range(3):
+        rpc.rpc_sync("worker0", shared_memory.keep, args=(tensor_of(SIZE, number),))
+    assert statistics().loan_count == 3
+    sums = [rpc.rpc_sync("worker0", shared_memory.checksum_of_kept, args=(n,)) for n in range(3)]
+    assert sums == [0, SIZE, 2 * SIZE]
+    rpc.rpc_sync("worker0", shared_memory.drop_kept)
+    no_loans("driver")
+    assert before <= statistics().resident_bytes <= before + 3 * SIZE
+
+
+def test_results_are_lent_as_well(group: Cluster) -> None:
+    no_loans("worker0")
+    received = rpc.rpc_sync("worker0", functions.make_tensor, args=(SIZE,))
+    view = received[5:10]
+    del received
+    assert loans_of("worker0") == 1
+    view.fill_(3)
+    assert torch.equal(
+        rpc.rpc_sync("worker0", functions.make_tensor, args=(SIZE,)),
+        functions.make_tensor(SIZE),
+    )
+    del view
+    no_loans("worker0")
+
+
+def test_ten_thousand_tensors_leave_nothing(group: Cluster) -> None:
+    names = ["driver", "worker0"]
+
+    def measure() -> list[tuple[int, int]]:
+        return [rpc.rpc_sync(name, shared_memory.resources) for name in names]
+
+    sent = tensor_of(knobs.SHM_FROM_BYTES.get())
+    for _ in range(500):
+        rpc.rpc_sync("worker0", functions.identity, args=(sent,))
+    before, residents = measure(), [rpc.rpc_sync(n, statistics).resident_bytes for n in names]
+    for _ in range(5_000):  # there and back
+        rpc.rpc_sync("worker0", functions.identity, args=(sent,))
+    no_loans(*names)
+    # One or two slabs more where a worker was slow to drop its argument.
+    for name, resident_bytes in zip(names, residents, strict=True):
+        assert rpc.rpc_sync(name, statistics).resident_bytes <= resident_bytes + 4 * sent.numel()
+    for (bytes_before, files_before), (bytes_now, files_now) in zip(before, measure(), strict=True):
+        assert files_now <= files_before
+        assert bytes_now - bytes_before < 4 << 20
+
+
+# Memory that the user shares
+
+
+def test_both_sides_of_a_shared_tensor_see_what_either_writes(group: Cluster) -> None:
+    shared = weft.memory.share(torch.zeros(700, 100))
+    assert (shared.shape, shared.dtype) == ((700, 100), torch.float32)
+    for name in ("worker0", "worker1"):
+        rpc.rpc_sync(name, shared_memory.keep, args=(shared,))
+    rpc.rpc_sync("worker0", shared_memory.fill_kept, args=(0, 2.0))
+    assert checksum(shared) == 2 * 70_000
+    shared.fill_(3)
+    assert rpc.rpc_sync("worker1", shared_memory.checksum_of_kept, args=(0,)) == 3 * 70_000
+    returned = rpc.rpc_sync("worker0", shared_memory.fill_slice, args=(shared, 5.0))
+    assert checksum(shared) == 3 * 70_000 + 2 * 200
+    returned.zero_()
+    assert checksum(shared) == 3 * 70_000 + 2 * 200, "what comes back is a copy"
+
+
+def test_views_and_parts_of_shared_memory_are_shared(group: Cluster) -> None:
+    shared = weft.memory.shared_empty(100, 10_000, dtype=torch.int64).fill_(1)
+    rpc.rpc_sync("worker0", shared_memory.fill_slice, args=(shared[10:20], 7))
+    expected = torch.ones(100, 10_000, dtype=torch.int64)
+    expected[11:13] = 7
+    assert torch.equal(shared, expected)
+    rpc.rpc_sync("worker0", shared_memory.fill_slice, args=(shared[50], 4))
+    assert shared[50].sum() == 9_998 + 2 * 4
+
+
+def test_shared_memory_lives_as_long_as_anybody_has_it(group: Cluster) -> None:
+    no_loans("driver", "worker0")
+    shared = weft.memory.share(torch.ones(100_000))
+    rpc.rpc_sync("worker0", shared_memory.keep, args=(shared,))
+    resident_bytes = statistics().resident_bytes
+    del shared
+    assert statistics().loan_count == 1
+    others = [weft.memory.share(torch.zeros(100_000)) for _ in range(3)]
+    assert rpc.rpc_sync("worker0", shared_memory.checksum_of_kept, args=(0,)) == 100_000
+    del others
+    rpc.rpc_sync("worker0", shared_memory.drop_kept)
+    no_loans("driver")
+    assert statistics().resident_bytes >= resident_bytes
+    assert not shared_memory.pool().has_shared
+
+    result = rpc.rpc_sync("worker0", shared_memory.make_shared, args=(10_000,))
+    assert loans_of("worker0") == 1
+    assert checksum(result) == 49_995_000
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+def test_shared_tensors_of_every_dtype(group: Cluster, dtype: torch.dtype) -> None:
+    shared = weft.memory.share(torch.ones(3, 4).to(dtype))
+    assert shared.dtype == dtype
+    back = rpc.rpc_sync("worker0", functions.identity, args=(shared,))
+    assert torch.equal(back.to(torch.complex64), shared.to(torch.complex64))
+    assert weft.memory.shared_empty(0, 5, dtype=dtype).shape == (0, 5)
+
+
+def test_shared_tensors_travel_as_copies_where_they_must(group: Cluster) -> None:
+    received = rpc.rpc_sync("worker0", shared_memory.make_shared, args=(10_000,))
+    rpc.rpc_sync("worker1", shared_memory.keep, args=(received,))
+    received.zero_()
+    assert rpc.rpc_sync("worker1", shared_memory.checksum_of_kept, args=(0,)) == 49_995_000

@@ -1,0 +1,122 @@
+"""Shared memory that is bounded, forbidden, or outlived by its users."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+import weft
+import weft.memory
+from tests.processes import functions, shared_memory
+from tests.processes.conftest import options
+from tests.processes.functions import wait_until
+from tests.processes.shared_memory import (
+    checksum,
+    loans_of,
+    no_loans,
+    statistics,
+    tensor_of,
+    usable_ways,
+)
+from weft import knobs, rpc
+from weft.agent.current import current
+from weft.launch import Nursery
+
+SIZE = 1 << 20
+
+
+# Without one way or another
+
+
+def test_a_worker_without_shared_memory_still_borrows(nursery: Nursery) -> None:
+    with (
+        knobs.SHM_LIMIT_BYTES.override(0),
+        weft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
+    ):
+        sent = functions.make_tensor(SIZE)
+        assert torch.equal(rpc.rpc_sync("worker0", functions.identity, args=(sent,)), sent)
+        assert "SHM" not in usable_ways("worker0")
+        assert "SHM" in rpc.rpc_sync("worker0", usable_ways, args=("driver",))
+        with pytest.raises(MemoryError, match="WEFT_SHM_LIMIT_BYTES is 0"):
+            weft.memory.shared_empty(5)
+
+
+@pytest.mark.parametrize("also", [[], ["CMA"], ["CMA", "STRIPED"]])
+def test_beyond_the_limit_tensors_take_the_next_way(nursery: Nursery, also: list[str]) -> None:
+    with (
+        knobs.SHM_LIMIT_BYTES.override(4 << 20),
+        weft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
+    ):
+        rpc.rpc_sync("worker0", functions.name_here)
+        functions.forbid("worker0", *also)
+        for number in range(8):
+            sent = tensor_of(SIZE, number)
+            assert rpc.rpc_sync("worker0", shared_memory.keep, args=(sent,)) == number + 1
+        assert statistics().loan_count == 4
+        assert statistics().resident_bytes == 4 << 20
+        for number in range(8):
+            total = rpc.rpc_sync("worker0", shared_memory.checksum_of_kept, args=(number,))
+            assert total == SIZE * number
+        rpc.rpc_sync("worker0", shared_memory.drop_kept)
+        no_loans("driver")
+
+
+# Somebody dies
+
+
+def test_what_a_killed_worker_had_is_lent_again(nursery: Nursery) -> None:
+    with weft.cluster(
+        workers=2, nursery=nursery, rpc_backend_options=options(), check=False
+    ) as group:
+        rpc.rpc_sync("worker0", functions.name_here)
+        for number in range(3):
+            rpc.rpc_sync("worker0", shared_memory.keep, args=(tensor_of(SIZE, number),))
+        assert statistics().loan_count == 3
+        os.kill(group.pids["worker0"], signal.SIGKILL)
+        wait_until(lambda: statistics().loan_count == 0, lambda: "a dead worker keeps its slabs")
+        resident_bytes = statistics().resident_bytes
+        rpc.rpc_sync("worker1", functions.name_here)
+        for number in range(3):
+            rpc.rpc_sync("worker1", shared_memory.keep, args=(tensor_of(SIZE, number),))
+        assert statistics().resident_bytes == resident_bytes
+
+
+def test_what_a_killed_worker_sent_stays(nursery: Nursery) -> None:
+    with weft.cluster(
+        workers=1, nursery=nursery, rpc_backend_options=options(), check=False
+    ) as group:
+        received = rpc.rpc_sync("worker0", functions.make_tensor, args=(SIZE,))
+        assert loans_of("worker0") == 1
+        os.kill(group.pids["worker0"], signal.SIGKILL)
+        wait_until(
+            lambda: current().find("worker0").lost is not None,
+            lambda: "the loss went unnoticed",
+        )
+        assert torch.equal(received, functions.make_tensor(SIZE))
+    received.fill_(4)
+    assert checksum(received) == 4 * SIZE
+
+
+def test_what_was_received_outlives_the_group(nursery: Nursery) -> None:
+    with weft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
+        received = rpc.rpc_sync("worker0", functions.make_tensor, args=(SIZE,))
+        assert loans_of("worker0") == 1
+    assert torch.equal(received, functions.make_tensor(SIZE))
+
+
+def test_shared_memory_has_the_same_bound(nursery: Nursery) -> None:
+    with (
+        knobs.SHM_LIMIT_BYTES.override(4 << 20),
+        weft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
+    ):
+        with pytest.raises(MemoryError, match="4194304 are allowed"):
+            weft.memory.shared_empty(2 << 20)
+        assert weft.memory.shared_empty(1 << 20).numel() == 1 << 20
+        shared = weft.memory.share(torch.ones(100_000))
+        rpc.rpc_sync("worker0", functions.name_here)
+        functions.forbid("worker0", "SHM")
+        rpc.rpc_sync("worker0", functions.fill, args=(shared, 3))
+        assert checksum(shared) == 100_000, "where shared memory is forbidden it travels as a copy"

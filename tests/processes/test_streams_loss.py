@@ -1,0 +1,104 @@
+"""What happens to large tensors under way when a worker is lost, or cannot be reached that way."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import weft
+from tests.processes import functions
+from tests.processes.conftest import options
+from tests.processes.functions import wait_until
+from tests.processes.streams import (
+    FROM,
+    arrivals_from,
+    await_verdicts,
+    bytes_of,
+    connect_data,
+    connections_with,
+    count_elements,
+    data_threads,
+    ones,
+    outbox_to,
+    settings_of,
+    way_to,
+)
+from weft import rpc
+from weft.agent.current import current
+from weft.channel.table import ChannelKind
+from weft.errors import WorkerLost
+from weft.launch import Nursery
+
+LARGE_BYTES = 512 << 20
+
+
+@pytest.fixture(autouse=True)
+def _over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in settings_of("tcp").items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_receiver_that_is_killed_frees_the_sender(nursery: Nursery) -> None:
+    with weft.cluster(
+        workers=1, nursery=nursery, rpc_backend_options=options(), check=False
+    ) as group:
+        connect_data("worker0")
+        outbox = outbox_to("worker0")
+        os.kill(group.pids["worker0"], signal.SIGSTOP)
+        try:
+            future = rpc.rpc_async("worker0", count_elements, args=(ones(LARGE_BYTES),))
+            assert not outbox.is_empty
+        finally:
+            os.kill(group.pids["worker0"], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="worker0"):
+            future.wait()
+        wait_until(lambda: outbox.is_empty, lambda: "what a lost worker was to get is kept")
+        assert connections_with("worker0")[1] == 0
+    assert data_threads() == []
+
+
+def test_a_sender_that_is_killed_ends_the_wait(nursery: Nursery) -> None:
+    with weft.cluster(
+        workers=1, nursery=nursery, rpc_backend_options=options(), check=False
+    ) as group:
+        connect_data("worker0")
+        arrivals = arrivals_from("worker0")
+        before, had_bytes = functions.pool_statistics().leased_bytes, arrivals.bytes_received
+        future = rpc.rpc_async("worker0", ones, args=(LARGE_BYTES,))
+        wait_until(lambda: arrivals.bytes_received > had_bytes, lambda: "nothing came")
+        os.kill(group.pids["worker0"], signal.SIGKILL)
+        assert arrivals.bytes_received < had_bytes + LARGE_BYTES, (
+            "all of it came: nothing was tested"
+        )
+        start_s = time.monotonic()
+        with pytest.raises(WorkerLost, match="worker0"):
+            future.wait()
+        assert time.monotonic() - start_s < 2.0
+        del future
+        wait_until(
+            lambda: gc.collect() >= 0 and functions.pool_statistics().leased_bytes == before,
+            lambda: "the memory of a tensor that will never be complete is kept",
+        )
+
+
+def test_a_peer_whose_data_connections_cannot_be_made_is_sent_streams(
+    nursery: Nursery, caplog: pytest.LogCaptureFixture
+) -> None:
+    with weft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
+        await_verdicts("worker0")
+        peer = current().find("worker0")
+
+        def refuse(count: int) -> list[object]:
+            raise ConnectionRefusedError("nobody listens")
+
+        peer.dial_data = refuse  # type: ignore[assignment]
+        sent = [bytes_of(5), bytes_of(3 * FROM), bytes_of(FROM)]
+        back = rpc.rpc_sync("worker0", functions.identity, args=(sent,))
+        assert all(torch.equal(*pair) for pair in zip(sent, back, strict=True))
+        assert way_to("worker0", FROM) is ChannelKind.STREAM
+        assert caplog.text.count("no longer travel by striped") == 1

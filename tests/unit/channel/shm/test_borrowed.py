@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import gc
+import os
+import socket
+
+import pytest
+import torch
+
+from tests.unit.channel.processes import forked
+from weft.channel.shm import borrowed as borrowed_module
+from weft.channel.shm.borrowed import Borrowed
+from weft.channel.shm.layout import SLABS_OFFSET, Area, attach, create
+from weft.channel.table import SHM, BufferEntry
+from weft.errors import ProtocolError
+
+MIB = 1 << 20
+SIZE = SLABS_OFFSET + 4 * MIB
+
+
+@pytest.fixture
+def areas() -> tuple[Area, Area]:
+    """The memory as its lender has it mapped, and as a borrower has."""
+    descriptor, area = create(4 * MIB)
+    try:
+        return area, attach(descriptor, area.nonce)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture
+def lender(areas: tuple[Area, Area]) -> Area:
+    return areas[0]
+
+
+@pytest.fixture
+def borrowed(areas: tuple[Area, Area]) -> Borrowed:
+    return Borrowed(areas[1], "worker 'trainer'")
+
+
+@pytest.mark.parametrize(
+    ("place", "size_bytes"),
+    [(0, 16), (SLABS_OFFSET - 1, 16), (SIZE, 1), (SIZE - 1, 2), (1 << 63, 1), (SLABS_OFFSET, SIZE)],
+)
+def test_memory_outside_of_the_slabs_is_refused(
+    borrowed: Borrowed, place: int, size_bytes: int
+) -> None:
+    with pytest.raises(ProtocolError, match="worker 'trainer' lends bytes"):
+        borrowed.take(BufferEntry(SHM, size_bytes, place, 1))
+
+
+def test_the_tag_is_written_once_the_last_view_is_gone(lender: Area, borrowed: Borrowed) -> None:
+    tag = 77 << 16 | 5
+    tensor = torch.frombuffer(
+        borrowed.take(BufferEntry(SHM, MIB, SLABS_OFFSET, tag)), dtype=torch.float32
+    )
+    view = tensor.view(512, 512)[3:5].t()
+    del tensor
+    gc.collect()
+    assert lender.words[5] == 0
+    del view
+    assert lender.words[5] == tag
+    assert int(lender.words.astype(bool).sum()) == 1
+
+
+def test_a_ticket_beyond_all_tickets_hits_no_other_memory(lender: Area, borrowed: Borrowed) -> None:
+    tag = (1 << 64) - 1
+    borrowed.refuse(BufferEntry(SHM, 1, SLABS_OFFSET, tag))
+    assert lender.words[0xFFFF] == tag
+    assert not lender.memory[SLABS_OFFSET:].any()
+
+
+def test_a_tensor_outlives_the_connection() -> None:
+    descriptor, lender = create(4 * MIB)
+    borrowed = Borrowed(attach(descriptor, lender.nonce), "ps")
+    os.close(descriptor)
+    memory = borrowed.take(BufferEntry(SHM, 10, SLABS_OFFSET, 1 << 16))
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    del borrowed, memory
+    gc.collect()
+    tensor.fill_(9)
+    assert lender.memory[SLABS_OFFSET : SLABS_OFFSET + 11].tolist() == [9] * 10 + [0]
+    del tensor
+    assert lender.words[0] == 1 << 16
+
+
+def test_a_forked_child_ends_no_loan_of_its_parent(lender: Area, borrowed: Borrowed) -> None:
+    memory = [borrowed.take(BufferEntry(SHM, 10, SLABS_OFFSET, 3 << 16))]
+
+    def drop(link: socket.socket) -> None:
+        memory.clear()
+        gc.collect()
+        link.send(b"%d" % lender.words[0])
+        link.recv(1)
+
+    with forked(drop) as (_, link):
+        assert link.recv(10) == b"0"
+        assert lender.words[0] == 0
+    memory.clear()
+    assert lender.words[0] == 3 << 16
+
+
+def test_pages_are_mapped_when_a_slab_first_comes(
+    borrowed: Borrowed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped: list[tuple[int, int]] = []
+    monkeypatch.setattr(borrowed._area, "map_pages", lambda *extent: mapped.append(extent))
+    for place, size_bytes in [(0, 5000), (0, 4000), (8192, 10), (0, 6000), (8200, 10)]:
+        borrowed.take(BufferEntry(SHM, size_bytes, SLABS_OFFSET + place, 1))
+    expected = [(0, 5000), (8192, 10), (0, 6000), (8192, 18)]
+    assert mapped == [(SLABS_OFFSET + place, size_bytes) for place, size_bytes in expected]
+    mapped.clear()
+    borrowed.forget_pages()
+    borrowed.take(BufferEntry(SHM, 10, SLABS_OFFSET, 1))
+    assert mapped == [(SLABS_OFFSET, 10)]
+
+
+def test_no_lease_stays(borrowed: Borrowed) -> None:
+    before = len(borrowed_module._leases)
+    kept = [borrowed.take(BufferEntry(SHM, 10, SLABS_OFFSET, tag)) for tag in range(100)]
+    assert len(borrowed_module._leases) == before + 100
+    kept.clear()
+    assert len(borrowed_module._leases) == before

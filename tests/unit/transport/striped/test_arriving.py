@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.channel.memory import BufferPool
+from weft.errors import ProtocolError, WorkerLost
+from weft.transport.striped.arriving import Arrivals, ReceivingConnection
+from weft.transport.striped.pump import NOTHING, READABLE
+from weft.transport.striped.stripes import Stripe, TransferKey
+
+LIMIT_S = 20.0
+LIMIT_BYTES = 1 << 24
+KEY = TransferKey(7, 0)
+
+
+class End:
+    """A receiving connection with the other side of its socket."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        ours, self.socket = socket.socketpair()
+        self.causes: list[str] = []
+        self.receiving = ReceivingConnection(ours, arrivals, self.causes.append)
+
+    def close(self) -> None:
+        self.receiving.close()
+        self.socket.close()
+
+    def bring(self, data: bytes) -> int:
+        self.socket.sendall(data)
+        return self.receiving.read()
+
+
+@pytest.fixture
+def pool() -> BufferPool:
+    return BufferPool(1 << 20)
+
+
+@pytest.fixture
+def arrivals(pool: BufferPool) -> Arrivals:
+    return Arrivals(pool.lease, LIMIT_BYTES)
+
+
+@pytest.fixture
+def ends(arrivals: Arrivals) -> Iterator[list[End]]:
+    made = [End(arrivals), End(arrivals)]
+    yield made
+    for end in made:
+        end.close()
+
+
+def content(size_bytes: int) -> bytes:
+    return bytes(number % 251 for number in range(size_bytes))
+
+
+def stripe(data: bytes, start: int, end: int, key: TransferKey = KEY) -> bytes:
+    return Stripe(*key, start, end - start, len(data)).encode() + data[start:end]
+
+
+def waiting(arrivals: Arrivals, size_bytes: int, stall_s: float = LIMIT_S) -> Waiter:
+    return Waiter(arrivals, size_bytes, stall_s)
+
+
+class Waiter(threading.Thread):
+    """Waits for the transfer in a thread of its own."""
+
+    def __init__(self, arrivals: Arrivals, size_bytes: int, stall_s: float) -> None:
+        super().__init__(name="waiter")
+        self._wait = lambda: arrivals.wait(KEY, size_bytes, stall_s)
+        self.memory: memoryview | None = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.memory = self._wait()
+        except Exception as error:
+            self.error = error
+
+    def result(self) -> memoryview | Exception | None:
+        self.join(LIMIT_S)
+        assert not self.is_alive()
+        return self.error or self.memory
+
+
+def test_stripes_of_several_connections_make_one_transfer(
+    arrivals: Arrivals, ends: list[End]
+) -> None:
+    data = content(1000)
+    waiter = waiting(arrivals, 1000)
+    assert ends[0].bring(stripe(data, 600, 1000)) == READABLE
+    assert ends[1].bring(stripe(data, 0, 300)) == READABLE
+    assert not arrivals.is_here(KEY)
+    assert ends[1].bring(stripe(data, 300, 600)) == READABLE
+    assert waiter.result() == data
+    assert arrivals.count == 0
+
+
+def test_what_is_here_before_somebody_waits(arrivals: Arrivals, ends: list[End]) -> None:
+    data = content(10)
+    ends[0].bring(stripe(data, 0, 10))
+    assert arrivals.is_here(KEY)
+    assert arrivals.wait(KEY, 10, LIMIT_S) == data
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.data())
+def test_bytes_may_come_in_any_pieces(sizes: list[int], draw: st.DataObject) -> None:
+    arrivals = Arrivals(lambda size: memoryview(bytearray(size)), LIMIT_BYTES)
+    data = content(sum(sizes))
+    written = b""
+    for number in draw.draw(st.permutations(range(len(sizes)))):
+        start = sum(sizes[:number])
+        written += stripe(data, start, start + sizes[number])
+    with contextlib.closing(End(arrivals)) as end:
+        while written:
+            size = draw.draw(st.integers(1, len(written)))
+            assert end.bring(written[:size]) == READABLE
+            written = written[size:]
+    assert arrivals.wait(KEY, len(data), LIMIT_S) == data
+
+
+def test_memory_is_taken_once_and_given_back_when_nobody_uses_it(
+    arrivals: Arrivals, ends: list[End], pool: BufferPool
+) -> None:
+    data = content(50_000)
+    waiter = waiting(arrivals, 50_000)
+    ends[0].bring(stripe(data, 0, 25_000))
+    ends[0].bring(stripe(data, 25_000, 50_000))
+    assert waiter.result() == data
+    assert pool.statistics().leased_count == 1
+    waiter.memory = None
+    # Not even the connection that brought it keeps it.
+    assert pool.statistics().leased_count == 0
+
+
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+def test_what_nobody_wants_is_dropped(
+    arrivals: Arrivals, ends: list[End], pool: BufferPool, when: str
+) -> None:
+    data = content(5000)
+    for moment in ("before", "within", "after"):
+        if moment == when:
+            arrivals.discard(KEY, 5000)
+        if moment == "before":
+            ends[0].bring(stripe(data, 0, 100))
+        elif moment == "within":
+            ends[1].bring(stripe(data, 100, 5000))
+    assert arrivals.count == 0
+    assert pool.statistics().leased_count == 0
+
+
+def test_the_loss_of_the_peer_ends_every_wait(
+    arrivals: Arrivals, ends: list[End], pool: BufferPool
+) -> None:
+    data = content(5000)
+    waiter = waiting(arrivals, 5000)
+    ends[0].bring(stripe(data, 0, 4000))
+    arrivals.fail(lambda: WorkerLost("killed", worker="w", since=0.0, cause="a test"))
+    arrivals.fail(lambda: LookupError("again"))
+    assert isinstance(waiter.result(), WorkerLost)
+    with pytest.raises(WorkerLost):
+        arrivals.wait(TransferKey(8, 0), 10, LIMIT_S)
+    assert ends[0].bring(stripe(data, 4000, 5000)) == NOTHING
+    assert ends[0].causes == ["a data connection broke: killed"]
+    ends[0].receiving.close()
+    del waiter
+    assert arrivals.count == 0
+    assert pool.statistics().leased_count == 0
+
+
+def test_what_is_here_survives_the_loss_of_the_peer(arrivals: Arrivals, ends: list[End]) -> None:
+    data = content(100)
+    waiter = waiting(arrivals, 100)
+    ends[0].bring(stripe(data, 0, 100))
+    arrivals.fail(lambda: LookupError("lost"))
+    assert waiter.result() == data
+
+
+def test_silence_is_noticed_and_progress_is_not_silence(
+    arrivals: Arrivals, ends: list[End]
+) -> None:
+    data = content(1000)
+    waiter = waiting(arrivals, 1000, stall_s=0.01)
+    assert isinstance(waiter.result(), TimeoutError)
+    patient = waiting(arrivals, 1000, stall_s=0.5)
+    for start in range(0, 1000, 100):
+        ends[0].bring(stripe(data, start, start + 100))
+    assert patient.result() == data
+
+
+def test_a_connection_closed_between_stripes_ends_quietly(
+    arrivals: Arrivals, ends: list[End]
+) -> None:
+    data = content(100)
+    ends[0].bring(stripe(data, 0, 60))
+    ends[0].socket.close()
+    assert ends[0].receiving.read() == NOTHING
+    assert ends[0].causes == [""]
+
+
+@pytest.mark.parametrize("size", [1, 39, 41])
+def test_a_connection_that_ends_within_a_stripe_says_so(
+    arrivals: Arrivals, ends: list[End], size: int
+) -> None:
+    ends[0].bring(stripe(content(100), 0, 60)[:size])
+    ends[0].socket.close()
+    assert ends[0].receiving.read() == NOTHING
+    assert ends[0].causes == ["a data connection ended within a tensor"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "cause"),
+    [
+        (Stripe(7, 0, 0, 10, LIMIT_BYTES + 1).encode(), "the limit is"),
+        (Stripe(7, 0, 8, 10, 10).encode(), "no part"),
+        (Stripe(7, 0, 0, 10, 20).encode(), "bytes once and 20 then"),
+        (stripe(content(100), 0, 100) + stripe(content(100), 0, 1), "more stripes than bytes"),
+        (b"GET / HTTP/1.1\r\nHost: somewhere or other\r\n", "limit|no part"),
+    ],
+    ids=["too large", "outside", "another size", "twice", "another protocol"],
+)
+def test_nonsense_ends_the_connection(
+    arrivals: Arrivals, ends: list[End], sent: bytes, cause: str
+) -> None:
+    ends[1].bring(stripe(content(100), 0, 10))
+    assert ends[0].bring(sent) == NOTHING
+    (told,) = ends[0].causes
+    assert "broke" in told
+    assert re.search(cause, told)
+
+
+def test_a_message_that_announces_another_size_is_refused(
+    arrivals: Arrivals, ends: list[End]
+) -> None:
+    ends[0].bring(stripe(content(100), 0, 10))
+    with pytest.raises(ProtocolError, match="100 bytes once and 99 then"):
+        arrivals.wait(KEY, 99, LIMIT_S)
+
+
+def test_no_memory_is_a_cause(ends: list[End]) -> None:
+    def allocate(size_bytes: int) -> memoryview:
+        raise MemoryError
+
+    end = End(Arrivals(allocate, LIMIT_BYTES))
+    assert end.bring(stripe(content(100), 0, 100)) == NOTHING
+    assert end.causes == ["there is no memory for a tensor of it"]
+    end.close()
+
+
+def test_a_closed_connection_is_not_read(arrivals: Arrivals, ends: list[End]) -> None:
+    ends[0].socket.sendall(stripe(content(100), 0, 100))
+    ends[0].receiving.close()
+    assert ends[0].receiving.read() == NOTHING
+    assert arrivals.count == 0
+
+
+def test_incomplete_is_what_has_begun_or_is_waited_for(arrivals: Arrivals, ends: list[End]) -> None:
+    data = content(100)
+    assert not arrivals.is_incomplete
+    ends[0].bring(stripe(data, 0, 60))
+    assert arrivals.is_incomplete
+    ends[0].bring(stripe(data, 60, 100))
+    assert not arrivals.is_incomplete
+    arrivals.discard(TransferKey(9, 0), 10)
+    assert arrivals.is_incomplete

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from weft.transport.striped.pump import NOTHING, READABLE, WRITABLE, Pump
+
+LIMIT_S = 20.0
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pump() -> Iterator[Pump]:
+    made = Pump("test-pump", 2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        yield ours, theirs
+
+
+def pump_threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return sorted(name for name in names if name.startswith("test-pump"))
+
+
+def test_threads_start_with_the_first_connection_and_end_with_the_pump(
+    pump: Pump, pair: Pair
+) -> None:
+    assert pump_threads() == []
+    pump.watch(pair[0].fileno(), lambda: NOTHING, READABLE)
+    assert pump_threads() == ["test-pump-1", "test-pump-2"]
+    pump.close()
+    assert pump_threads() == []
+    pump.close()
+
+
+def test_a_handler_is_called_when_there_is_something_to_read(pump: Pump, pair: Pair) -> None:
+    got: list[bytes] = []
+    came = threading.Semaphore(0)
+
+    def read() -> int:
+        got.append(pair[0].recv(100))
+        came.release()
+        return READABLE
+
+    pump.watch(pair[0].fileno(), read, READABLE)
+    for part in (b"one", b"two"):
+        pair[1].sendall(part)
+        assert came.acquire(timeout=LIMIT_S)
+    assert got == [b"one", b"two"]
+
+
+def test_one_thread_at_a_time_deals_with_a_connection(pump: Pump, pair: Pair) -> None:
+    is_free = threading.Lock()
+    done = threading.Event()
+    calls = overlaps = 0
+
+    def write() -> int:
+        nonlocal calls, overlaps
+        overlaps += not is_free.acquire(blocking=False)
+        calls += 1
+        if calls == 200:
+            done.set()
+            return NOTHING
+        is_free.release()
+        return WRITABLE
+
+    pump.watch(pair[0].fileno(), write, WRITABLE)
+    assert done.wait(LIMIT_S)
+    assert not overlaps
+
+
+def test_who_waits_for_nothing_is_left_alone_until_armed(pump: Pump, pair: Pair) -> None:
+    called = threading.Semaphore(0)
+
+    def handle() -> int:
+        called.release()
+        return NOTHING
+
+    pump.watch(pair[0].fileno(), handle, WRITABLE)
+    assert called.acquire(timeout=LIMIT_S)
+    pair[1].sendall(b"x")
+    pair[1].shutdown(socket.SHUT_RDWR)  # not even for that
+    assert not called.acquire(timeout=0.02)
+    pump.arm(pair[0].fileno(), READABLE)
+    assert called.acquire(timeout=LIMIT_S)
+
+
+def test_a_slow_connection_does_not_hold_up_another(pump: Pump, pair: Pair) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow() -> int:
+        begun.set()
+        assert may_end.wait(LIMIT_S)
+        return NOTHING
+
+    pump.watch(pair[0].fileno(), slow, WRITABLE)
+    assert begun.wait(LIMIT_S)
+    fast = threading.Event()
+    pair[1].setblocking(False)
+    pump.watch(pair[1].fileno(), lambda: fast.set() or NOTHING, WRITABLE)
+    assert fast.wait(LIMIT_S)
+    may_end.set()
+
+
+def test_a_handler_that_fails_ends_nothing_else(
+    pump: Pump, pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> int:
+        raise LookupError("a test")
+
+    pump.watch(pair[0].fileno(), fail, WRITABLE)
+    called = threading.Semaphore(0)
+    for _ in range(4):  # more often than there are threads
+        pump.forget(pair[1].fileno())
+        pump.watch(pair[1].fileno(), lambda: called.release() or NOTHING, WRITABLE)
+        assert called.acquire(timeout=LIMIT_S)
+    pump.close()
+    assert "could not be moved" in caplog.text
+
+
+def test_what_is_forgotten_is_not_called(pump: Pump, pair: Pair) -> None:
+    called = threading.Event()
+    pump.watch(pair[0].fileno(), lambda: called.set() or NOTHING, READABLE)
+    pump.forget(pair[0].fileno())
+    pump.arm(pair[0].fileno(), WRITABLE)
+    assert not called.wait(0.02)
+
+
+def test_a_closed_pump_takes_no_connection(pump: Pump, pair: Pair) -> None:
+    pump.close()
+    with pytest.raises(ConnectionAbortedError):
+        pump.watch(pair[0].fileno(), lambda: NOTHING, READABLE)
+    assert pump_threads() == []
