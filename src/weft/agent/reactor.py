@@ -67,8 +67,8 @@ class Reactor:
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._followers: dict[int, Callable[[bool], bool]] = {}
-        self._unarmed: set[int] = set()
-        self._was_unarmed: set[int] = set()
+        self._unarmed: dict[int, int] = {}
+        self._was_unarmed: dict[int, int] = {}
         self._unarmed_count = self._last_count = 0
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
@@ -146,23 +146,19 @@ class Reactor:
 
     def leave_unarmed(self, fd: int) -> None:
         """Leaves the arming of ``fd`` to the follower, which comes after the tasks."""
-        self._unarmed.add(fd)
         self._unarmed_count += 1
+        self._unarmed[fd] = self._unarmed_count
         self.on_unarmed()  # Always, and last: what else is unarmed may be taken at any moment.
 
     def take_unarmed(self, fd: int) -> bool:
         """Returns whether ``fd`` is still unarmed; who asks arms it."""
-        try:
-            self._unarmed.remove(fd)
-        except KeyError:
-            return False
-        return True
+        return self._unarmed.pop(fd, None) is not None
 
     def arm_all(self) -> None:
         """Arms what was left unarmed: this thread is about to take longer."""
         while self._unarmed:
             try:
-                fd = self._unarmed.pop()
+                fd, _ = self._unarmed.popitem()
             except KeyError:
                 return  # Another thread was faster.
             self.resume_reading(fd)
@@ -172,12 +168,13 @@ class Reactor:
 
         That is so for as long as calls come: waking the housekeeper for each would cost more.
         """
-        for fd in self._was_unarmed & self._unarmed:
-            if self.take_unarmed(fd):
+        for fd, count in self._was_unarmed.items():
+            # Another number: it was taken and left again since.
+            if self._unarmed.get(fd) == count and self.take_unarmed(fd):
                 self.resume_reading(fd)
-        count, self._last_count = self._last_count, self._unarmed_count
+        last_count, self._last_count = self._last_count, self._unarmed_count
         self._was_unarmed = self._unarmed.copy()
-        return bool(self._was_unarmed) or count != self._last_count
+        return bool(self._was_unarmed) or last_count != self._last_count
 
     def resume_reading(self, fd: int) -> None:
         """Arms ``fd`` for one more event."""
@@ -207,7 +204,7 @@ class Reactor:
         """Stops watching ``fd``, before it is closed."""
         self._handlers.pop(fd, None)
         self._followers.pop(fd, None)
-        self._unarmed.discard(fd)
+        self._unarmed.pop(fd, None)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(fd)
 

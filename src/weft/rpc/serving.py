@@ -39,7 +39,7 @@ Finish = Callable[[Any, BaseException | None], None]
 
 
 SLOW_S = 0.0005
-"""A function that once took longer is slow: others need not wait while it runs."""
+"""A function that took longer the last time is slow: others need not wait while it runs."""
 _SLOW_LIMIT = 4096
 
 
@@ -86,7 +86,8 @@ def _serve(worker: Worker, peer: Peer, frame: Frame) -> None:
             worker.refuse(peer, head.references)
             finish(None, error)
             return
-    if not head.function or head.function in worker.slow:
+    was_slow = head.function in worker.slow
+    if was_slow or not head.function:
         worker.agent.reactor.arm_all()
     began_s = time.monotonic()
     try:
@@ -96,8 +97,8 @@ def _serve(worker: Worker, peer: Peer, frame: Frame) -> None:
         with enter(head.context_id):
             _run(worker, peer, head, parcel, finish)
     finally:
-        if time.monotonic() - began_s > SLOW_S:
-            _note_slow(worker, head.function)
+        if was_slow != (time.monotonic() - began_s > SLOW_S):
+            _note_speed(worker, head.function, was_slow)
 
 
 def _refuse(worker: Worker, peer: Peer, frame: Frame) -> None:
@@ -127,7 +128,8 @@ def _serve_compact(worker: Worker, peer: Peer, frame: Frame) -> None:
     finish = _answer(worker, peer, frame.id, context_id, creation)
     if finish is None:
         return
-    if name in worker.slow:
+    was_slow = name in worker.slow
+    if was_slow:
         worker.agent.reactor.arm_all()
     if context_id:
         set_current_id(context_id)
@@ -144,12 +146,15 @@ def _serve_compact(worker: Worker, peer: Peer, frame: Frame) -> None:
     finally:
         if context_id:
             set_current_id(0)
-        if time.monotonic() - began_s > SLOW_S:
-            _note_slow(worker, name)
+        if was_slow != (time.monotonic() - began_s > SLOW_S):
+            _note_speed(worker, name, was_slow)
 
 
-def _note_slow(worker: Worker, name: bytes) -> None:
-    if len(worker.slow) < _SLOW_LIMIT:
+def _note_speed(worker: Worker, name: bytes, was_slow: bool) -> None:
+    """Notes that a function took longer, or not as long, as it was known to."""
+    if was_slow:
+        worker.slow.discard(name)
+    elif name and len(worker.slow) < _SLOW_LIMIT:
         worker.slow.add(name)
 
 

@@ -59,7 +59,7 @@ class Worker:
         self.unfinished: set[OwnedValue] = set()
         """Values that calls of others are making; a coroutine's call holds no thread meanwhile."""
         self.slow: set[bytes] = set()
-        """Names of functions that are known to take long."""
+        """Names of functions that took long the last time."""
         agent.discard = self.discard_reply
         agent.parts[Worker] = self
         agent.parts[Engine] = self.engine

@@ -5,40 +5,61 @@ import os
 import pytest
 
 from weft import knobs
+from weft.transport import spinning as module
 from weft.transport.spinning import Spinning
+
+SPIN_S = 0.0001
+
+
+class Clock:
+    """What the time is, for the spinning."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 @pytest.fixture(autouse=True)
-def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "monotonic", clock)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    return clock
 
 
-def rests(spinning: Spinning) -> int:
-    """Counts the waits that sleep at once before one may spin again."""
-    count = 0
+def make() -> Spinning:
+    with knobs.SPIN_S.override(SPIN_S):
+        return Spinning()
+
+
+def rest_of(spinning: Spinning, clock: Clock) -> int:
+    """Returns for how many times of a spin waits sleep at once before one may spin again."""
+    rest = 0
     while not spinning.is_worthwhile():
-        count += 1
-    return count
+        rest += 1
+        clock.now_s += SPIN_S * (1 + 1e-9)
+    return rest
 
 
-def test_each_failure_doubles_the_rest_up_to_a_bound() -> None:
-    spinning = Spinning()
-    counts = []
-    for _ in range(15):
-        counts.append(rests(spinning))
+def test_each_failure_doubles_the_rest_up_to_a_bound(clock: Clock) -> None:
+    spinning = make()
+    rests = []
+    for _ in range(8):
+        rests.append(rest_of(spinning, clock))
         spinning.failed()
-    assert counts == [0, *(2**n for n in range(13)), 4096]
+    assert rests == [0, 10, 20, 40, 80, 160, 200, 200]
 
 
-def test_a_success_ends_the_long_rests() -> None:
-    spinning = Spinning()
+def test_a_success_ends_the_long_rests(clock: Clock) -> None:
+    spinning = make()
     for _ in range(8):
         spinning.failed()
-        rests(spinning)
+        rest_of(spinning, clock)
     spinning.succeeded()
-    assert rests(spinning) == 0
+    assert rest_of(spinning, clock) == 0
     spinning.failed()
-    assert rests(spinning) == 1
+    assert rest_of(spinning, clock) == 10
 
 
 def test_it_can_be_switched_off() -> None:
