@@ -131,7 +131,7 @@ BACKWARD_TIMEOUT_S = Knob(
     "BACKWARD_TIMEOUT_S", 1800.0, "Seconds a distributed backward pass may take."
 )
 SPIN_S = Knob(
-    "SPIN_S", 100e-6, "Seconds a waiting thread may look for data before it sleeps; 0 for never."
+    "SPIN_S", 200e-6, "Seconds a waiting thread may look for data before it sleeps; 0 for never."
 )
 QUEUE_LIMIT_CALLS = Knob(
     "QUEUE_LIMIT_CALLS", 1 << 16, "Calls of one worker that may wait at another; more are refused."

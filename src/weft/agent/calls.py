@@ -26,6 +26,7 @@ class PendingCall:
         "error",
         "frame",
         "function",
+        "kept",
         "on_done",
         "reader",
         "started_s",
@@ -50,6 +51,7 @@ class PendingCall:
         self.deadline_s = self.started_s + timeout_s
         self.on_done = on_done
         self.reader = 0
+        self.kept: object = None
         self.frame: Frame | None = None
         self.error: BaseException | None = None
         self._done = allocate_lock()

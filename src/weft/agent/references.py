@@ -203,6 +203,19 @@ class ReferenceKeeper:
         self._settle()
         return is_counted
 
+    def came_home(self, reference: ReferenceId) -> bool:
+        """Notes a reference to a value of this worker in a call, by a caller that keeps its own.
+
+        Returns:
+            Whether it counts as a handle.
+        """
+        with self._lock:
+            is_counted = self._machine.came_home(reference)
+            if is_counted:
+                self._handles[reference] += 1
+        self._settle()
+        return is_counted
+
     def refused(self, handed: HandedReference, sender: Peer) -> None:
         """Notes a reference in a message that nobody will read."""
         with self._lock:

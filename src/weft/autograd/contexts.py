@@ -144,21 +144,36 @@ class Context:
         result = list(tensors)
         places = [place for place, flag in enumerate(flags) if flag & REQUIRES_GRAD]
         if message_id and places:
-            metas = _metas_of([result[place] for place in places])
-            node, placeholders = make_placeholders([result[place] for place in places])
+            received = [result[place] for place in places]
+            placeholders = self.record_differentiable(message_id, from_worker, received)
             for place, placeholder in zip(places, placeholders, strict=True):
                 result[place] = placeholder
-            self._add_receive(ReceiveRecord(message_id, from_worker, node, metas))
         for tensor, flag in zip(result, flags, strict=True):
             if flag & PARAMETER:
                 # What isinstance(tensor, torch.nn.Parameter) looks at.
                 tensor._is_param = True
         return result
 
-    def _add_receive(self, record: ReceiveRecord) -> None:
+    def record_differentiable(
+        self, message_id: int, from_worker: int, tensors: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Records the tensors of a received message that required grad at a known worker.
+
+        Args:
+            message_id: What ``record_send`` returned at the sender.
+            from_worker: The sender.
+            tensors: As received; used up.
+
+        Returns:
+            The placeholders, for the program.
+        """
+        metas = _metas_of(tensors)
+        node, placeholders = make_placeholders(tensors)
+        record = ReceiveRecord(message_id, from_worker, node, metas)
         with self._lock:
-            self._receives[record.message_id] = record
-            self.receive_of[record.node] = record
+            self._receives[message_id] = record
+            self.receive_of[node] = record
+        return placeholders
 
     def add_known_worker(self, worker: int) -> None:
         """Notes a worker that takes part in the context.
@@ -215,6 +230,10 @@ def _edges_of(tensors: Sequence[Tensor]) -> tuple[tuple[GradientEdge, ...], tupl
     edges: list[GradientEdge] = []
     owners: list[Node] = []
     for tensor in tensors:
+        node = tensor.grad_fn
+        if node is not None and not isinstance(node, torch._C._FunctionBase):
+            edges.append(GradientEdge(node, tensor.output_nr))  # as below, without the detours
+            continue
         edge = get_gradient_edge(tensor)
         edges.append(edge)
         # A Python node does not keep its graph alive. Newer torch puts one in the edge that does.
@@ -227,7 +246,7 @@ def _edges_of(tensors: Sequence[Tensor]) -> tuple[tuple[GradientEdge, ...], tupl
 
 
 def _metas_of(tensors: Iterable[Tensor]) -> tuple[TensorMeta, ...]:
-    return tuple(TensorMeta(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+    return tuple([TensorMeta(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
 
 
 class Contexts:

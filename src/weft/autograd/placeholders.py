@@ -61,8 +61,11 @@ def make_placeholders(tensors: Sequence[Tensor]) -> tuple[Node, Sequence[Tensor]
         The node, and one placeholder for each tensor.
     """
     leaves = [tensor.requires_grad_(True) for tensor in tensors]
-    with torch.enable_grad():
+    if torch.is_grad_enabled():
         placeholders = _outputs(leaves)
+    else:
+        with torch.enable_grad():
+            placeholders = _outputs(leaves)
     for leaf in leaves:
         _drop_memory(leaf)
     node = placeholders[0].grad_fn

@@ -193,6 +193,7 @@ def _start(
     limit_s = _limit_s(worker.agent, timeout)
     request = worker.request(peer, function, args, kwargs, limit_s)
     call = PendingCall(peer.id, peer.name, function, limit_s)
+    call.kept = args  # References among them must outlive the call.
     future: Future[Any] = Future(worker, call)
     try:
         worker.agent.calls.ask(peer, call, request.message)

@@ -38,6 +38,7 @@ class Future(torch.futures.Future[T]):
 
     def _complete(self, call: PendingCall) -> None:
         call.on_done = None  # It leads back here, and no collector looks into futures.
+        call.kept = None
         try:
             result = self._worker.result_of(call)
         except BaseException as error:

@@ -13,9 +13,10 @@ from weft.agent.calls import PendingCall
 from weft.agent.parcels import Parcel, ParcelService
 from weft.agent.peers import Peer
 from weft.agent.references import OwnedValue, ReferenceKeeper
-from weft.autograd.contexts import REQUIRES_GRAD, Context, Contexts, current_id
+from weft.autograd.contexts import Context, Contexts, current_id
 from weft.autograd.engine import Engine
 from weft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceGone
+from weft.rpc import others
 from weft.rpc.coroutines import CoroutineRunner
 from weft.rpc.handles import RRef
 from weft.rpc.requests import CompactRequest, Request
@@ -58,6 +59,8 @@ class Worker:
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
         self.unfinished: set[OwnedValue] = set()
         """Values that calls of others are making; a coroutine's call holds no thread meanwhile."""
+        self._encoders = [others.encoder(peer) for peer in agent.peers]
+        self._decode_other = others.decoder(self)
         self.slow: set[bytes] = set()
         """Names of functions that took long the last time."""
         agent.discard = self.discard_reply
@@ -96,7 +99,10 @@ class Worker:
         name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
         if name is not None and not kwargs and not peer.is_self:
             differentiable: list[Tensor] = []
-            values = compact.encode(args, differentiable)
+            # Nobody waits for what makes a reference: what it hands on must keep itself alive.
+            is_waited_for = creation == NO_CREATION
+            encode_other = self._encoders[peer.id] if is_waited_for else compact.nothing_else
+            values = compact.encode(args, differentiable, encode_other)
             if values is not None:
                 context_id, message_id = current_id(), 0
                 if context_id:
@@ -140,7 +146,7 @@ class Worker:
     ) -> list[Any]:
         """Returns the values of a compact message, which begin at ``start``."""
         differentiable: list[int] = []
-        values = compact.decode(control, start, differentiable)
+        values = compact.decode(control, start, differentiable, self._decode_other)
         context = self._context_of(context_id, peer) if context_id else None
         if not differentiable:
             return values
@@ -149,8 +155,7 @@ class Worker:
                 values[place].requires_grad_()
             return values
         tensors = [values[place] for place in differentiable]
-        flags = [REQUIRES_GRAD] * len(tensors)
-        received = context.record_receive(message_id, peer.id, tensors, flags)
+        received = context.record_differentiable(message_id, peer.id, tensors)
         for place, tensor in zip(differentiable, received, strict=True):
             values[place] = tensor
         return values

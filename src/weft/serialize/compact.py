@@ -12,16 +12,17 @@ Layout, little-endian: the number of values (u8), then each as a tag (u8) and wh
     TEXT, BYTES             size u32 · the bytes (text in UTF-8)
     TUPLE, LIST             the number of values u8 · the values
     DICTIONARY              the keys, then the values, each as of a tuple
+    OTHER                   size u32 · bytes that the layer above makes and reads
     TENSOR, GRAD_TENSOR     dtype u8 · dimensions u8 · size in bytes u32 · u64 a dimension · memory
 
 A tensor that requires grad may only stand at the top: the layer above has a placeholder for it.
-Nothing that is read can do more than make these values.
+Nothing that is read here can do more than make these values.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from weft.serialize import shared
 from weft.serialize.table import SIMPLE_NDIM, SIZES
 
 NONE, TRUE, FALSE, INTEGER, FLOAT, TEXT, BYTES, TENSOR, GRAD_TENSOR = range(9)
-TUPLE, LIST, DICTIONARY = range(9, 12)
+TUPLE, LIST, DICTIONARY, OTHER = range(9, 13)
 
 TENSOR_LIMIT_BYTES = 16 * 1024
 """Beyond it, the copies that this way makes cost more than the tables that it saves."""
@@ -55,10 +56,18 @@ _DTYPES = tuple([np.dtype(name) for name in _FORMATS])
 _CODES = {name: code for code, name in enumerate(_FORMATS)}
 _CODES |= {"l": _CODES["q"], "Zf": _CODES["F"], "Zd": _CODES["D"]}
 _CONSTANTS = (None, True, False)
-_SIZED_TAGS = (TEXT, BYTES)
+_SIZED_TAGS = (TEXT, BYTES, OTHER)
 
 
-def encode(values: Sequence[Any], differentiable: list[Tensor]) -> bytes | None:
+def nothing_else(value: object) -> bytes | None:
+    """Is for callers that have no values of their own."""
+
+
+def encode(
+    values: Sequence[Any],
+    differentiable: list[Tensor],
+    encode_other: Callable[[Any], bytes | None] = nothing_else,
+) -> bytes | None:
     """Returns ``values`` as bytes; None where the general way has to take them.
 
     Tensors must be dense, on the CPU, contiguous and small.
@@ -66,11 +75,12 @@ def encode(values: Sequence[Any], differentiable: list[Tensor]) -> bytes | None:
     Args:
         values: What to encode.
         differentiable: Gets the tensors that require grad, in order.
+        encode_other: Called with a value that is none of the above; returns its bytes, or None.
     """
     parts: list[Any] = []
     tensors: list[Tensor] = []
     containers: list[Any] = []
-    if not _encode(values, parts, tensors, containers, differentiable, 0):
+    if not _encode(values, parts, tensors, containers, differentiable, encode_other, 0):
         return None
     if len(tensors) > 1:
         # Tensors that share memory stay views of one storage, which takes a table.
@@ -89,6 +99,7 @@ def _encode(
     tensors: list[Tensor],
     containers: list[Any],
     differentiable: list[Tensor],
+    encode_other: Callable[[Any], bytes | None],
     depth: int,
 ) -> bool:
     """Appends the count and each value; returns False at the first that is unusual.
@@ -146,7 +157,7 @@ def _encode(
             if kind is list:
                 containers.append(value)
             if depth == _DEPTH_LIMIT or not _encode(
-                value, parts, tensors, containers, differentiable, depth + 1
+                value, parts, tensors, containers, differentiable, encode_other, depth + 1
             ):
                 return False
         elif kind is dict:
@@ -155,18 +166,31 @@ def _encode(
             if depth == _DEPTH_LIMIT:
                 return False
             for half in (tuple(value), tuple(value.values())):
-                if not _encode(half, parts, tensors, containers, differentiable, depth + 1):
+                if not _encode(
+                    half, parts, tensors, containers, differentiable, encode_other, depth + 1
+                ):
                     return False
         elif kind is bytes and len(value) <= _MESSAGE_LIMIT_BYTES:
             parts.append(_SIZED.pack(BYTES, len(value)))
             parts.append(value)
         else:
-            return False
+            other = encode_other(value)
+            if other is None:
+                return False
+            parts.append(_SIZED.pack(OTHER, len(other)))
+            parts.append(other)
     return True
 
 
+def _no_other(data: bytes) -> Any:
+    raise ProtocolError(f"a message has a value of unknown kind: {data[:20]!r}")
+
+
 def decode(
-    data: bytes | bytearray | memoryview, position: int, differentiable: list[int]
+    data: bytes | bytearray | memoryview,
+    position: int,
+    differentiable: list[int],
+    decode_other: Callable[[bytes], Any] = _no_other,
 ) -> list[Any]:
     """Returns the values that ``encode`` was given; tensors own their memory.
 
@@ -174,12 +198,13 @@ def decode(
         data: Holds what ``encode`` returned.
         position: Where in it that begins; it goes on to the end.
         differentiable: Gets the places of the tensors that required grad; they do not here.
+        decode_other: Called with what ``encode_other`` returned.
 
     Raises:
         ProtocolError: These bytes are no such values.
     """
     try:
-        values, end = _decode(data, position, differentiable, 0)
+        values, end = _decode(data, position, differentiable, decode_other, 0)
     except (struct.error, IndexError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"the values of a message are malformed: {error}") from None
     if end != len(data):
@@ -188,7 +213,11 @@ def decode(
 
 
 def _decode(
-    data: bytes | bytearray | memoryview, position: int, differentiable: list[int], depth: int
+    data: bytes | bytearray | memoryview,
+    position: int,
+    differentiable: list[int],
+    decode_other: Callable[[bytes], Any],
+    depth: int,
 ) -> tuple[list[Any], int]:
     count = data[position]
     position += 1
@@ -225,11 +254,17 @@ def _decode(
             piece = bytes(data[start:position])
             if len(piece) != position - start:
                 raise ProtocolError("a text in a message is cut short")
-            values.append(piece.decode() if tag == TEXT else piece)
+            if tag == OTHER:
+                values.append(decode_other(piece))
+            else:
+                values.append(piece.decode() if tag == TEXT else piece)
         elif tag <= DICTIONARY and depth < _DEPTH_LIMIT:
-            inner, position = _decode(data, position + 1, differentiable, depth + 1)
+            inner, position = _decode(data, position + 1, differentiable, decode_other, depth + 1)
             if tag == DICTIONARY:
-                keys, (inner, position) = inner, _decode(data, position, differentiable, depth + 1)
+                keys, (inner, position) = (
+                    inner,
+                    _decode(data, position, differentiable, decode_other, depth + 1),
+                )
                 values.append(dict(zip(keys, inner, strict=True)))
             else:
                 values.append(inner if tag == LIST else tuple(inner))

@@ -143,6 +143,24 @@ class References:
             self._held.received(reference, sender, token)
         return not self._is_closed
 
+    def came_home(self, reference: ReferenceId) -> bool:
+        """Notes a reference to a value of this worker in a call whose caller keeps its own handle.
+
+        Nothing is handed on: the caller's handle outlives the call, so the value is there. If it
+        is not (the caller has given the call up), whoever uses the handle is told so.
+
+        Returns:
+            Whether a handle was counted. False after ``drop_all``: then none may be made.
+
+        Raises:
+            ProtocolError: Another worker owns the value.
+        """
+        if reference.owner != self._worker:
+            raise ProtocolError(f"{reference} does not belong to worker {self._worker}")
+        if not self._is_closed:
+            self._owned.received(reference)
+        return not self._is_closed
+
     def refused(self, reference: ReferenceId, token: int, sender: int) -> None:
         """Notes a reference that came in a message which nobody will read."""
         if sender == self._worker:

@@ -1,0 +1,186 @@
+"""Which modules under DDP are known, what is refused, and whose turn it is to be averaged."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+from weft.autograd import ddp
+from weft.autograd.averaging import Averaging, find_averaging
+from weft.autograd.component import Live
+from weft.autograd.contexts import Context
+from weft.autograd.graph import LocalPass
+from weft.autograd.walk import Reached
+from weft.errors import AutogradError
+from weft.protocol.backward import ROOTS, Progress
+
+# Once made, the threads of a process group stay until the process ends.
+pytestmark = pytest.mark.keeps("threads", "descriptors")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddp, "_lock_of", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(ddp, "_is_watching", False)
+
+
+def make_module(**options: Any) -> Any:
+    return DistributedDataParallel(nn.Linear(2, 1, bias=False), **options)
+
+
+def known() -> list[Any]:
+    return [module for module, _ in ddp.known_modules()]
+
+
+def test_modules_are_known_if_they_are_made_before_or_after() -> None:
+    before = make_module()
+    assert known() == []
+    ddp.watch()
+    assert known() == [before]
+    after = make_module()
+    assert known() == [before, after]
+    ddp.watch()
+    del before
+    assert known() == [after]
+
+
+def sends(*message_ids: int) -> list[Live]:
+    return [Live(message_id, ()) for message_id in message_ids]
+
+
+def reached(*modules: Any) -> Reached:
+    weights = [module.module.weight for module in modules]
+    leaves = {get_gradient_edge(weight).node: weight for weight in weights}
+    return Reached([], leaves, [])
+
+
+def test_a_pass_that_reaches_no_such_module_is_left_alone() -> None:
+    ddp.watch()
+    components = [(reached(), sends(1))]
+    assert find_averaging(components, Context(1, 0)) is None
+    module = make_module()
+    assert find_averaging(components, Context(1, 0)) is None
+    assert find_averaging([(reached(module), sends(1))], Context(1, 0)) is not None
+
+
+def averaging_of(*components: tuple[Reached, list[Live]]) -> tuple[Averaging, Context]:
+    context = Context(1, 0)
+    averaging = find_averaging(components, context)
+    assert averaging is not None
+    return averaging, context
+
+
+def held_back(averaging: Averaging, *executed: int, live: tuple[int, ...] = ()) -> list[int]:
+    progress = Progress(executed=list(executed))
+    averaging.hold_back(progress, bool(live), dict.fromkeys(live))
+    return progress.executed
+
+
+def test_the_module_made_last_has_the_first_turn() -> None:
+    ddp.watch()
+    first, second = make_module(), make_module()
+    averaging, context = averaging_of((reached(first), sends(1)), (reached(second), sends(2)))
+    for module in (first, second):
+        averaging.add_all([(module.module.weight, torch.ones(1, 2))], ())
+    assert held_back(averaging, 1) == []
+    assert not averaging.is_due
+    assert held_back(averaging, 2, 3) == [3]
+    assert averaging.is_due
+    assert context.get_gradients() == {}
+    assert averaging.run().executed == [1, 2]
+    assert not averaging.is_due
+    gradients = context.get_gradients()
+    assert [gradients[module.module.weight].tolist() for module in (first, second)] == [
+        [[1, 1]]
+    ] * 2
+
+
+def test_a_module_waits_for_all_live_messages_that_lead_to_it() -> None:
+    ddp.watch()
+    module = make_module()
+    averaging, _ = averaging_of(*[(reached(module), sends(number)) for number in (1, 2, 3)])
+    assert held_back(averaging, 1) == []
+    assert held_back(averaging, live=(1, 2)) == []
+    assert not averaging.is_due
+    assert held_back(averaging, 2, live=(1, 2)) == []
+    assert averaging.run().executed == [1, 2]
+
+
+def test_a_pass_ends_with_the_average() -> None:
+    ddp.watch()
+    module, context = make_module(), Context(1, 0)
+    local = LocalPass(context)
+    local.start([module(torch.ones(1, 2)).sum()])
+    assert local.work() == ([], Progress(walked=[ROOTS]))
+    assert local.is_averaging_due
+    assert context.get_gradients() == {}
+    assert local.average() == Progress(executed=[ROOTS])
+    assert context.get_gradients()[module.module.weight].tolist() == [[1.0, 1.0]]
+    assert module.module.weight.grad is None
+
+
+def test_a_pass_that_failed_leaves_a_static_graph_as_it_was() -> None:
+    ddp.watch()
+    module = make_module(static_graph=True)
+    for is_first in (True, False):
+        context = Context(1, 0)
+        local = LocalPass(context)
+        local.start([module(torch.ones(1, 2)).sum()])
+        local.work()
+        if is_first:
+            local.close()
+            assert not module._static_graph_delay_allreduce_enqueued
+    assert module._static_graph_delay_allreduce_enqueued
+
+
+def _in_backward(parameter: Any) -> Any:
+    parameter._in_backward_optimizers = []
+    return parameter
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "match"),
+    [
+        ("mixed_precision", object(), "autocast"),
+        ("_delay_all_reduce_params", [torch.ones(1)], "delay_all_reduce_named_params"),
+        ("_use_python_reducer", True, "optimize_ddp"),
+        ("_module_parameters", None, "DistributedOptimizer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_supported_is_refused(attribute: str, value: object, match: str) -> None:
+    ddp.watch()
+    module = make_module()
+    setattr(module, attribute, value or [_in_backward(module.module.weight)])
+    with pytest.raises(AutogradError, match=match):
+        averaging_of((reached(module), sends(1)))
+
+
+def test_a_hook_for_gradients_is_called_with_those_of_other_passes() -> None:
+    ddp.watch()
+    module = make_module()
+    weight: Tensor = module.module.weight
+    handle = weight.register_hook(lambda gradient: 2 * gradient)
+    total = torch.ones(1, 2)
+    with ddp._hooks_passed_by({weight: total}):
+        torch.autograd.backward([weight], [total])
+        assert weight.grad is not None and weight.grad.tolist() == [[1, 1]]
+        torch.autograd.backward([weight], [torch.ones(1, 2)])
+        assert weight.grad.tolist() == [[3, 3]]
+        handle.remove()
+    torch.autograd.backward([weight], [torch.ones(1, 2)])
+    assert weight.grad.tolist() == [[4, 4]]
