@@ -7,8 +7,10 @@ As in PyTorch's tutorial on combining DDP with RPC, with its sizes: a master mak
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ class Trainer:
             distributed.init_process_group(
                 "gloo", rank=rank, world_size=len(TRAINERS), init_method=address
             )
+            calm_gloo()
         seed(rank)
         self._batches = batches(rank)
         layer = nn.Linear(DIMENSION, CLASSES)
@@ -91,6 +94,18 @@ class Trainer:
         for parameter in self._averaged:
             distributed.all_reduce(gradients[parameter])
             gradients[parameter] /= len(TRAINERS)
+
+
+def calm_gloo() -> None:
+    """Keeps gloo's thread from preempting the one that sends.
+
+    Woken by an answer while that one still holds the connection's lock, it would ask for the lock
+    over and over, and keep the core from its holder for a whole time slice: 2 ms for an all-reduce
+    of 256 bytes instead of 0.3, on whichever side, and more than all the rest of a step.
+    """
+    for thread in Path("/proc/self/task").iterdir():
+        if (thread / "comm").read_text().startswith("gloo_tcp"):
+            os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def batches(rank: int) -> Iterator[Batch]:

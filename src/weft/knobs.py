@@ -133,6 +133,9 @@ BACKWARD_TIMEOUT_S = Knob(
 SPIN_S = Knob(
     "SPIN_S", 200e-6, "Seconds a waiting thread may look for data before it sleeps; 0 for never."
 )
+LONG_SPIN_S = Knob(
+    "LONG_SPIN_S", 1e-3, "Seconds it may look where no thread of the machine waits for a core."
+)
 QUEUE_LIMIT_CALLS = Knob(
     "QUEUE_LIMIT_CALLS", 1 << 16, "Calls of one worker that may wait at another; more are refused."
 )

@@ -17,6 +17,7 @@ from typing import Any
 
 from weft.errors import ProtocolError
 
+LOAD = "/proc/loadavg"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACES = Path("/proc/self/ns")
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
@@ -148,3 +149,19 @@ def _entries(path: Path) -> tuple[str, ...]:
         return tuple(sorted(os.listdir(path)))
     except OSError:
         return ()
+
+
+def running_threads() -> int:
+    """Counts the threads of the machine that run or wait for a core, this one included.
+
+    0 where the system does not say. It takes about 10 us.
+    """
+    try:
+        descriptor = os.open(LOAD, os.O_RDONLY)
+        try:
+            text = os.read(descriptor, 64)
+        finally:
+            os.close(descriptor)
+        return int(text.split()[3].partition(b"/")[0])
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -116,10 +116,11 @@ class Listener:
 
 
 def _spin(poll: select.poll, spinning: Spinning) -> list[tuple[int, int]]:
-    limit_s = time.monotonic() + spinning.spin_s
+    began_s = time.monotonic()
     while not (ready := poll.poll(0)):
-        if time.monotonic() > limit_s:
-            spinning.failed()
+        spun_s = time.monotonic() - began_s
+        if spun_s > spinning.spin_s:
+            spinning.failed(spun_s)
             return []
     spinning.succeeded()
     return ready

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from weft import knobs
 from weft.channel import cma
 from weft.channel.cma import address_of
-from weft.probe import usable_cores
+from weft.probe import running_threads, usable_cores
 
 PIECE_BYTES = 2 << 20
 
@@ -162,19 +162,9 @@ class Copier:
 
 def core_is_free() -> bool:
     """Whether fewer threads than there are cores want to run, this one included, right now."""
-    try:
-        descriptor = os.open(_LOAD, os.O_RDONLY)
-        try:
-            text = os.read(descriptor, 64)
-        finally:
-            os.close(descriptor)
-        running = int(text.split()[3].partition(b"/")[0])
-    except (OSError, ValueError, IndexError):
-        return False
-    return running < (os.cpu_count() or 1)
+    return 0 < running_threads() < (os.cpu_count() or 1)
 
 
-_LOAD = "/proc/loadavg"
 _libc = ctypes.CDLL(None)
 
 

@@ -167,11 +167,17 @@ class Link:
 
     def receive_spinning(self, spinning: Spinning) -> list[Frame]:
         """Like ``receive``, without blocking, but looks for what comes within a moment."""
-        limit_s = time.monotonic() + spinning.spin_s
+        began_s = time.monotonic()
+        limit_s = began_s + spinning.spin_s
+        is_usual = True
         while not (size := self._receive_some(_DONTWAIT)):
-            if time.monotonic() > limit_s:
-                spinning.failed()
+            now_s = time.monotonic()
+            if now_s < limit_s:
+                continue
+            if not (is_usual and spinning.may_go_on()):
+                spinning.failed(now_s - began_s)
                 return []
+            is_usual, limit_s = False, began_s + spinning.long_spin_s
         spinning.succeeded()
         return self._parser.received(size)
 

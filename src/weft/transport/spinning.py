@@ -7,6 +7,10 @@ figure of the machine tells the two apart reliably, so this goes by its own succ
 doubles the time in which waits go straight to sleep, a success lets the next one spin. The rest
 is bounded, so that at worst half a percent of the time is spun away, and what has become
 worthwhile is noticed within a few calls.
+
+Between the messages of a training step the other side computes for some hundred microseconds. A
+thread that has looked in vain for the usual moment goes on for several times as long, if no
+thread on the machine waits for a core meanwhile.
 """
 
 from __future__ import annotations
@@ -15,19 +19,22 @@ import os
 from time import monotonic
 
 from weft import knobs
+from weft.probe import running_threads
 
 _SHORTEST_REST = 10
 _LONGEST_REST = 200
-"""Rests, in times of the spin."""
+"""Rests, in times of what was spun in vain."""
 
 
 class Spinning:
     """Decides for one kind of wait on one connection whether it spins, and learns from it."""
 
-    __slots__ = ("_rest", "_rests_until_s", "spin_s")
+    __slots__ = ("_cores", "_rest", "_rests_until_s", "long_spin_s", "spin_s")
 
     def __init__(self) -> None:
-        self.spin_s = knobs.SPIN_S.get() if (os.cpu_count() or 1) > 1 else 0.0
+        self._cores = os.cpu_count() or 1
+        self.spin_s = knobs.SPIN_S.get() if self._cores > 1 else 0.0
+        self.long_spin_s = max(knobs.LONG_SPIN_S.get(), self.spin_s)
         self._rest = _SHORTEST_REST
         self._rests_until_s = 0.0
 
@@ -39,7 +46,11 @@ class Spinning:
         """Notes that what was waited for came while spinning."""
         self._rest = _SHORTEST_REST
 
-    def failed(self) -> None:
-        """Notes that the thread had to go to sleep after all."""
-        self._rests_until_s = monotonic() + self._rest * self.spin_s
+    def may_go_on(self) -> bool:
+        """Whether to spin for ``long_spin_s`` where ``spin_s`` was not enough."""
+        return self.long_spin_s > self.spin_s and 0 < running_threads() <= self._cores
+
+    def failed(self, spun_s: float) -> None:
+        """Notes that the thread, having spun for so long, had to go to sleep after all."""
+        self._rests_until_s = monotonic() + self._rest * spun_s
         self._rest = min(2 * self._rest, _LONGEST_REST)

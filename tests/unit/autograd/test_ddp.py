@@ -33,9 +33,21 @@ def _group() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has each test begin as a process does in which no engine was made."""
+    was_watching = ddp._watching is not None
+    forget()
     monkeypatch.setattr(ddp, "_lock_of", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(ddp, "_is_watching", False)
+    yield
+    forget()
+    if was_watching:
+        ddp.watch()
+
+
+def forget() -> None:
+    if ddp._watching is not None:
+        ddp._watching.remove()
+        ddp._watching = None
 
 
 def make_module(**options: Any) -> Any:
@@ -178,7 +190,8 @@ def test_a_hook_for_gradients_is_called_with_those_of_other_passes() -> None:
     total = torch.ones(1, 2)
     with ddp._hooks_passed_by({weight: total}):
         torch.autograd.backward([weight], [total])
-        assert weight.grad is not None and weight.grad.tolist() == [[1, 1]]
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [[1, 1]]
         torch.autograd.backward([weight], [torch.ones(1, 2)])
         assert weight.grad.tolist() == [[3, 3]]
         handle.remove()

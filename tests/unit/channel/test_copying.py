@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft import knobs
+from weft import knobs, probe
 from weft.channel import copying
 from weft.channel.cma import Nonce, SourceAddressInvalid, address_of, find_obstacle
 from weft.channel.copying import PIECE_BYTES, Copier
@@ -105,7 +105,7 @@ def test_where_no_core_is_free_nobody_helps(copy: Copy, monkeypatch: pytest.Monk
 def test_a_core_is_free_where_fewer_threads_run_than_there_are_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "_LOAD", str(tmp_path / "loadavg"))
+    monkeypatch.setattr(probe, "LOAD", str(tmp_path / "loadavg"))
     assert not copying.core_is_free(), "it is not known"
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     for running, is_free in [(1, True), (2, True), (3, False), (12, False)]:
