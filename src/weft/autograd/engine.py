@@ -18,6 +18,7 @@ from weft.agent.parcels import ParcelService
 from weft.agent.peers import Peer
 from weft.autograd.codec import PassName
 from weft.autograd.contexts import Contexts
+from weft.autograd.ddp import AVERAGING, watch
 from weft.autograd.envelopes import Envelopes
 from weft.autograd.failures import operation_of
 from weft.autograd.graph import LocalPass
@@ -65,6 +66,7 @@ class Engine:
         self._led: dict[int, LedPart] = {}
         self._passes_of: dict[int, list[int]] = {}
         self._ended = Tombstones(_REMEMBERED_PASSES)
+        watch()
         agent.on(Kind.BACKWARD, self._on_message, inline=True)
         agent.on(Kind.GRADIENTS, self._on_message, inline=True)
         agent.on(Kind.RELEASE_CONTEXT, self._on_release, inline=True)
@@ -120,8 +122,10 @@ class Engine:
         """Does this worker's part, and waits, until the pass is over."""
         sends = self._follow_up(led, self._work_off(led, ()))
         while led.outcome is None:
-            if led.inbox:
+            if led.inbox or led.local.is_averaging_due:
                 self._send_all(led, sends)
+                if led.outcome is None and led.local.is_averaging_due:
+                    self._send_all(led, self._follow_up(led, self._average(led, led.local)))
             else:
                 self._send_and_wait(led, sends, others)
             sends = self._follow_up(led, self._work_off(led, led.take_all()))
@@ -195,6 +199,8 @@ class Engine:
     def _take_part(self, part: Part, _: object) -> None:
         while items := part.take_all():
             self._send_all(part, self._work_off(part, items))
+            if part.local is not None and part.local.is_averaging_due:
+                self._send_all(part, self._average(part, part.local))
 
     def _work_off(self, part: Part, items: Iterable[tuple[Peer, object]]) -> list[protocol.Action]:
         """Takes what has come, runs what became ready, and returns what follows."""
@@ -207,6 +213,17 @@ class Engine:
         except Exception as error:
             actions += part.machine.failed(operation_of(error), error)
         return actions
+
+    def _average(self, part: Part, local: LocalPass) -> list[protocol.Action]:
+        """Has DDP average gradients, which may take until others of its ranks get there."""
+        is_counted = self._agent.reactor.begin_wait()
+        try:
+            return part.machine.worked((), local.average())
+        except Exception as error:
+            return part.machine.failed(AVERAGING, error)
+        finally:
+            if is_counted:
+                self._agent.reactor.end_wait()
 
     def _receive(self, part: Part, peer: Peer, item: object) -> list[protocol.Action]:
         if item is LOST:

@@ -8,7 +8,7 @@ tensor itself.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -81,6 +81,12 @@ class Gradients:
         with self._lock:
             self._made_here.clear()
             return dict(self._sums)
+
+    def put(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Replaces the sums of some tensors by gradients that nobody else writes to."""
+        with self._lock:
+            self._sums.update(gradients)
+            self._made_here.difference_update(gradients)
 
     def clear(self) -> None:
         """Forgets everything."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from weft.autograd.averaging import Averaging, find_averaging
 from weft.autograd.component import Component, Live, Sink
 from weft.autograd.contexts import Context, TensorMeta
 from weft.autograd.lone import LoneSend
@@ -50,6 +51,7 @@ class LocalPass:
         self._touched: dict[int, Component | LoneSend] = {}
         self._unfinished: dict[int, Component | LoneSend] = {}
         self._is_settled = False
+        self._averaging: Averaging | None = None
 
     def start(self, roots: Iterable[Tensor]) -> None:
         """Makes the roots live; their gradients are ones.
@@ -104,10 +106,25 @@ class LocalPass:
                 self._unfinished.pop(key, None)
             else:
                 self._unfinished[key] = component
+        if self._averaging is not None:
+            self._averaging.hold_back(progress, self._is_settled, self._component_of)
         return outgoing, progress
+
+    @property
+    def is_averaging_due(self) -> bool:
+        """Whether ``average`` has something to do, after what ``work`` returned was sent."""
+        return self._averaging is not None and self._averaging.is_due
+
+    def average(self) -> Progress:
+        """Has DDP average gradients. Blocks until the passes of other ranks come to it as well."""
+        assert self._averaging is not None
+        return self._averaging.run()
 
     def close(self) -> None:
         """Ends the pass, done or not: its memory is let go."""
+        if self._averaging is not None:
+            self._averaging.close()
+            self._averaging = None
         self._reached_of = {}
         self._component_of, self._touched, self._unfinished = {}, {}, {}
         self._roots = ()
@@ -122,6 +139,9 @@ class LocalPass:
     def _make_component(self, message_id: int) -> Component | LoneSend:
         if self._reached_of is None:
             self._reached_of = self._walk_all()
+            self._averaging = find_averaging(self._reached_of.values(), self._context)
+            if self._averaging is not None:
+                self._sink = self._averaging.add_all
         if message_id not in self._reached_of:
             raise ProtocolError(
                 f"message {message_id} is not among those sent in autograd context "

@@ -1,4 +1,4 @@
-"""The one call that Weft makes to torch's autograd engine."""
+"""The calls that Weft makes to torch's autograd engine."""
 
 from __future__ import annotations
 
@@ -40,3 +40,14 @@ def gradients_at(
         edges, gradients, retain_graph, False, tuple(inputs), True, accumulate_grad=False
     )
     return captured
+
+
+def accumulate(leaves: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    """Adds gradients to ``.grad`` of leaves, as a pass through their graph would.
+
+    Hooks of the leaves run, and those of the nodes that accumulate, which wait for collectives.
+    """
+    if _engine is None:
+        torch.autograd.backward(leaves, gradients)
+        return
+    _engine.run_backward(leaves, gradients, False, False, (), True, accumulate_grad=True)
