@@ -45,6 +45,7 @@ Handler = Callable[[Peer, Frame], None]
 Outgoing = list[Buffer] | Frame
 """What to send: bytes to write, or, to oneself, a frame as it will be received."""
 _CLOSE_TIMEOUT_S = 5.0
+_MOST_HELD = 64
 # Looking up a member of an enumeration takes longer than comparing it.
 _REPLY = int(Kind.REPLY)
 
@@ -150,6 +151,7 @@ class Agent:
         self.housekeeper = Housekeeper(f"weft-{self.info.name}-clock", jobs)
         self.reactor.on_queued = self._look_soon
         self.reactor.on_unarmed = self._arm_soon
+        self.reactor.on_pause = self._write_held
         for listener in self._listeners:
             listener.setblocking(False)
             self.reactor.watch_reading(
@@ -256,6 +258,46 @@ class Agent:
             self.lose(peer, str(error))
             raise self._closed_error(peer) from error
 
+    def answer(self, peer: Peer, part: Buffer) -> None:
+        """Sends a small answer, together with the next ones if more calls wait to be run.
+
+        Each write wakes the caller, and takes as long as a small call. What is held goes out with
+        the last answer, before a function that takes long, and after ``WEFT_REARM_S`` in any case.
+
+        Raises:
+            WorkerLost: The peer cannot be reached.
+            NotInitialized: This worker has shut down.
+        """
+        link = peer.link
+        if link is None:
+            self.send(peer, [part])
+            return
+        try:
+            if not self.reactor.tasks.turns:
+                link.send([part], may_block=True)
+                return
+            count = link.hold(part)
+            self.reactor.held[link] = peer
+            if count >= _MOST_HELD:
+                link.write_held()
+            elif count == 1:
+                self._arm_soon()  # The housekeeper writes it, too.
+        except LinkClosed as error:
+            self.lose(peer, str(error))
+            raise self._closed_error(peer) from error
+
+    def _write_held(self) -> None:
+        held = self.reactor.held
+        while held:
+            try:
+                link, peer = held.popitem()
+            except KeyError:
+                return  # Another thread was faster.
+            try:
+                link.write_held()
+            except LinkClosed as error:
+                self.lose(peer, str(error))
+
     def post(self, peer: Peer, message: Outgoing) -> None:
         """Sends one frame without ever blocking; for inline handlers and housekeeping.
 
@@ -325,7 +367,8 @@ class Agent:
             self.read(peer, link, may_block=False)
         finally:
             link.reading.release()
-            if reactor.tasks.turns or reactor.urgent:
+            link.brought_tasks = bool(reactor.tasks.turns)
+            if link.brought_tasks or reactor.urgent:
                 reactor.leave_unarmed(link.read_fd)
             else:
                 reactor.resume_reading(link.read_fd)
@@ -341,12 +384,15 @@ class Agent:
         reactor, fd = self.reactor, link.read_fd
         if not reactor.take_unarmed(fd):
             return False  # Armed meanwhile: another thread may be reading it.
+        # After answers only, others of this worker go on meanwhile, and need the interpreter.
+        may_look = may_look and link.brought_tasks
         if may_look and link.request_spinning.is_worthwhile() and link.reading.acquire(False):
             try:
                 self.read(peer, link, may_block=False, spinning=link.request_spinning)
             finally:
                 link.reading.release()
-            if reactor.tasks.turns or reactor.urgent:
+            link.brought_tasks = bool(reactor.tasks.turns)
+            if link.brought_tasks or reactor.urgent:
                 reactor.leave_unarmed(fd)
                 return True
         reactor.resume_reading(fd)
@@ -486,6 +532,7 @@ class Agent:
                 return
             self._is_closed = True
             links = list(self._links)
+        self._write_held()
         for _, link in links:
             link.drain(_CLOSE_TIMEOUT_S)
         if self.housekeeper is not None:

@@ -85,6 +85,10 @@ class Reactor:
         """Called when tasks begin to wait: see that ``help_if_stalled`` is called soon."""
         self.on_unarmed: Callable[[], None] = lambda: None
         """Called when a descriptor is left unarmed: see that ``arm_if_left`` is called soon."""
+        self.held: dict[Any, Any] = {}
+        """What is held back while tasks run that take no time."""
+        self.on_pause: Callable[[], None] = lambda: None
+        """Called when tasks have ended or are about to take long: nothing may be held now."""
         self._is_closing = False
         self._local = threading.local()
         # Edge-triggered and never read: each write wakes one waiting thread.
@@ -156,6 +160,8 @@ class Reactor:
 
     def arm_all(self) -> None:
         """Arms what was left unarmed: this thread is about to take longer."""
+        if self.held:
+            self.on_pause()
         while self._unarmed:
             try:
                 fd, _ = self._unarmed.popitem()
@@ -168,6 +174,8 @@ class Reactor:
 
         That is so for as long as calls come: waking the housekeeper for each would cost more.
         """
+        if self.held:
+            self.on_pause()
         for fd, count in self._was_unarmed.items():
             # Another number: it was taken and left again since.
             if self._unarmed.get(fd) == count and self.take_unarmed(fd):
@@ -233,7 +241,7 @@ class Reactor:
         Returns:
             Whether it was counted; then ``end_wait`` must follow.
         """
-        if self._unarmed:
+        if self._unarmed or self.held:
             self.arm_all()
         if not getattr(self._local, "is_running", False):
             if self.urgent:
@@ -313,10 +321,18 @@ class Reactor:
                     continue
                 # Also where other threads were faster with the tasks.
                 follower = followers.get(fd)
-                while follower is not None and follower(is_needed):
+                while follower is not None and self._follow(fd, follower, is_needed):
                     is_needed = self._work()
         with self._lock:
             self._threads.discard(threading.current_thread())
+
+    def _follow(self, fd: int, follower: Callable[[bool], bool], may_look: bool) -> bool:
+        try:
+            return follower(may_look)
+        except Exception:
+            _log.exception("a connection could not be read")
+            self.resume_reading(fd)
+            return False
 
     def _work(self) -> bool:
         """Runs what waits to run; returns whether this thread is still needed."""
@@ -354,6 +370,8 @@ class Reactor:
             self._run_all(self.tasks, self.tasks.turns)
         finally:
             self._local.is_running = False
+            if self.held:
+                self.on_pause()
 
     def _run_all(self, queue: Lanes | deque[Task], waiting: deque[Any]) -> None:
         while True:

@@ -53,6 +53,8 @@ class Link:
         self.reading = threading.Lock()
         self.answer_spinning = Spinning()
         self.request_spinning = Spinning()
+        self.brought_tasks = False
+        """Whether what was last read for the reactor gave it tasks; for the reactor's use."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self._socket = connection
@@ -101,6 +103,26 @@ class Link:
                 return
             parts = [memoryview(part)[size:]]
         self._write(parts, may_block)
+
+    def hold(self, part: Buffer) -> int:
+        """Keeps one frame until the next one is sent, or ``write_held``; returns how many wait.
+
+        Raises:
+            LinkClosed: The connection is no more.
+        """
+        if self._is_closed:
+            raise LinkClosed("the connection is closed")
+        self._queue.append(part)
+        return len(self._queue)
+
+    def write_held(self) -> None:
+        """Writes what was held; never blocks.
+
+        Raises:
+            LinkClosed: The connection is no more.
+        """
+        if self._queue and self._writing.acquire(False):
+            self._write([], may_block=False)
 
     def flush(self) -> None:
         """Writes on after ``when_full``; never blocks. Called by the reactor."""
