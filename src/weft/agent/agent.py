@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from weft import knobs
+from weft.agent.answers import Answers
 from weft.agent.calls import PendingCall
 from weft.agent.housekeeper import Housekeeper, Job
 from weft.agent.lanes import Lanes
@@ -27,6 +26,7 @@ from weft.agent.open_calls import OpenCalls
 from weft.agent.peers import Connector, Peer, Unreachable
 from weft.agent.reactor import Reactor
 from weft.agent.switching import ShortSwitches
+from weft.agent.upkeep import Upkeep
 from weft.channel.choice import describe
 from weft.channel.cma import Nonce
 from weft.channel.memory import BufferPool
@@ -45,7 +45,6 @@ Handler = Callable[[Peer, Frame], None]
 Outgoing = list[Buffer] | Frame
 """What to send: bytes to write, or, to oneself, a frame as it will be received."""
 _CLOSE_TIMEOUT_S = 5.0
-_MOST_HELD = 64
 # Looking up a member of an enumeration takes longer than comparing it.
 _REPLY = int(Kind.REPLY)
 
@@ -108,6 +107,8 @@ class Agent:
         lanes = Lanes(knobs.QUEUE_LIMIT_CALLS.get(), knobs.QUEUE_LIMIT_BYTES.get())
         self.reactor = Reactor(f"weft-{self.info.name}", worker_threads, lanes)
         self.calls = OpenCalls(self)
+        self.answers = Answers(self)
+        self.upkeep = Upkeep(self)
         self._token = directory.token
         self._nonce = Nonce()
         self._switches = ShortSwitches()
@@ -147,11 +148,11 @@ class Agent:
 
     def start(self, jobs: list[Job]) -> None:
         """Begins to accept connections; all handlers are known by now."""
-        jobs = [self.calls.expire, self._help_stalled, self._arm_left, *jobs]
+        jobs = [self.calls.expire, self.upkeep.help_stalled, self.upkeep.arm_left, *jobs]
         self.housekeeper = Housekeeper(f"weft-{self.info.name}-clock", jobs)
-        self.reactor.on_queued = self._look_soon
-        self.reactor.on_unarmed = self._arm_soon
-        self.reactor.on_pause = self._write_held
+        self.reactor.on_queued = self.upkeep.look_soon
+        self.reactor.on_unarmed = self.upkeep.arm_soon
+        self.reactor.on_pause = self.answers.write_held
         for listener in self._listeners:
             listener.setblocking(False)
             self.reactor.watch_reading(
@@ -256,47 +257,7 @@ class Agent:
             link.send(message, may_block=may_block)
         except LinkClosed as error:
             self.lose(peer, str(error))
-            raise self._closed_error(peer) from error
-
-    def answer(self, peer: Peer, part: Buffer) -> None:
-        """Sends a small answer, together with the next ones if more calls wait to be run.
-
-        Each write wakes the caller, and takes as long as a small call. What is held goes out with
-        the last answer, before a function that takes long, and after ``WEFT_REARM_S`` in any case.
-
-        Raises:
-            WorkerLost: The peer cannot be reached.
-            NotInitialized: This worker has shut down.
-        """
-        link = peer.link
-        if link is None:
-            self.send(peer, [part])
-            return
-        try:
-            if not self.reactor.tasks.turns:
-                link.send([part], may_block=True)
-                return
-            count = link.hold(part)
-            self.reactor.held[link] = peer
-            if count >= _MOST_HELD:
-                link.write_held()
-            elif count == 1:
-                self._arm_soon()  # The housekeeper writes it, too.
-        except LinkClosed as error:
-            self.lose(peer, str(error))
-            raise self._closed_error(peer) from error
-
-    def _write_held(self) -> None:
-        held = self.reactor.held
-        while held:
-            try:
-                link, peer = held.popitem()
-            except KeyError:
-                return  # Another thread was faster.
-            try:
-                link.write_held()
-            except LinkClosed as error:
-                self.lose(peer, str(error))
+            raise self.closed_error(peer) from error
 
     def post(self, peer: Peer, message: Outgoing) -> None:
         """Sends one frame without ever blocking; for inline handlers and housekeeping.
@@ -329,7 +290,7 @@ class Agent:
         with contextlib.suppress(WorkerLost, NotInitialized):
             self.send(peer, message)
 
-    def _closed_error(self, peer: Peer) -> Exception:
+    def closed_error(self, peer: Peer) -> Exception:
         if peer.lost is not None:
             return peer.lost_error()
         return NotInitialized(
@@ -477,29 +438,6 @@ class Agent:
         greeting = decode_greeting(bytes(frame.control), self._token)
         peer.channels.confirm(greeting.facts.get("verdict"))
 
-    # Time
-
-    def _help_stalled(self, now_s: float) -> float:
-        is_queued = self.reactor.help_if_stalled(len(self.calls))
-        return now_s + self._stall_s if is_queued else math.inf
-
-    def _look_soon(self) -> None:
-        if self.housekeeper is not None:
-            self.housekeeper.nudge(time.monotonic() + self._stall_s)
-
-    def _arm_left(self, now_s: float) -> float:
-        return now_s + self._rearm_s if self.reactor.arm_if_left() else math.inf
-
-    def _arm_soon(self) -> None:
-        housekeeper = self.housekeeper
-        if housekeeper is not None:
-            due_s = time.monotonic() + self._rearm_s
-            if due_s < housekeeper.next_s:
-                housekeeper.nudge(due_s)
-
-    _stall_s = knobs.STALL_S.get()
-    _rearm_s = knobs.REARM_S.get()
-
     # Loss and leaving
 
     def lose(self, peer: Peer, cause: str) -> None:
@@ -532,7 +470,7 @@ class Agent:
                 return
             self._is_closed = True
             links = list(self._links)
-        self._write_held()
+        self.answers.write_held()
         for _, link in links:
             link.drain(_CLOSE_TIMEOUT_S)
         if self.housekeeper is not None:

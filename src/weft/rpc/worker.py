@@ -226,7 +226,7 @@ class Worker:
                 context_id, message_id = self._record_send(context_id, differentiable, peer)
             message = encode_compact_reply(number, context_id, message_id, values)
             try:
-                self.agent.answer(peer, message)
+                self.agent.answers.send(peer, message)
             except (ConnectionError, NotInitialized):
                 _log.debug("the result of call %d goes nowhere: one of the two has left", number)
             return
