@@ -23,30 +23,30 @@ FUNCTIONS = {
     "nothing": (43, 43),
     "one tensor": (43, 43),
     "sixteen tensors": (46, 46),
-    "a tensor in a context": (84, 90),
-    "4 MiB": (160, 190),
+    "a tensor in a context": (73, 71),
+    "4 MiB": (144, 144),
 }
 FUNCTIONS_IN_C = {
-    "nothing": (49, 56),
-    "one tensor": (55, 63),
-    "sixteen tensors": (230, 239),
-    "a tensor in a context": (86, 90),
-    "4 MiB": (170, 190),
+    "nothing": (48, 53),
+    "one tensor": (54, 59),
+    "sixteen tensors": (229, 234),
+    "a tensor in a context": (78, 76),
+    "4 MiB": (156, 158),
 }
-SYSTEM_CALLS = 4.5
+SYSTEM_CALLS = 4.1
 BYTES_OF_PYTHON = {
-    "nothing": 1_000,
-    "one tensor": 1_500,
-    "sixteen tensors": 20_000,
-    "a tensor in a context": 3_500,
-    "4 MiB": 16_000,
+    "nothing": 800,
+    "one tensor": 1_100,
+    "sixteen tensors": 16_000,
+    "a tensor in a context": 2_200,
+    "4 MiB": 10_000,
 }
 BYTES_THROUGH_SOCKETS = {
-    "nothing": 120,
-    "one tensor": 170,
-    "sixteen tensors": 900,
-    "a tensor in a context": 170,
-    "4 MiB": 600,
+    "nothing": 100,
+    "one tensor": 145,
+    "sixteen tensors": 840,
+    "a tensor in a context": 145,
+    "4 MiB": 310,
 }
 
 

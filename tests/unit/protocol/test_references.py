@@ -539,3 +539,48 @@ def test_numbers_seen_take_no_memory_once_the_gaps_are_filled() -> None:
     assert seen.add(1)
     assert seen.count_above() == 1
     assert [seen.add(number) for number in (1, 2, 3, 5)] == [False] * 4
+
+
+class TestGoingHome:
+    def test_it_counts_a_handle_and_no_message_is_sent(self) -> None:
+        owner = make_owner()
+        assert owner.came_home(X)
+        assert owner.take_actions() == []
+        assert owner.leaks() == [Leak(X, 1, 0, (USER,))]
+        owner.handle_dropped(X)
+        assert owner.leaks() == [Leak(X, 0, 0, (USER,))]
+
+    def test_the_handle_keeps_the_value_when_the_user_has_dropped_it(self, wire: Wire) -> None:
+        reference = wire.create()
+        assert wire.owner.came_home(reference)
+        wire.user.handle_dropped(reference)
+        assert wire.flow() == []
+        wire.owner.handle_dropped(reference)
+        assert wire.flow() == [(OWNER, ReleaseValue(reference))]
+        assert wire.is_clean()
+
+    def test_it_may_come_before_the_call_that_makes_the_value(self) -> None:
+        owner = References(OWNER, RESEND_S)
+        assert owner.came_home(X)
+        assert owner.is_awaited(X)
+        assert owner.created(X)
+        assert owner.leaks() == [Leak(X, 1, 0, (USER,))]
+
+    def test_it_is_told_that_the_value_is_gone(self, wire: Wire) -> None:
+        reference = wire.create()
+        wire.user.handle_dropped(reference)
+        assert wire.flow() == [(OWNER, ReleaseValue(reference))]
+        assert wire.owner.came_home(reference)
+        assert wire.flow() == [(OWNER, ValueGone(reference))]
+        wire.owner.handle_dropped(reference)
+        assert wire.flow() == []
+        assert wire.is_clean()
+
+    def test_no_handle_is_counted_at_the_end_of_the_program(self) -> None:
+        owner = make_owner()
+        owner.drop_all()
+        assert not owner.came_home(X)
+
+    def test_a_reference_that_lives_elsewhere_is_an_error(self) -> None:
+        with pytest.raises(ProtocolError, match="does not belong to worker 2"):
+            References(OTHER, RESEND_S).came_home(X)
