@@ -1,0 +1,1 @@
+"""Group membership, under its old name."""

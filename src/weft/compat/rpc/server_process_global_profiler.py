@@ -1,0 +1,3 @@
+"""The profiler of a whole process; there is none."""
+
+_server_process_global_profile = None
