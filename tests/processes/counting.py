@@ -99,7 +99,7 @@ def count(call: Callable[[], object]) -> dict[str, dict[str, float]]:
 
 
 def socket_bytes() -> int:
-    links = [peer.link for peer in current().peers if peer.link is not None]
+    links = [peer.link for peer in current().peers.values() if peer.link is not None]
     return sum(link.bytes_sent + link.bytes_received for link in links)
 
 

@@ -62,7 +62,7 @@ def test_options_that_cannot_work(
         ({"name": "a\nb", "rank": 0, "world_size": 1}, "is no name"),
         ({"rank": 2, "world_size": 2}, "rank 2 does not fit world_size 2"),
         ({"world_size": 2}, "rank is not given.*RANK is not set"),
-        ({"rank": 0}, "world_size is not given.*WORLD_SIZE is not set"),
+        ({"rank": -5}, "rank is not given.*RANK is not set"),
         (
             {"rank": 0, "world_size": 1, "rpc_backend_options": {"rpc_timeout": 1}},
             "RpcBackendOptions",

@@ -20,19 +20,20 @@ from typing import Any, NamedTuple, TypeVar
 from weft import knobs
 from weft.agent.answers import Answers
 from weft.agent.calls import PendingCall
+from weft.agent.connector import Connector
 from weft.agent.housekeeper import Housekeeper, Job
 from weft.agent.lanes import Lanes
+from weft.agent.members import Members
 from weft.agent.open_calls import OpenCalls
-from weft.agent.peers import Connector, Peer, Unreachable
+from weft.agent.peers import Peer, Unreachable
 from weft.agent.reactor import Reactor
 from weft.agent.switching import ShortSwitches
 from weft.agent.upkeep import Upkeep
 from weft.channel.choice import describe
 from weft.channel.cma import Nonce
 from weft.channel.memory import BufferPool
-from weft.errors import NotInitialized, ProtocolError, UnknownWorker, WorkerLost
-from weft.ids import WorkerInfo
-from weft.protocol.membership import Directory
+from weft.errors import NotInitialized, ProtocolError, WorkerLost
+from weft.protocol.membership import Registration
 from weft.transport.handshake import decode_greeting
 from weft.transport.link import Link, LinkClosed
 from weft.transport.spinning import Spinning
@@ -69,25 +70,25 @@ class Agent:
     """One worker's end of everything.
 
     Args:
-        directory: The group.
-        rank: Which of its workers this is.
-        peers: All workers of the group by rank, this one among them.
-        listeners: Listening sockets whose addresses the directory has; owned from here on.
+        token: Secret of this run.
+        members: The group.
+        listeners: Listening sockets whose addresses the others have; owned from here on.
         worker_threads: How many tasks run at a time.
         default_timeout_s: Time limit of calls that name none, in seconds; may be infinite.
     """
 
     def __init__(
         self,
-        directory: Directory,
-        rank: int,
-        peers: list[Peer],
+        token: str,
+        members: Members,
         listeners: list[socket.socket],
         worker_threads: int,
         default_timeout_s: float,
     ) -> None:
-        self.peers = peers
-        self.me = peers[rank]
+        self.members = members
+        self.peers = members.by_id
+        self.find = members.find
+        self.me = members.me
         self.info = self.me.info
         self.pool = BufferPool(knobs.POOL_LIMIT_BYTES.get())
         self.pulled_bytes = 0
@@ -95,8 +96,6 @@ class Agent:
         self.default_timeout_s = default_timeout_s
         self.is_leaving = False
         self.parts: dict[type, Any] = {}
-        self._by_name = {peer.name: peer for peer in peers}
-        self._by_info: dict[WorkerInfo, Peer] = {peer.info: peer for peer in peers}
         self._routes: dict[int, _Route] = {}
         self._on_lost: list[Callable[[Peer], None]] = []
         self._on_departed: list[Callable[[Peer], None]] = []
@@ -109,12 +108,13 @@ class Agent:
         self.calls = OpenCalls(self)
         self.answers = Answers(self)
         self.upkeep = Upkeep(self)
-        self._token = directory.token
+        self._token = token
         self._nonce = Nonce()
         self._switches = ShortSwitches()
         self._connector = Connector(
-            rank,
-            self._token,
+            self.me.registration,
+            members.is_open,
+            token,
             describe(self._nonce),
             knobs.CONNECT_TIMEOUT_S.get(),
             self._make_link,
@@ -166,28 +166,6 @@ class Agent:
 
     # Peers
 
-    def find(self, to: str | int | WorkerInfo) -> Peer:
-        """Returns the worker that a name, rank or ``WorkerInfo`` means.
-
-        Raises:
-            UnknownWorker: There is none; says who there is.
-        """
-        try:
-            if isinstance(to, str):
-                return self._by_name[to]
-            if isinstance(to, int):
-                if to >= 0:
-                    return self.peers[to]
-            elif isinstance(to, WorkerInfo):
-                return self._by_info[to]
-        except (KeyError, IndexError):
-            pass
-        known = ", ".join(f"{peer.name!r} ({peer.id})" for peer in self.peers[:16])
-        raise UnknownWorker(
-            f"there is no worker {to!r}; the group has {known}"
-            + (", ..." if len(self.peers) > 16 else "")
-        )
-
     def traffic(self) -> Traffic:
         """Returns the bytes exchanged with all other workers so far."""
         with self._lock:
@@ -231,7 +209,24 @@ class Agent:
 
     def _accept(self, connection: socket.socket, _: object) -> None:
         with self.reactor.idling():
-            self._connector.accept(connection, self.peers)
+            self._connector.accept(connection, self._lookup)
+
+    def _lookup(self, worker: int, registration: Registration | None) -> Peer | None:
+        if registration is not None and registration.id == worker:
+            self.take_up(registration)
+        peer = self.peers.get(worker)
+        return None if peer is self.me else peer
+
+    def take_up(self, registration: Registration) -> Peer:
+        """Takes up a worker of an open group; a former one of its name or rank is lost by now."""
+        peer, former = self.members.join(registration)
+        if former is not None:
+            self.lose(former, f"worker {peer.name!r} (rank {peer.info.id}) has taken its place")
+        return peer
+
+    def introduce(self, peer: Peer) -> None:
+        """Has another worker of an open group know this one; see ``Connector.introduce``."""
+        self._connector.introduce(peer)
 
     # Sending
 
@@ -485,7 +480,7 @@ class Agent:
             listener.close()
         for _, link in links:
             link.close() if not stuck else link.hang_up()
-        for peer in self.peers:
+        for peer in list(self.peers.values()):
             peer.held.close()
         self._switches.close()
 

@@ -60,11 +60,13 @@ class DataConnections:
         self._lock = threading.Lock()
         self._data: dict[int, _PeerData] = {}
         self._spare_waits = threading.Semaphore(_SPARE_WAITS)
-        for peer in agent.peers:
-            peer.accept_data = functools.partial(self._accept, peer)
-            peer.reach_data = functools.partial(self._reach, peer)
+        agent.members.on_joined(self._offer)
         agent.on_lost(self._give_up)
         agent.on_departed(self._give_up)
+
+    def _offer(self, peer: Peer) -> None:
+        peer.accept_data = functools.partial(self._accept, peer)
+        peer.reach_data = functools.partial(self._reach, peer)
 
     # Sending
 
@@ -238,7 +240,7 @@ class DataConnections:
             outboxes = [data.outbox for data in self._data.values()]
         while not all(box.is_empty for box in outboxes) and time.monotonic() < deadline_s:
             time.sleep(_DRAIN_POLL_S)
-        for peer in self._agent.peers:
+        for peer in list(self._agent.peers.values()):
             peer.accept_data = peer.dial_data = None
             if not peer.is_self:
                 self._give_up(peer)

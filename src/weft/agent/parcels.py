@@ -144,7 +144,7 @@ class ParcelService:
             self._agent.pool.trim(self._idle_s)
             if self._memory.pool is not None:
                 self._memory.pool.trim(self._idle_s)
-            for peer in self._agent.peers:
+            for peer in list(self._agent.peers.values()):
                 peer.channels.tidy()
         return self._next_trim_s
 

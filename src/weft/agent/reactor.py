@@ -115,6 +115,16 @@ class Reactor:
         running = self._running + self._running_urgent - self._idling
         return running + len(self.tasks) + len(self.urgent)
 
+    @property
+    def limit(self) -> int:
+        """How many tasks run at a time; those that wait for other workers do not count."""
+        return self._limit
+
+    @property
+    def running(self) -> int:
+        """Number of tasks that run now, without those that wait for other workers."""
+        return self._running
+
     @contextlib.contextmanager
     def idling(self) -> Iterator[None]:
         """Has this urgent task not count as busy meanwhile: what it waits for may never come."""

@@ -90,7 +90,7 @@ class ReferenceKeeper:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._machine = protocol.References(agent.info.id, knobs.REFERENCE_RESEND_S.get())
+        self._machine = protocol.References(agent.me.id, knobs.REFERENCE_RESEND_S.get())
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._lock = threading.Lock()
         self._values: dict[ReferenceId, OwnedValue] = {}
@@ -196,6 +196,9 @@ class ReferenceKeeper:
 
     def received(self, handed: HandedReference, sender: Peer) -> bool:
         """Notes a reference that came in a message; returns whether it counts as a handle."""
+        owner = handed.reference.owner
+        if owner not in self._agent.peers:
+            self.peer_lost(self._agent.members.departed(owner))
         with self._lock:
             is_counted = self._machine.received(handed.reference, handed.token, sender.id)
             if is_counted:
@@ -224,7 +227,7 @@ class ReferenceKeeper:
 
     def is_confirmed(self, reference: ReferenceId) -> bool:
         """Whether the owner has said that it counts this worker as a user."""
-        return reference in self._confirmed or reference.owner == self._agent.info.id
+        return reference in self._confirmed or reference.owner == self._agent.me.id
 
     def check_alive(self, reference: ReferenceId) -> None:
         """Raises what happened to the value, if it is lost or was released."""
@@ -254,6 +257,19 @@ class ReferenceKeeper:
             held = sum(1 for leak in self._machine.leaks() if leak.reference.owner != self._me)
             return {"owned": len(self._values), "held": held}
 
+    def census(self) -> protocol.Census:
+        """Returns how many references there are, and how far they have come."""
+        with self._lock:
+            return self._machine.census()
+
+    def report_held(self) -> list[str]:
+        """Returns a line for every value of another worker to which there are handles here."""
+        self._drain_ended()
+        with self._lock:
+            leaks = self._machine.leaks()
+        held = [leak for leak in leaks if leak.handles and leak.reference.owner != self._me]
+        return [f"{leak.reference} made at {self._site(leak.reference)}" for leak in held]
+
     def report_leaks(self) -> list[str]:
         """Returns a line for every reference that something still keeps alive."""
         with self._lock:
@@ -272,7 +288,7 @@ class ReferenceKeeper:
 
     @property
     def _me(self) -> int:
-        return self._agent.info.id
+        return self._agent.me.id
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
         messages = decode(frame.control)

@@ -30,13 +30,13 @@ _GRACE_S = 5.0
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT")
 
 
-def open_store(init_method: str | None, rank: int, world_size: int, timeout_s: float) -> Any:
+def open_store(init_method: str | None, rank: int, world_size: int | None, timeout_s: float) -> Any:
     """Opens the store that ``init_method`` names.
 
     Args:
         init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``.
         rank: This worker's rank; rank 0 hosts the store of ``tcp://`` and ``env://``.
-        world_size: Number of workers.
+        world_size: Number of workers; None for an open group.
         timeout_s: Bound of the wait, in seconds.
 
     Raises:
@@ -46,7 +46,8 @@ def open_store(init_method: str | None, rank: int, world_size: int, timeout_s: f
     method = init_method or "env://"
     _check_method(method)
     separator = "&" if "?" in method else "?"
-    url = f"{method}{separator}rank={rank}&world_size={world_size}"
+    size = -1 if world_size is None else world_size
+    url = f"{method}{separator}rank={rank}&world_size={size}"
     start_s = time.monotonic()
     try:
         store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout_s)))
@@ -78,6 +79,35 @@ def _check_method(method: str) -> None:
         )
 
 
+_KIND, _OPEN, _CLOSED = "kind", "open", "closed"
+
+
+def make_open(store: Any) -> None:
+    """Makes the group of a store an open one, whoever comes first.
+
+    Raises:
+        RendezvousError: It is a closed one.
+    """
+    if store.compare_set(_KIND, "", _OPEN).decode() != _OPEN:
+        raise RendezvousError(_mixed(_CLOSED))
+
+
+def _make_closed(store: Any) -> str:
+    """Makes the group of a store a closed one; returns what is in the way, or nothing."""
+    # Stores that only closed groups use need not be able to compare.
+    if store.check([_KIND]) and store.get(_KIND).decode() == _OPEN:
+        return _mixed(_OPEN)
+    store.set(_KIND, _CLOSED)
+    return ""
+
+
+def _mixed(there: str) -> str:
+    return (
+        "RPC group mixes statically and dynamically initialized members which is not supported: "
+        f"this group is {there}; pass the same world_size to all its workers, or to none"
+    )
+
+
 def join(store: Any, registration: Registration, world_size: int, timeout_s: float) -> Directory:
     """Registers this worker and waits for the directory of the whole group.
 
@@ -95,7 +125,11 @@ def join(store: Any, registration: Registration, world_size: int, timeout_s: flo
     start_s = time.monotonic()
     store.set(_key(registration.id), registration.encode())
     if registration.id == 0:
-        directory = _collect(store, world_size, start_s, timeout_s)
+        mixed = _make_closed(store)
+        if mixed:
+            directory = Directory("", (), refusal=mixed)
+        else:
+            directory = _collect(store, world_size, start_s, timeout_s)
         store.set("directory", directory.encode())
     else:
         directory = _await_directory(store, world_size, start_s, timeout_s)

@@ -55,11 +55,11 @@ class Engine:
     """
 
     def __init__(self, agent: Agent, parcels: ParcelService) -> None:
-        self.contexts = Contexts(agent.info.id)
+        self.contexts = Contexts(agent.me.id)
         self._agent = agent
         self._envelopes = Envelopes(agent, parcels)
         self._listener = Listener(agent)
-        self._me = agent.info.id
+        self._me = agent.me.id
         self._pass_numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._parts: dict[int, Part] = {}

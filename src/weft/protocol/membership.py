@@ -19,10 +19,11 @@ class Registration:
 
     Attributes:
         name: Its name, unique in the group.
-        id: Its rank.
+        id: What the protocols name it by; in a closed group its rank.
         addresses: Where it listens, best first.
         main: What its ``__main__`` is, or empty where no other worker can have the same.
         facts: What its channels can do.
+        later_rank: Its rank where that is not its id: in an open group, once the rank was used.
     """
 
     name: str
@@ -30,15 +31,25 @@ class Registration:
     addresses: tuple[str, ...]
     main: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+    later_rank: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """Its number for programs."""
+        return self.id if self.later_rank is None else self.later_rank
 
     @property
     def info(self) -> WorkerInfo:
         """The public part."""
-        return WorkerInfo(self.name, self.id)
+        return WorkerInfo(self.name, self.rank)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what JSON can hold; ``decode`` reads it."""
+        return asdict(self)
 
     def encode(self) -> bytes:
         """Returns the registration as JSON."""
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(self.as_json()).encode()
 
     @staticmethod
     def decode(data: bytes | dict[str, Any]) -> Registration:

@@ -26,6 +26,9 @@ class Step(enum.IntEnum):
     SETTLE = 4
     SETTLED = 5
     CLOSE = 6
+    # In open groups, where workers leave one by one:
+    LEAVING = 7
+    NOTED = 8
 
 
 class Send(NamedTuple):

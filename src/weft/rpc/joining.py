@@ -5,23 +5,21 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import sys
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from weft.agent import current as current_agent
-from weft.agent.agent import Agent, Traffic
-from weft.agent.peers import Peer
-from weft.agent.rendezvous import join, open_store
+from weft.agent.agent import Traffic
+from weft.agent.rendezvous import open_store
 from weft.errors import ConfigurationError
 from weft.ids import WorkerInfo
-from weft.protocol.membership import Directory, Registration
-from weft.rpc import serving
+from weft.rpc.departing import Departing
+from weft.rpc.entering import enter_closed, enter_open
+from weft.rpc.gathering import Gatherings
 from weft.rpc.leaving import Leaving
 from weft.rpc.options import RpcBackendOptions
 from weft.rpc.worker import Worker
-from weft.transport.addresses import listen_tcp, listen_unix
 
 _log = logging.getLogger("weft")
 
@@ -38,14 +36,19 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Makes this process a worker of a group. Blocks until all of the group have joined.
+    """Makes this process a worker of a group.
+
+    A group whose size is given is closed: this blocks until all have joined, and they leave
+    together. Without, it is open: this blocks until those that are there know this worker; others
+    may join and leave at any time, also one that comes back under its old name and rank.
 
     Args:
         name: Name of this worker, unique in the group. By default what ``weft run`` chose, or
             ``worker`` and the rank.
         backend: Accepted for compatibility; there is one.
         rank: Number of this worker, from 0. By default environment variable ``RANK``.
-        world_size: Number of workers. By default environment variable ``WORLD_SIZE``.
+        world_size: Number of workers. By default environment variable ``WORLD_SIZE``; where that
+            is not set, the group is open.
         rpc_backend_options: Everything else.
 
     Raises:
@@ -63,48 +66,29 @@ def init_rpc(
         )
     options.check()
     rank = _from_environment("RANK", "rank", rank)
-    world_size = _from_environment("WORLD_SIZE", "world_size", world_size)
-    if not 0 <= rank < world_size:
+    if world_size is None and "WORLD_SIZE" in os.environ:
+        world_size = _from_environment("WORLD_SIZE", "world_size", None)
+    join_group(_checked_name(name, rank), rank, world_size, options)
+
+
+def join_group(name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
+    """Makes this process a worker of a closed group, or, without a ``world_size``, an open one."""
+    if rank < 0 or (world_size is not None and rank >= world_size):
+        fitting = "0 on" if world_size is None else "0 to world_size - 1"
         raise ConfigurationError(
-            f"rank {rank} does not fit world_size {world_size}; ranks go from 0 to world_size - 1"
+            f"rank {rank} does not fit world_size {world_size}; ranks go from {fitting}"
         )
-    name = _checked_name(name, rank)
     store = options.store
     if store is None:
         method = options.init_method or os.environ.get(INIT_METHOD_VARIABLE)
         store = open_store(method, rank, world_size, options.init_timeout)
-        store = PrefixStore(f"weft/{next(_group_numbers)}", store)
-    _join(name, rank, world_size, store, options)
-
-
-def _join(name: str, rank: int, world_size: int, store: Any, options: RpcBackendOptions) -> None:
-    unix_listener, unix_address = listen_unix()
-    listeners = [unix_listener]
-    try:
-        tcp_listener, tcp_address = listen_tcp(options.listen)
-        listeners.append(tcp_listener)
-        addresses = (str(unix_address), str(tcp_address))
-        registration = Registration(name, rank, addresses, _main_program())
-        directory = join(store, registration, world_size, options.init_timeout)
-    except BaseException:
-        for listener in listeners:
-            listener.close()
-        raise
-    agent = Agent(
-        directory,
-        rank,
-        _peers(directory, rank),
-        listeners,
-        options.num_worker_threads,
-        options.default_timeout_s,
-    )
-    # Rank 0 may host the store: it must live for as long as others may still read from it.
-    agent.parts[Store] = store
-    worker = Worker(agent)
-    serving.install(worker)
-    leaving = Leaving(worker)
-    current_agent.install(agent)
-    agent.start([worker.references.tick, leaving.tick, worker.parcels.tick])
+        # Whoever comes back to an open group must find it.
+        number = 0 if world_size is None else next(_group_numbers)
+        store = PrefixStore(f"weft/{number}", store)
+    if world_size is None:
+        enter_open(name, rank, store, options)
+    else:
+        enter_closed(name, rank, world_size, store, options)
 
 
 def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
@@ -112,7 +96,8 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
 
     Gracefully, it blocks until all workers have called ``shutdown`` and every call in the group
     has ended; meanwhile this worker goes on serving. All references are dropped then. It gives
-    up, after having left, when a worker is lost or the time is up.
+    up, after having left, when a worker is lost or the time is up. In an open group it waits for
+    its own calls and those it serves only; the others work on.
 
     Args:
         graceful: Whether to wait for the others. Without, calls that wait for this worker fail.
@@ -128,9 +113,12 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     problem: Exception | None = None
     try:
         if graceful:
-            problem = agent.part(Leaving).wait(timeout)
+            leaving: Departing | Leaving
+            leaving = agent.part(Departing if agent.members.is_open else Leaving)
+            problem = leaving.wait(timeout)
     finally:
         current_agent.install(None)
+        agent.part(Gatherings).close()
         worker.close()
         agent.close()
     if problem is not None:
@@ -152,7 +140,7 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
 
 def get_worker_infos() -> list[WorkerInfo]:
     """Returns all workers of the group, by rank."""
-    return [peer.info for peer in current_agent.current().peers]
+    return [peer.info for peer in current_agent.current().members.present()]
 
 
 def traffic() -> Traffic:
@@ -163,18 +151,6 @@ def traffic() -> Traffic:
 def is_available() -> bool:
     """Whether RPC can be used here; kept for compatibility."""
     return True
-
-
-def _peers(directory: Directory, rank: int) -> list[Peer]:
-    main = directory.workers[rank].main
-    return [
-        Peer(
-            registration,
-            main_by_name=registration.id == rank or (bool(main) and registration.main == main),
-            is_self=registration.id == rank,
-        )
-        for registration in directory.workers
-    ]
 
 
 def _from_environment(variable: str, argument: str, value: int | None) -> int:
@@ -194,18 +170,4 @@ def _from_environment(variable: str, argument: str, value: int | None) -> int:
 def _checked_name(name: str | None, rank: int) -> str:
     if name is None:
         name = os.environ.get(NAME_VARIABLE) or f"worker{rank}"
-    if not isinstance(name, str) or not name or len(name) > 128 or not name.isprintable():
-        raise ConfigurationError(
-            f"{name!r} is no name for a worker; it needs 1 to 128 printable characters"
-        )
-    return name
-
-
-def _main_program() -> str:
-    """Returns what identifies the main program, or nothing where no other process has the same."""
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return f"module {spec.name}"
-    path = getattr(main, "__file__", None)
-    return f"file {os.path.realpath(path)}" if path and os.path.exists(path) else ""
+    return WorkerInfo(name, rank).name

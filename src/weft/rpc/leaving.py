@@ -36,15 +36,24 @@ class Leaving:
         self._lost: dict[int, WorkerLost] = {}
         self._probe_at_s = math.inf
         self._has_settled = False
-        ranks = {peer.id for peer in self._agent.peers}
-        self._leader = Leader(ranks) if self._agent.info.id == _LEADER else None
+        self._notes_held = False
+        self.held: list[str] = []
+        """References of this worker that the program still had when the group had gone quiet."""
+        ranks = set(self._agent.peers)
+        self._leader = Leader(ranks) if self._agent.me.id == _LEADER else None
         self._agent.parts[Leaving] = self
         self._agent.on(Kind.SHUTDOWN, self._on_message, inline=True)
         self._agent.on_lost(self._on_lost)
         self._agent.on_departed(self._on_departed)
 
-    def wait(self, timeout: float) -> ShutdownError | None:
-        """Blocks until the group has shut down, or cannot any more; returns what went wrong."""
+    def wait(self, timeout: float, *, notes_held: bool = False) -> ShutdownError | None:
+        """Blocks until the group has shut down, or cannot any more; returns what went wrong.
+
+        Args:
+            timeout: Seconds to wait at most; 0 for no limit.
+            notes_held: Whether to note in ``held`` what is still used here when it is dropped.
+        """
+        self._notes_held = notes_held
         self._tell(Send(_LEADER, Step.READY))
         if self._leader is not None:
             self._agent.reactor.submit(self._watch_all)
@@ -74,7 +83,7 @@ class Leaving:
 
     def _watch_all(self, _: object, __: object) -> None:
         """Connects to everybody: a worker that dies before it calls shutdown is then noticed."""
-        for peer in self._agent.peers:
+        for peer in self._agent.peers.values():
             if not peer.is_self:
                 self._watch(peer)
 
@@ -195,6 +204,8 @@ class Leaving:
     def _settle(self, _: object, __: object) -> None:
         """Drops all references, and says so when every owner knows."""
         references = self._worker.references
+        if self._notes_held:
+            self.held = references.report_held()
         references.begin_settling()
         while not references.is_settled() and not self._agent.reactor.is_closing:
             time.sleep(_SETTLE_POLL_S)

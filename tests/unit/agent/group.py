@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator
 
 from weft.agent.agent import Agent
+from weft.agent.members import Members
 from weft.agent.parcels import ParcelService
 from weft.agent.peers import Peer
 from weft.agent.references import ReferenceKeeper
-from weft.protocol.membership import Directory, Registration
+from weft.protocol.membership import Registration
 from weft.transport.addresses import listen_unix
 
 
@@ -37,20 +38,15 @@ class Member:
 def group_of(size: int, threads: int = 2) -> Iterator[list[Member]]:
     """Makes a group whose members are closed, those that live, at the end; start them yourself."""
     listeners = [listen_unix() for _ in range(size)]
-    directory = Directory(
-        "token",
-        tuple(
-            Registration(f"worker{rank}", rank, (str(address),))
-            for rank, (_, address) in enumerate(listeners)
-        ),
-    )
+    registrations = [
+        Registration(f"worker{rank}", rank, (str(address),), main="tests")
+        for rank, (_, address) in enumerate(listeners)
+    ]
     members = []
     for rank, (listener, _) in enumerate(listeners):
-        peers = [
-            Peer(registration, main_by_name=True, is_self=registration.id == rank)
-            for registration in directory.workers
-        ]
-        members.append(Member(Agent(directory, rank, peers, [listener], threads, math.inf)))
+        others = [each for each in registrations if each.id != rank]
+        known = Members(registrations[rank], others, is_open=False)
+        members.append(Member(Agent("token", known, [listener], threads, math.inf)))
     yield members
     for member in members:
         member.close()

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from weft.agent.peers import Connector, Peer, Unreachable
+from weft.agent.connector import Connector
+from weft.agent.peers import Peer, Unreachable
 from weft.channel.choice import Capabilities, describe
 from weft.channel.cma import Nonce
 from weft.errors import WorkerLost
@@ -30,8 +31,9 @@ class Side:
         self.listener, self.address = listen_unix()
         self.links: list[Link] = []
         self.peers: list[Peer] = []
+        me = Registration(f"worker{rank}", rank, (str(self.address),))
         self.connector = Connector(
-            rank, TOKEN, capabilities, timeout_s, self._make_link, self._adopt
+            me, False, TOKEN, capabilities, timeout_s, self._make_link, self._adopt
         )
         self.refusals = 0
 
@@ -54,8 +56,12 @@ class Side:
 
     def accept(self) -> None:
         connection, _ = self.listener.accept()
-        self.connector.accept(connection, self.peers)
+        self.connector.accept(connection, self._lookup)
         self.refusals += connection.fileno() < 0
+
+    def _lookup(self, worker: int, registration: Registration | None) -> Peer | None:
+        is_other = worker != self.rank and 0 <= worker < len(self.peers)
+        return self.peers[worker] if is_other else None
 
     def close(self) -> None:
         self.listener.close()

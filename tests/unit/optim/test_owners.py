@@ -13,7 +13,8 @@ from weft.optim.owners import Failure, raise_failures
 
 @pytest.fixture(autouse=True)
 def _group(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = [SimpleNamespace(name=name) for name in ("driver", "ps0", "ps1")]
+    names = ("driver", "ps0", "ps1")
+    peers = {rank: SimpleNamespace(name=name) for rank, name in enumerate(names)}
     monkeypatch.setattr(current, "_current", SimpleNamespace(peers=peers))
 
 

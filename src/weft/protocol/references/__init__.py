@@ -22,6 +22,7 @@ remembered for ever (``seen``). ``docs/protocols/references.md`` has the scenari
 
 from weft.protocol.references.actions import (
     Action,
+    Census,
     Confirmed,
     Leak,
     OwnerLost,
@@ -40,6 +41,7 @@ __all__ = [
     "Confirmed",
     "ValueGone",
     "OwnerLost",
+    "Census",
     "Leak",
     "Message",
     "NO_TOKEN",

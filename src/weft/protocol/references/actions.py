@@ -49,6 +49,24 @@ Action = Send | ReleaseValue | Confirmed | ValueGone | OwnerLost
 """Every action of the machine."""
 
 
+class Census(NamedTuple):
+    """Says how many references one worker has to do with, and how far they have come.
+
+    Attributes:
+        shared: Values of this worker that others use or are being handed.
+        users: How many other workers use them, added up.
+        unconfirmed: Values of others that are used here, and of which their owners do not know yet.
+        handovers: References in messages of this worker that are not yet answered for.
+        unanswered: Messages about references to which the answers have not come.
+    """
+
+    shared: int
+    users: int
+    unconfirmed: int
+    handovers: int
+    unanswered: int
+
+
 class Leak(NamedTuple):
     """Says what keeps one reference from being forgotten.
 

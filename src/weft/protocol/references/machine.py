@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.errors import ProtocolError
 from weft.ids import ReferenceId
-from weft.protocol.references.actions import Action, Leak
+from weft.protocol.references.actions import Action, Census, Leak
 from weft.protocol.references.handovers import Handovers
 from weft.protocol.references.outbox import Outbox
 from weft.protocol.references.owner import OwnedValues
@@ -217,6 +217,12 @@ class References:
     def leaks(self) -> list[Leak]:
         """Returns what this worker still holds, and what it owns and somebody still holds."""
         return self._owned.leaks() + self._held.leaks()
+
+    def census(self) -> Census:
+        """Returns how many references there are, and how far they have come."""
+        shared, users = self._owned.shared()
+        unconfirmed = self._held.unconfirmed()
+        return Census(shared, users, unconfirmed, len(self._handovers), len(self._outbox))
 
     def _half(self, reference: ReferenceId) -> OwnedValues | HeldReferences:
         return self._owned if reference.owner == self._worker else self._held

@@ -74,6 +74,10 @@ class Outbox:
             for key in [key for key, request in requests.items() if request.to == peer]:
                 del requests[key]
 
+    def __len__(self) -> int:
+        """Returns how many requests lack their answer."""
+        return len(self._young) + len(self._old)
+
     def is_answered(self) -> bool:
         """Returns whether no request lacks its answer."""
         return not self._young and not self._old

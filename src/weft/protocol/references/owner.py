@@ -153,6 +153,11 @@ class OwnedValues:
             for reference, entry in self._entries.items()
         ]
 
+    def shared(self) -> tuple[int, int]:
+        """Returns how many values others use or are being handed, and how many users they have."""
+        entries = [entry for entry in self._entries.values() if entry.users or entry.handovers]
+        return len(entries), sum(len(entry.users) for entry in entries)
+
     def _numbers_of(self, creator: int) -> SeenNumbers:
         numbers = self._created.get(creator)
         if numbers is None:

@@ -143,6 +143,11 @@ class HeldReferences:
             for reference, entry in self._entries.items()
         ]
 
+    def unconfirmed(self) -> int:
+        """Returns how many references the owner has not confirmed yet."""
+        waiting = (State.CREATING, State.HOLDING)
+        return sum(entry.state in waiting for entry in self._entries.values())
+
     def _hold(self, reference: ReferenceId, entry: Held, sender: int, token: int) -> None:
         self._version += 1
         entry.version = self._version

@@ -1,0 +1,124 @@
+"""How a worker gets into an open group and out of it, through a store that all of them reach.
+
+The store only orders those who come and says who they are; see ``docs/protocols/membership.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from weft.agent.rendezvous import make_open
+from weft.errors import ConfigurationError, RendezvousError, RendezvousTimeout, WeftError
+from weft.protocol.membership import Registration
+
+_log = logging.getLogger("weft")
+
+FIRST_LATER_ID = 1 << 14
+"""Ids below are those of the first lives of ranks."""
+_ID_LIMIT = 1 << 15
+_UNWRITTEN_S = 2.0
+"""How long one that came earlier may take from taking its place to saying who it is."""
+
+
+class Admission(NamedTuple):
+    """This worker's place in an open group.
+
+    Attributes:
+        token: The secret of the run.
+        me: This worker's registration.
+        place: Its place in the order of those who came.
+        earlier: Those who came earlier and have not left, by place.
+    """
+
+    token: str
+    me: Registration
+    place: int
+    earlier: dict[int, Registration]
+
+
+def enter(store: Any, registration: Registration, timeout_s: float) -> Admission:
+    """Registers this worker, which listens already; returns who was there before.
+
+    Args:
+        store: A ``torch.distributed.Store`` with keys of this group only.
+        registration: This worker's own; its id is taken for its rank.
+        timeout_s: How long all of it may take, in seconds.
+
+    Raises:
+        RendezvousError: The group is a closed one, or the store is broken.
+        RendezvousTimeout: The store does not answer.
+        ConfigurationError: The rank is too high, or the group has had too many workers.
+    """
+    if registration.rank >= FIRST_LATER_ID:
+        raise ConfigurationError(
+            f"rank {registration.rank} is too high for a group without world_size; "
+            f"it must be below {FIRST_LATER_ID}"
+        )
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        make_open(store)
+        token = store.compare_set("secret", "", secrets.token_hex(16)).decode()
+        me = _with_id(store, registration)
+        place = store.add("members", 1)
+        store.set(_member(place), me.encode())
+        earlier = {}
+        for other in range(1, place):
+            if not store.check([_left(other)]):
+                found = _read(store, other, deadline_s)
+                if found is not None:
+                    earlier[other] = found
+    except WeftError:
+        raise
+    except (RuntimeError, OSError) as error:
+        if time.monotonic() < deadline_s:
+            raise RendezvousError(f"the rendezvous store does not work: {error}") from error
+        raise RendezvousTimeout(
+            f"the rendezvous store did not answer within {timeout_s:.1f} s: {error}",
+            elapsed_s=timeout_s,
+        ) from error
+    return Admission(token, me, place, earlier)
+
+
+def note_left(store: Any, place: int) -> None:
+    """Tells those who come later that the worker of a place is not there any more."""
+    try:
+        store.set(_left(place), "1")
+    except (RuntimeError, OSError) as error:
+        _log.debug("the store could not be told that place %d is empty: %s", place, error)
+
+
+def _with_id(store: Any, registration: Registration) -> Registration:
+    rank = registration.rank
+    if store.add(f"lives/{rank}", 1) == 1:
+        return registration
+    worker = FIRST_LATER_ID - 1 + store.add("later", 1)
+    if worker >= _ID_LIMIT:
+        raise ConfigurationError(
+            f"workers have come back to this group {_ID_LIMIT - FIRST_LATER_ID} times, which is "
+            "all it can count; start a new group"
+        )
+    return dataclasses.replace(registration, id=worker, later_rank=rank)
+
+
+def _read(store: Any, place: int, deadline_s: float) -> Registration | None:
+    """Returns who took a place; None where it died before it could say."""
+    limit_s = min(_UNWRITTEN_S, max(deadline_s - time.monotonic(), 0.01))
+    try:
+        store.wait([_member(place)], timedelta(seconds=limit_s))
+    except (RuntimeError, ValueError):
+        _log.warning("whoever joined the group as number %d never said who it is", place)
+        return None
+    return Registration.decode(store.get(_member(place)))
+
+
+def _member(place: int) -> str:
+    return f"member/{place}"
+
+
+def _left(place: int) -> str:
+    return f"left/{place}"

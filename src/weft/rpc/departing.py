@@ -1,0 +1,134 @@
+"""Leaving an open group, while the others work on; see ``docs/protocols/membership.md``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from weft.agent.admission import note_left
+from weft.agent.peers import Peer
+from weft.errors import NotInitialized, ProtocolError, ShutdownError, WorkerLost
+from weft.protocol.shutdown import Step
+from weft.rpc.worker import Worker
+from weft.wire.frames import Frame
+from weft.wire.messages import Kind, decode_ints
+
+_POLL_S = 0.002
+
+
+class Departing:
+    """Takes one worker out of an open group, and notes others that leave.
+
+    Args:
+        worker: The worker.
+        store: The store of the group.
+        place: Its place in the order of those who came.
+    """
+
+    def __init__(self, worker: Worker, store: object, place: int) -> None:
+        self._worker = worker
+        self._agent = worker.agent
+        self._store = store
+        self._place = place
+        self._lock = threading.Lock()
+        self._unnoted: set[int] = set()
+        self._agent.parts[Departing] = self
+        self._agent.on(Kind.SHUTDOWN, self._on_message, inline=True)
+        self._agent.on_lost(self._on_gone)
+
+    def wait(self, timeout: float) -> ShutdownError | None:
+        """Blocks until this worker can go; returns what kept it from going gracefully.
+
+        Args:
+            timeout: Seconds to wait at most; 0 for no limit.
+        """
+        end_s = time.monotonic() + timeout if timeout else None
+        try:
+            for is_done, lacking in self._stages():
+                while not is_done():
+                    if end_s is not None and time.monotonic() > end_s:
+                        return self._late(timeout, lacking())
+                    time.sleep(_POLL_S)
+        finally:
+            note_left(self._store, self._place)
+        return None
+
+    def _stages(self) -> list[tuple[Callable[[], bool], Callable[[], str]]]:
+        """Returns what is to be waited for, in order; each begins when the one before is done."""
+        references = self._worker.references
+
+        def settle() -> bool:
+            references.flush()
+            return references.is_settled()
+
+        return [
+            (self._announced(), self._who_has_not_noted),
+            (self._is_idle, lambda: "calls had not ended"),
+            (_after(references.begin_settling, settle), lambda: "references were not let go"),
+        ]
+
+    def _announced(self) -> Callable[[], bool]:
+        def announce() -> None:
+            peers = [peer for peer in self._agent.members.present() if not peer.is_self]
+            self._unnoted = {peer.id for peer in peers}
+            for peer in peers:
+                self._agent.reactor.submit(self._announce, peer)
+
+        return _after(announce, lambda: not self._unnoted)
+
+    def _announce(self, peer: Peer, _: object) -> None:
+        """Tells one worker, and connects to it first if need be."""
+        try:
+            with self._agent.reactor.idling():
+                self._agent.connect(peer)
+            self._agent.post_ints(peer, Kind.SHUTDOWN, Step.LEAVING)
+        except (WorkerLost, NotInitialized):
+            self._on_gone(peer)
+
+    def _who_has_not_noted(self) -> str:
+        with self._lock:
+            names = [repr(self._agent.peers[worker].name) for worker in sorted(self._unnoted)]
+        return f"these have not answered: {', '.join(names)}"
+
+    def _is_idle(self) -> bool:
+        busy = len(self._agent.calls) or self._agent.reactor.busy or self._worker.unfinished
+        return not busy
+
+    def _late(self, timeout: float, lacking: str) -> ShutdownError:
+        name = self._agent.info.name
+        return ShutdownError(
+            f"worker {name!r} left the group without grace, after {timeout:.1f} s; {lacking}"
+        )
+
+    # What others say
+
+    def _on_message(self, peer: Peer, frame: Frame) -> None:
+        step, *_ = decode_ints(frame.control)
+        if step == Step.LEAVING:
+            peer.is_departing = True
+            self._agent.members.retire(peer)
+            self._agent.post_ints(peer, Kind.SHUTDOWN, Step.NOTED)
+            self._on_gone(peer)  # It waits for no answer of its own any more, or will be lost.
+        elif step == Step.NOTED:
+            self._on_gone(peer)
+        else:
+            raise ProtocolError(f"shutdown step {step} is for closed groups")
+
+    def _on_gone(self, peer: Peer) -> None:
+        with self._lock:
+            self._unnoted.discard(peer.id)
+
+
+def _after(start: Callable[[], None], is_done: Callable[[], bool]) -> Callable[[], bool]:
+    """Returns what calls ``start`` when it is first asked, and then asks ``is_done``."""
+    started = False
+
+    def ask() -> bool:
+        nonlocal started
+        if not started:
+            started = True
+            start()
+        return is_done()
+
+    return ask

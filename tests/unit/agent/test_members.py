@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pytest
+
+from weft.agent.members import Members
+from weft.agent.peers import Peer
+from weft.errors import DuplicateName, ProtocolError, UnknownWorker
+from weft.ids import WorkerInfo
+from weft.protocol.membership import Registration
+
+
+def registration(name: str, worker: int, rank: int | None = None) -> Registration:
+    return Registration(name, worker, ("unix:@x",), main="train", later_rank=rank)
+
+
+def members(*, is_open: bool = True) -> Members:
+    return Members(registration("a", 0), [registration("b", 1)], is_open=is_open)
+
+
+def names(group: Members) -> list[str]:
+    return [peer.name for peer in group.present()]
+
+
+@pytest.mark.parametrize("to", ["b", 1, WorkerInfo("b", 1)])
+def test_a_worker_is_found(to: str | int | WorkerInfo) -> None:
+    group = members()
+    assert group.find(to) is group.by_id[1]
+
+
+@pytest.mark.parametrize(
+    "to", ["c", "", 2, -1, 0.5, None, WorkerInfo("b", 2), WorkerInfo("c", 1), ["b"]]
+)
+def test_nobody_is_found(to: object) -> None:
+    with pytest.raises(UnknownWorker, match=r"the group has 'a' \(0\), 'b' \(1\)"):
+        members().find(to)  # type: ignore[arg-type]
+
+
+def test_only_those_with_the_same_main_program_know_its_functions_by_name() -> None:
+    group = Members(
+        registration("a", 0),
+        [registration("b", 1), Registration("c", 2, ()), Registration("d", 3, (), main="other")],
+        is_open=False,
+    )
+    assert [group.find(name).main_by_name for name in "abcd"] == [True, True, False, False]
+
+
+def test_who_joins_is_told_of_and_found() -> None:
+    group = members()
+    told: list[Peer] = []
+    group.on_joined(told.append)
+    assert [peer.name for peer in told] == ["a", "b"]
+    peer, former = group.join(registration("c", 2))
+    assert former is None
+    assert told[2] is peer is group.find("c") is group.find(2) is group.by_id[2]
+    assert group.join(registration("c", 2)) == (peer, None)
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize(("name", "rank"), [("b", 1), ("b", 7), ("c", 1)])
+def test_a_later_life_takes_the_place_of_a_former(name: str, rank: int) -> None:
+    group = members()
+    before = group.find("b")
+    peer, former = group.join(registration(name, 16384, rank))
+    assert former is before
+    assert group.find(name) is group.find(rank) is group.by_id[16384] is peer
+    assert group.by_id[1] is before
+    assert names(group) == ["a", name]
+
+
+@pytest.mark.parametrize(("name", "rank"), [("a", 7), ("c", 0)])
+def test_nobody_takes_the_place_of_this_worker(name: str, rank: int) -> None:
+    group = members()
+    with pytest.raises(DuplicateName, match=r"'a' \(rank 0\) lives"):
+        group.join(registration(name, 16384, rank))
+    assert names(group) == ["a", "b"]
+
+
+def test_a_closed_group_takes_nobody_in() -> None:
+    group = members(is_open=False)
+    with pytest.raises(ProtocolError, match="no worker of id 2"):
+        group.join(registration("c", 2))
+    assert group.join(registration("b", 1)) == (group.find("b"), None)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_who_is_lost_is_found_but_of_an_open_group_no_member(is_open: bool) -> None:
+    group = members(is_open=is_open)
+    peer = group.find("b")
+    peer.declare_lost("end of file")
+    assert group.find("b") is peer
+    assert names(group) == (["a"] if is_open else ["a", "b"])
+
+
+def test_who_has_left_is_not_found() -> None:
+    group = members()
+    peer = group.find("b")
+    group.retire(peer)
+    group.retire(peer)
+    with pytest.raises(UnknownWorker, match=r"the group has 'a' \(0\); it is open"):
+        group.find("b")
+    assert group.by_id[1] is peer
+
+
+def test_a_former_life_that_retires_late_leaves_the_later_one_alone() -> None:
+    group = members()
+    former = group.find("b")
+    peer, _ = group.join(registration("b", 16384, 1))
+    group.retire(former)
+    assert group.find("b") is group.find(1) is peer
+
+
+def test_one_that_left_before_this_one_came_is_lost() -> None:
+    group = members()
+    told: list[Peer] = []
+    group.on_joined(told.append)
+    peer = group.departed(5)
+    assert peer is group.departed(5) is told[2]
+    assert "has left the group" in str(peer.lost)
+    assert names(group) == ["a", "b"]
