@@ -4,7 +4,7 @@
 #   PYTHON=...       the interpreter for a new .venv (default: the first found that is new enough)
 #   TORCH=...        the torch to install, for instance TORCH=torch==2.7.1
 #   TORCH_INDEX=...  the package index to take torch from, for instance one with CPU builds only
-#   ARGS=...         further arguments for `make demo`, `make test` and `make bench...`
+#   ARGS=...         further arguments for `make demo`, `test`, `conformance` and `bench...`
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -20,6 +20,7 @@ INSTALL := $(PIP) install -qq
 help:
 	@echo "make demo    train a small language model over several workers"
 	@echo "make test    unit, simulation and multi-process tests"
+	@echo "make conformance      PyTorch's own RPC tests, all of them, on Weft"
 	@echo "make check   all that CI runs: format, lint, types, layers, tests, documentation"
 	@echo "make bench   Weft and torch.distributed.rpc side by side, in five minutes"
 	@echo "make bench-peers      small calls, with Ray and Monarch where they are installed"
@@ -43,7 +44,12 @@ ifdef ARGS
 else
 	@$(PY) -m pytest tests/unit tests/simulation -n 2
 	@$(PY) -m pytest tests/processes
+	@$(PY) -m pytest tests/conformance
 endif
+
+.PHONY: conformance
+conformance: $(VENV)/.installed-conformance
+	@$(PY) -m tests.conformance.run $(ARGS)
 
 .PHONY: format
 format: $(VENV)/.installed-dev

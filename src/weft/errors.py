@@ -3,8 +3,10 @@
 ::
 
     WeftError
-    ├── ConfigurationError (ValueError)        an argument or option is wrong: change it
-    │   └── ArgumentTypeError (TypeError)      an argument is of a type that cannot work
+    ├── ConfigurationError (ValueError, RuntimeError)   an argument or option is wrong: change it
+    │   ├── ArgumentTypeError (TypeError)      an argument is of a type that cannot work
+    │   └── NotOwner (RuntimeError)            only the owner of a referenced value can do this
+    ├── NotSupported (NotImplementedError)     Weft has no such thing; says what there is instead
     ├── NotInitialized (RuntimeError)          call init_rpc first, or the worker has shut down
     ├── AlreadyInitialized (RuntimeError)      init_rpc was called twice
     ├── RendezvousError (RuntimeError)         the workers could not find each other
@@ -18,6 +20,7 @@
     │   │   └── QueueFull                      too many calls of this worker wait there already
     │   ├── SerializationError (TypeError)     an argument or result cannot travel
     │   ├── UnknownFunction (AttributeError)   the callee has no function of that name
+    │   ├── InjectedFault                      a test had the message fail
     │   └── RemoteError                        the callee raised a type that cannot be rebuilt here
     ├── WorkerLost (ConnectionError, RuntimeError)   a worker died or cannot be reached
     │   └── OwnerLost                          the lost worker owned a referenced value
@@ -39,12 +42,20 @@ class WeftError(Exception):
     """The root of every error that Weft itself raises."""
 
 
-class ConfigurationError(WeftError, ValueError):
+class ConfigurationError(WeftError, ValueError, RuntimeError):
     """An argument or an option has a value that cannot work."""
 
 
 class ArgumentTypeError(ConfigurationError, TypeError):
     """An argument is of a type that cannot work."""
+
+
+class NotOwner(ConfigurationError, RuntimeError):
+    """Something was asked of a reference that only the owner of its value can do."""
+
+
+class NotSupported(WeftError, NotImplementedError):
+    """Something of PyTorch's RPC was asked for that has no meaning in Weft."""
 
 
 class NotInitialized(WeftError, RuntimeError):
@@ -134,6 +145,10 @@ class SerializationError(CallError, TypeError):
 
 class UnknownFunction(CallError, AttributeError):
     """The callee cannot import the function that was named."""
+
+
+class InjectedFault(CallError):
+    """A message was not sent because a test asked for it to fail."""
 
 
 class RemoteError(CallError):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
+
+from weft.errors import ConfigurationError
 
 WorkerId = NewType("WorkerId", int)
 """A worker's rank in its group, from 0."""
@@ -16,6 +19,8 @@ ContextId = NewType("ContextId", int)
 
 MessageId = NewType("MessageId", int)
 """A recorded message of an autograd context; its sender is in the high bits."""
+
+_WORKER_NAME = re.compile("[A-Za-z0-9_:-]{1,127}")
 
 WORKER_SHIFT = 48
 """Bits that a per-worker counter may use in an id that is unique for the whole group."""
@@ -36,12 +41,23 @@ class WorkerInfo:
     """Names one worker of the group.
 
     Attributes:
-        name: The name that the worker passed to ``init_rpc``; unique in the group.
+        name: The name that the worker passed to ``init_rpc``; unique in the group. At least one
+            and fewer than 128 letters, digits, underscores, colons and dashes.
         id: Its rank, from 0.
+
+    Raises:
+        ConfigurationError: The name has other characters, or too many.
     """
 
     name: str
     id: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _WORKER_NAME.fullmatch(self.name):
+            raise ConfigurationError(
+                f"{self.name!r} is no name for a worker. Worker name must match [A-Za-z0-9_:-]*, "
+                "must be non-empty and shorter than 128 characters"
+            )
 
 
 class ReferenceId(NamedTuple):

@@ -1,92 +1,118 @@
-import argparse, collections, csv, os, signal, sys, time, unittest, io, traceback, tempfile
-from concurrent.futures import ThreadPoolExecutor
-from tests.conformance import suite
+"""Runs PyTorch's own RPC tests on Weft: ``python -m tests.conformance.run [SUBSTRING ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.conformance import comparing, report, suite, table
+from tests.conformance.cases import CaseName, Result, Verdict, select, verdicts_of
+from tests.conformance.display import Display
+from tests.conformance.lists import EXPECTED, Baseline, Expected, read_categories
+from tests.conformance.running import Runner, default_jobs
+
+DONE, WRONG, NOTHING_RUN = 0, 1, 2
 
 
-def start(case, test, path):
-    pid = os.fork()
-    if pid:
-        return pid
-    os.setpgid(0, 0)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    code = 3
-    try:
-        result = unittest.TextTestRunner(stream=sys.stderr, verbosity=2).run(case(test))
-        code = 0 if result.wasSuccessful() else 1
-        if result.skipped:
-            code = 2
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("patterns", nargs="*")
-    p.add_argument("--list", default="../shared/conformance/torch_rpc_tests.csv")
-    p.add_argument("-j", type=int, default=3)
-    p.add_argument("--limit", type=float, default=60)
-    p.add_argument("--logs", default="/tmp/conf")
-    p.add_argument("--all", action="store_true")
-    a = p.parse_args()
-    os.makedirs(a.logs, exist_ok=True)
-    rows = [
-        r
-        for r in csv.DictReader(open(a.list))
-        if r["suite"] != "cuda" and r["result_on_torch_2.13_cpu"] == "pass"
-    ]
-    if not a.all:
-        rows = [r for r in rows if r["category"].startswith(("portable", "pins", "TorchScript fn"))]
-    if a.patterns:
-        rows = [
-            r
-            for r in rows
-            if any(q in f"{r['suite']}.{r['class']}.{r['test']}" for q in a.patterns)
-        ]
-    classes = suite.load()
-    tally = collections.Counter()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the tests asked for and says how they went; returns the exit code."""
+    options = _parse(arguments)
+    # An ended runner ends its tests: they are in process groups of their own.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     begin = time.monotonic()
-    todo = rows[::-1]
-    running = {}
-    while todo or running:
-        while todo and len(running) < a.j:
-            r = todo.pop()
-            path = os.path.join(a.logs, f"{r['suite']}{r['class']}.{r['test']}.log")
-            running[start(classes[f"{r['suite']}.{r['class']}"], r["test"], path)] = (
-                r,
-                time.monotonic(),
-            )
-        time.sleep(0.01)
-        for pid, (r, t) in list(running.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                code = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > t + a.limit:
-                code = "timeout"
-            else:
-                continue
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            if not done:
-                os.waitpid(pid, 0)
-            res = {0: "pass", 1: "FAIL", 2: "skip", "timeout": "TIMEOUT"}.get(code, f"code {code}")
-            del running[pid]
-            print(
-                f"{res:8} {time.monotonic() - t:5.1f} {r['suite']}.{r['class']}.{r['test']} [{r['category'][:12]}]",
-                flush=True,
-            )
-            tally[r["category"], res] += 1
-    for k, v in sorted(tally.items()):
-        print(v, *k)
-    print(f"{time.monotonic() - begin:.0f} s")
+    try:
+        classes = suite.load(options.limit)
+    except suite.NotInstalled as error:
+        print(error, file=sys.stderr)
+        return NOTHING_RUN
+    catalogue = suite.catalogue(classes)
+    wanted = select(catalogue, options.patterns)
+    baseline = Baseline.read()
+    if not wanted and not select(baseline.tests, options.patterns):
+        print(f"no test is named like {' or '.join(options.patterns)}", file=sys.stderr)
+        return NOTHING_RUN
+    runner = Runner(classes, options.logs, options.jobs, options.limit)
+    verdicts = verdicts_of(_run(runner, comparing.longest_first(wanted, baseline), options))
+    code = _report(baseline, verdicts, catalogue, options)
+    print(f"{time.monotonic() - begin:.0f} s, {options.jobs} side by side; logs: {options.logs}/")
+    return code
 
 
-main()
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.conformance.run",
+        description="Runs PyTorch's own RPC tests, which the torch wheel brings along, on Weft, "
+        "and compares with tests/conformance/expected.csv.",
+    )
+    parser.add_argument(
+        "patterns",
+        nargs="*",
+        metavar="SUBSTRING",
+        help="part of a name such as tp.RpcTest.test_add",
+    )
+    parser.add_argument(
+        "-j", dest="jobs", type=int, default=default_jobs(), metavar="N", help="tests side by side"
+    )
+    parser.add_argument("--limit", type=float, default=60, metavar="S", help="seconds for one test")
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        default=Path("runs/conformance"),
+        metavar="DIR",
+        help="what tests write",
+    )
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run all so many times")
+    parser.add_argument(
+        "--update",
+        action="store_true",
+        help="add new passes to expected.csv and migration.md",
+    )
+    return parser.parse_args(arguments)
+
+
+def _run(runner: Runner, cases: Sequence[CaseName], options: argparse.Namespace) -> list[Result]:
+    categories = read_categories()
+    display = Display(len(cases) * options.repeat, categories, every_line=bool(options.patterns))
+    results = []
+    with contextlib.closing(runner.run(cases, options.repeat)) as running:
+        for result in running:
+            results.append(result)
+            display.show(result, runner.running)
+    display.close()
+    return results
+
+
+def _report(
+    baseline: Baseline,
+    verdicts: Sequence[Verdict],
+    catalogue: Sequence[CaseName],
+    options: argparse.Namespace,
+) -> int:
+    """Prints tables and findings; returns the exit code."""
+    import torch
+
+    version = torch.__version__.partition("+")[0]
+    categories = read_categories()
+    if suite.SIDE == "torch":  # the list is of Weft; PyTorch passes its own tests
+        baseline = Baseline(version, {verdict.case: Expected("pass") for verdict in verdicts})
+    comparison = comparing.compare(baseline, verdicts, catalogue, categories, options.patterns)
+    print()
+    if verdicts:
+        print(*table.tables(verdicts, comparison, categories), sep="\n")
+    for line in table.findings(comparison, baseline.torch, version):
+        print(line)
+    print()
+    if options.update and suite.SIDE == "weft":
+        comparing.updated(baseline, verdicts, catalogue, version).write()
+        report.main(["--write"])
+        print(f"written: {EXPECTED}, {report.PAGE}")
+    return WRONG if comparison.is_error else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,63 +1,148 @@
-"""PyTorch's own tests of ``torch.distributed.rpc``, loaded so that they test Weft."""
+"""PyTorch's own tests of ``torch.distributed.rpc``, loaded so that they test Weft.
+
+The tests come with the torch wheel. Three things are changed in them: the modules they test are
+Weft's (``weft.compat``), their workers are forked from this process instead of started anew, which
+takes 0.3 s instead of 14, and what ``torch.jit.script`` cannot compile stays a Python function
+while the modules are imported, as they compile programs that call RPC functions right there.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import os
 import sys
 import types
+import unittest
 from typing import Any
 
+from tests.conformance.cases import CaseName
 
-def _lenient_script(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """``torch.jit.script`` that leaves alone what it cannot compile."""
-    if function is None:
-        return functools.partial(_lenient_script, *args, **kwargs)
+SIDE = os.environ.get("CONFORMANCE_SIDE", "weft")
+"""``torch`` runs the tests on PyTorch's own implementation, to compare."""
+
+_INTERNAL = "torch.testing._internal"
+_FIXTURES = {
+    "TensorPipe": (
+        f"{_INTERNAL}.distributed.rpc.tensorpipe_rpc_agent_test_fixture",
+        "TensorPipeRpcAgentTestFixture",
+    ),
+    "Faulty": (
+        f"{_INTERNAL}.distributed.rpc.faulty_rpc_agent_test_fixture",
+        "FaultyRpcAgentTestFixture",
+    ),
+}
+_SUITES = {
+    "tp": ("TensorPipe", ("GENERIC_TESTS", "TENSORPIPE_TESTS")),
+    "faulty": ("Faulty", ("FAULTY_AGENT_TESTS",)),
+    "cuda": ("TensorPipe", ("GENERIC_CUDA_TESTS", "TENSORPIPE_CUDA_TESTS")),
+}
+"""Each suite's fixture, and the lists of classes in PyTorch's ``rpc_utils`` that it runs with."""
+
+
+class NotInstalled(Exception):
+    """Something that PyTorch's test modules import is not there."""
+
+
+def load(limit_s: float = 60.0) -> dict[str, type[unittest.TestCase]]:
+    """Returns PyTorch's test classes by suite and name, for instance ``tp.RpcTest``.
+
+    Args:
+        limit_s: After how long a test gives its workers up, and writes where they were.
+
+    Raises:
+        NotInstalled: A package that the test modules import is missing.
+    """
+    if importlib.util.find_spec("expecttest") is None:
+        raise NotInstalled(
+            "PyTorch's test modules import expecttest, which is not installed: "
+            "`make conformance` and `make test` install it, or `pip install expecttest` (8 kB)"
+        )
+    _prepare_environment()
+    if SIDE == "weft":
+        import weft.compat
+
+        weft.compat.install(in_children=False)
+    rpc_utils = _import_test_modules()
+    _fork_workers(rpc_utils, limit_s)
+    return _make_classes(rpc_utils)
+
+
+def catalogue(classes: dict[str, type[unittest.TestCase]]) -> list[CaseName]:
+    """Returns all tests of ``classes``."""
+    names = unittest.TestLoader().getTestCaseNames
+    return [
+        CaseName.parse(f"{name}.{test}") for name, case in classes.items() for test in names(case)
+    ]
+
+
+def _prepare_environment() -> None:
+    """Sets what must be set before torch is imported."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # Counting the GPUs in the common way leaves forked processes unable to use one.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+
+def _import_test_modules() -> Any:
+    import torch
+
+    script = torch.jit.script
+    if SIDE == "weft":
+        torch.jit.script = functools.partial(_script_if_possible, script)
     try:
-        return _script(function, *args, **kwargs)
+        return importlib.import_module(f"{_INTERNAL}.distributed.rpc_utils")
+    finally:
+        torch.jit.script = script
+
+
+def _script_if_possible(script: Any, function: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Does what ``torch.jit.script`` does, and leaves alone what that cannot compile."""
+    if function is None:  # with arguments, as a decorator
+        return functools.partial(_script_if_possible, script, *args, **kwargs)
+    try:
+        return script(function, *args, **kwargs)
     except Exception:
         return function
 
 
-def load() -> dict[str, type]:
-    """Returns PyTorch's test classes by suite and name, for instance ``tp.RpcTest``."""
-    global _script
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if os.environ.get("CONFORMANCE_SIDE", "weft") == "weft":
-        import weft.compat
+def _fork_workers(rpc_utils: Any, limit_s: float) -> None:
+    """Has each test fork its workers, and these use one thread for computing each.
 
-        weft.compat.install(in_children=False)
+    The number is set in the worker and not before the fork: a pool of threads that the parent has
+    made is not there in the child, and several threads of the child that are the first to use torch
+    would all notice at the same time ("Invalid thread pool").
+    """
     import torch
     import torch.multiprocessing
 
-    torch.set_num_threads(1)
-    _script = torch.jit.script
-    if os.environ.get("CONFORMANCE_SIDE", "weft") == "weft":
-        torch.jit.script = _lenient_script
-    try:
-        from torch.testing._internal.distributed import rpc_utils
-    finally:
-        torch.jit.script = _script
-    from torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
-        FaultyRpcAgentTestFixture,
-    )
-    from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
-        TensorPipeRpcAgentTestFixture,
-    )
+    common = importlib.import_module(f"{_INTERNAL}.common_distributed")
+    common.TIMEOUT_DEFAULT = limit_s
+    case_class = common.MultiProcessTestCase
+    run = case_class._run.__func__
 
-    def fork_workers(case: Any) -> None:
+    def run_with_one_thread(cls: Any, *args: Any, **kwargs: Any) -> None:
+        torch.set_num_threads(1)
+        run(cls, *args, **kwargs)
+
+    def start_processes(case: Any) -> None:
         case._start_processes(torch.multiprocessing.get_context("fork").Process)
 
-    rpc_utils.SpawnHelper._spawn_processes = fork_workers
+    case_class._run = classmethod(run_with_one_thread)
+    rpc_utils.SpawnHelper._spawn_processes = start_processes
+
+
+def _make_classes(rpc_utils: Any) -> dict[str, type[unittest.TestCase]]:
+    """Mixes the fixtures into the classes, as PyTorch's own test programs do."""
     made = sys.modules.setdefault("conformance_classes", types.ModuleType("conformance_classes"))
-    suites = (
-        ("tp", TensorPipeRpcAgentTestFixture, rpc_utils.GENERIC_TESTS + rpc_utils.TENSORPIPE_TESTS),
-        ("faulty", FaultyRpcAgentTestFixture, rpc_utils.FAULTY_AGENT_TESTS),
-    )
-    classes: dict[str, type] = {}
-    for suite, fixture, tests in suites:
-        named = rpc_utils.generate_tests(suite, fixture, tests, made.__name__)
-        for name, case in named.items():
-            setattr(made, name, case)
-            classes[f"{suite}.{name.removeprefix(suite)}"] = case
+    classes: dict[str, type[unittest.TestCase]] = {}
+    for suite, (fixture_name, lists) in _SUITES.items():
+        module, name = _FIXTURES[fixture_name]
+        fixture = getattr(importlib.import_module(module), name)
+        tests = [test for listed in lists for test in getattr(rpc_utils, listed, ())]
+        for made_name, case in rpc_utils.generate_tests(
+            suite, fixture, tests, made.__name__
+        ).items():
+            setattr(made, made_name, case)
+            classes[f"{suite}.{made_name.removeprefix(suite)}"] = case
     return classes

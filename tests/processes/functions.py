@@ -25,6 +25,7 @@ from weft.channel.cma import PullError
 from weft.channel.memory import PoolStatistics
 from weft.channel.sending import HeldStatistics
 from weft.channel.table import ChannelKind
+from weft.rpc.gathering import Gatherings
 from weft.rpc.leaving import Leaving
 from weft.rpc.worker import Worker
 
@@ -457,6 +458,11 @@ def break_pulling() -> None:
 
 
 # The end of a group
+
+
+def count_gatherings() -> int:
+    """Returns how many barriers and the like this worker knows at present."""
+    return len(current().part(Gatherings))
 
 
 def die_when_settling() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,8 +15,11 @@ import pytest
 import torch
 
 from tests.processes import functions
+from tests.processes.conftest import WORKER_THREADS
 from tests.processes.functions import Tracked, wait_until
 from weft import rpc
+from weft.agent.current import current
+from weft.agent.references import ReferenceKeeper
 from weft.errors import CallTimeout, ConfigurationError, SerializationError
 from weft.launch import Cluster
 
@@ -96,6 +100,37 @@ def test_references_are_copied_by_reference_and_never_pickled(group: Cluster) ->
     with pytest.raises(SerializationError, match="arguments or the result of an RPC"):
         pickle.dumps(reference)
     assert "'worker0'" in repr(reference)
+
+
+def test_where_a_reference_was_made_is_where_the_program_did(group: Cluster) -> None:
+    made = [rpc.RRef(1), rpc.remote("worker0", Tracked), rpc.remote("driver", Tracked)]
+    made.append(made[1].remote().get())
+    places = [line.split(": ")[0] for line in current().part(ReferenceKeeper).report_leaks()]
+    assert len(places) == len(made)
+    assert all(f" made at {__file__}:" in place for place in places), places
+
+
+def test_a_reference_dropped_before_its_value_is_made(group: Cluster) -> None:
+    _may_go_on.clear()
+    holding = [rpc.rpc_async("driver", hold_thread) for _ in range(WORKER_THREADS)]
+    for number in range(3):
+        rpc.remote("driver", functions.keep, args=(f"made {number}", number))
+    keeper = current().part(ReferenceKeeper)
+    wait_until(lambda: keeper.counts()["owned"] == 0, lambda: "the references were not dropped")
+    _may_go_on.set()
+    assert all(call.wait() for call in holding)
+    # They are made all the same, and the fixture sees that they do not stay.
+    wait_until(
+        lambda: [functions._kept.get(f"made {number}") for number in range(3)] == [0, 1, 2],
+        lambda: "the calls have not run",
+    )
+
+
+_may_go_on = threading.Event()
+
+
+def hold_thread() -> bool:
+    return _may_go_on.wait(functions.LIMIT_S)
 
 
 # Handing on

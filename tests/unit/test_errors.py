@@ -16,7 +16,8 @@ ALL_ERRORS = [
 ]
 
 BUILT_IN = {
-    "ConfigurationError": (ValueError,),
+    "ConfigurationError": (ValueError, RuntimeError),
+    "NotSupported": (NotImplementedError,),
     "ArgumentTypeError": (ValueError, TypeError),
     "RendezvousTimeout": (RuntimeError, TimeoutError),
     "UnknownWorker": (RuntimeError, ValueError),

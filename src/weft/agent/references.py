@@ -137,7 +137,12 @@ class ReferenceKeeper:
         with self._lock:
             if not self._machine.created(reference):
                 return None
-            owned = self._values.setdefault(reference, OwnedValue())
+            owned = self._values.get(reference)
+            if owned is None:
+                owned = OwnedValue()
+                # A call to oneself finds nothing where its reference has been dropped meanwhile.
+                if reference.creator != self._me:
+                    self._values[reference] = owned
             owned.is_being_made = True
         self._settle()
         return owned

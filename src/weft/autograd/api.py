@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal
@@ -11,7 +12,7 @@ from torch import Tensor
 from weft.agent.current import current
 from weft.autograd.contexts import current_id, set_current_id
 from weft.autograd.engine import Engine
-from weft.errors import ConfigurationError
+from weft.errors import ArgumentTypeError, ConfigurationError
 
 
 class context:
@@ -69,10 +70,18 @@ def backward(
             they keep gradients waiting, so that it is right for every program.
 
     Raises:
-        AutogradError: A root is none, or the pass failed; names the worker and the operation.
+        ArgumentTypeError: An argument is of the wrong type.
+        AutogradError: A root cannot be one, or the pass failed; names the worker and the operation.
     """
     if mode not in ("smart", "fast"):
         raise ConfigurationError(f"mode is {mode!r}; it must be 'smart' or 'fast'")
+    try:
+        operator.index(context_id)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            "incompatible function arguments: the first must be the number of an autograd context, "
+            f"not a {type(context_id).__name__}"
+        ) from error
     engine: Engine = current().part(Engine)
     engine.backward(context_id, roots, retain_graph=retain_graph)
 

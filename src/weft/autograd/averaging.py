@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.autograd.component import Live
 from weft.autograd.contexts import Context
 from weft.autograd.ddp import Replica, known_modules
-from weft.autograd.gradients import Gradients
+from weft.autograd.gradients import Gradients, Sink
 from weft.autograd.walk import Reached
 from weft.errors import AutogradError
 from weft.protocol.backward import Progress
@@ -26,13 +26,16 @@ from weft.protocol.backward import Progress
 Components = Iterable[tuple[Reached, Sequence[Live]]]
 
 
-def find_averaging(components: Components, context: Context) -> Averaging | None:
+def find_averaging(
+    components: Components, context: Context, sink: Sink | None = None
+) -> Averaging | None:
     """Returns what is to be averaged in a pass on this worker, if anything.
 
     Args:
         components: For each message sent from here, live or not, and the roots: what is reached
             together with it. Those of one component are the same objects.
         context: Takes the averages.
+        sink: Takes the gradients of all other leaves; by default the context does.
 
     Raises:
         AutogradError: DDP is used in a way that is not supported.
@@ -44,22 +47,24 @@ def find_averaging(components: Components, context: Context) -> Averaging | None
     # The module that was made last is usually the first to have all its gradients.
     turns = [_Turn(Replica(module, lock), components) for module, lock in reversed(known)]
     turns = [turn for turn in turns if turn.open]
-    return Averaging(context, turns) if turns else None
+    return Averaging(context, sink or context.gradients.add_all, turns) if turns else None
 
 
 class Averaging:
     """The modules under DDP that a backward pass reaches. One thread at a time may use it.
 
     Args:
-        context: Takes the gradients.
+        context: Takes the averages.
+        sink: Takes the gradients of leaves that are not averaged.
         turns: The modules, in their order.
 
     Raises:
         AutogradError: DDP is used in a way that is not supported.
     """
 
-    def __init__(self, context: Context, turns: Sequence[_Turn]) -> None:
+    def __init__(self, context: Context, sink: Sink, turns: Sequence[_Turn]) -> None:
         self._context = context
+        self._sink = sink
         self._turns = turns
         self._replicated = _all_parameters([turn.replica for turn in turns])
         self._sums = Gradients()
@@ -75,7 +80,7 @@ class Averaging:
         kept = [pair for pair in pairs if pair[0] in self._replicated]
         others = [pair for pair in pairs if pair[0] not in self._replicated]
         self._sums.add_all(kept, borrowed)
-        self._context.gradients.add_all(others, [*borrowed, *[gradient for _, gradient in kept]])
+        self._sink(others, [*borrowed, *[gradient for _, gradient in kept]])
 
     def hold_back(self, progress: Progress, is_settled: bool, live: Mapping[int, object]) -> None:
         """Removes from ``progress`` that messages ran which lead to what is not averaged.

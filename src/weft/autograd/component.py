@@ -6,13 +6,13 @@ What the rules are and why they are right is in ``docs/protocols/autograd.md``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from weft.autograd.contexts import ReceiveRecord
-from weft.autograd.gradients import sum_of
+from weft.autograd.gradients import Sink, sum_of
 from weft.autograd.local_engine import gradients_at
 from weft.autograd.single import run_node
 from weft.autograd.walk import Group, Partition, Reached, receives_behind
@@ -32,16 +32,6 @@ class Answer(NamedTuple):
 
     receive: ReceiveRecord
     gradients: list[Tensor | None]
-
-
-class Sink(Protocol):
-    """Where the gradients of leaves go."""
-
-    def __call__(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]
-    ) -> object:
-        """Adds the gradients of one engine call; ``borrowed`` ones are used elsewhere too."""
-        ...
 
 
 class Component:

@@ -322,8 +322,8 @@ class Contexts:
 
 def _released_error(context_id: int) -> AutogradError:
     return AutogradError(
-        f"autograd context {context_id} is not alive here; use its number only inside the "
-        "`with weft.autograd.context()` block that opened it"
+        f"Could not find autograd context with id: {context_id}; it is not alive here, use its "
+        "number only inside the `with weft.autograd.context()` block that opened it"
     )
 
 

@@ -104,6 +104,12 @@ class Engine:
             if part is not None and part.local is not None:
                 part.local.close()
 
+    def count_passes(self) -> int:
+        """Returns how many backward passes are under way here, whoever leads them."""
+        with self._lock:
+            parts = list(self._parts.values())
+        return sum([part.is_under_way for part in parts])
+
     # Leading
 
     def _begin_to_lead(self, context_id: int, retain_graph: bool, local: LocalPass) -> LedPart:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 _storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
 # One use by the tensor, one by the storage object that was made to ask.
 _UNSHARED_USES = 2
+# One more by the tensor that is returned for a part of a sparse one.
+_UNSHARED_USES_OF_PART = 3
 
 
 def sum_of(first: Tensor, second: Tensor) -> Tensor:
@@ -30,11 +33,51 @@ def is_private(gradient: Tensor) -> bool:
 
     Says no when in doubt: a needless copy is only slow.
     """
-    if _storage_use_count is None or gradient.layout is not torch.strided:
+    if gradient.layout is torch.strided:
+        return _is_alone(gradient, _UNSHARED_USES)
+    if gradient.layout is torch.sparse_coo:
+        return _is_alone(gradient._values(), _UNSHARED_USES_OF_PART) and _is_alone(
+            gradient._indices(), _UNSHARED_USES_OF_PART
+        )
+    return False
+
+
+def owned(gradient: Tensor) -> Tensor:
+    """Returns a gradient in memory of its own: as much of it as need be is a copy."""
+    if is_private(gradient):
+        return gradient
+    if gradient.layout is torch.sparse_coo:
+        values = gradient._values()
+        if _is_alone(values, _UNSHARED_USES_OF_PART):
+            # Those of an embedding: their indices are the input, which the program may overwrite.
+            return _with_own_indices(gradient, values)
+    return gradient.clone()
+
+
+def _with_own_indices(gradient: Tensor, values: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(
+        gradient._indices().clone(),
+        values,
+        gradient.shape,
+        is_coalesced=gradient.is_coalesced(),
+        check_invariants=False,
+    )
+
+
+def _is_alone(tensor: Tensor, unshared_uses: int) -> bool:
+    if _storage_use_count is None or (not tensor.is_contiguous() and 0 in tensor.stride()):
         return False
-    if not gradient.is_contiguous() and 0 in gradient.stride():
-        return False
-    return bool(_storage_use_count(gradient.untyped_storage()._cdata) <= _UNSHARED_USES)
+    return bool(_storage_use_count(tensor.untyped_storage()._cdata) <= unshared_uses)
+
+
+class Sink(Protocol):
+    """Where the gradients of leaves go."""
+
+    def __call__(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]
+    ) -> object:
+        """Adds the gradients of one engine call; ``borrowed`` ones are used elsewhere too."""
+        ...
 
 
 class Gradients:
@@ -57,19 +100,15 @@ class Gradients:
             borrowed: Objects that are still used elsewhere; among the gradients, they are copied.
         """
         used = {id(gradient) for gradient in borrowed}
-        owned = []
-        for tensor, gradient in pairs:
-            is_shared = id(gradient) in used or not is_private(gradient)
-            used.add(id(gradient))
-            owned.append((tensor, gradient, is_shared))
         with self._lock:
-            for tensor, gradient, is_shared in owned:
-                self._add(tensor, gradient, is_shared)
+            for tensor, gradient in pairs:
+                self._add(tensor, gradient, id(gradient) in used)
+                used.add(id(gradient))
 
-    def _add(self, tensor: Tensor, gradient: Tensor, is_shared: bool) -> None:
+    def _add(self, tensor: Tensor, gradient: Tensor, is_used: bool) -> None:
         previous = self._sums.get(tensor)
         if previous is None:
-            self._sums[tensor] = gradient.clone() if is_shared else gradient
+            self._sums[tensor] = gradient.clone() if is_used else owned(gradient)
         elif tensor in self._made_here and not previous.is_sparse:
             previous += gradient
         else:

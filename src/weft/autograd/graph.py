@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from weft.autograd.averaging import Averaging, find_averaging
-from weft.autograd.component import Component, Live, Sink
+from weft.autograd.component import Component, Live
 from weft.autograd.contexts import Context, TensorMeta
+from weft.autograd.gradients import Sink
+from weft.autograd.leaf_hooks import with_leaf_hooks
 from weft.autograd.lone import LoneSend
 from weft.autograd.walk import Reached, SentGraph, reached_by_one
-from weft.errors import AutogradError, ProtocolError
+from weft.errors import ArgumentTypeError, AutogradError, ProtocolError
 from weft.protocol.backward import ROOTS, Progress
 
 
@@ -44,7 +46,7 @@ class LocalPass:
     ) -> None:
         self._context = context
         self._retain_graph = retain_graph
-        self._sink = context.gradients.add_all if sink is None else sink
+        self._sink = with_leaf_hooks(context.gradients.add_all if sink is None else sink)
         self._roots: tuple[Tensor, ...] = ()
         self._reached_of: dict[int, tuple[Reached, Sequence[Live]]] | None = None
         self._component_of: dict[int, Component | LoneSend] = {}
@@ -60,6 +62,7 @@ class LocalPass:
             roots: Scalars that require grad.
 
         Raises:
+            ArgumentTypeError: If they are no tensors.
             AutogradError: If a root cannot be backpropagated from.
         """
         # The tensors keep the graph alive: an edge to a Python node alone would not.
@@ -111,6 +114,11 @@ class LocalPass:
         return outgoing, progress
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether something that is part of the pass has not run yet."""
+        return bool(self._touched or self._unfinished) or self.is_averaging_due
+
+    @property
     def is_averaging_due(self) -> bool:
         """Whether ``average`` has something to do, after what ``work`` returned was sent."""
         return self._averaging is not None and self._averaging.is_due
@@ -139,7 +147,8 @@ class LocalPass:
     def _make_component(self, message_id: int) -> Component | LoneSend:
         if self._reached_of is None:
             self._reached_of = self._walk_all()
-            self._averaging = find_averaging(self._reached_of.values(), self._context)
+            components = self._reached_of.values()
+            self._averaging = find_averaging(components, self._context, self._sink)
             if self._averaging is not None:
                 self._sink = self._averaging.add_all
         if message_id not in self._reached_of:
@@ -206,20 +215,31 @@ def _placed_as(meta: TensorMeta, gradient: Tensor | None) -> Tensor | None:
 
 
 def _checked_roots(roots: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    checked = tuple(roots)
+    try:
+        checked = tuple(roots)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            "incompatible function arguments: the roots must be a list of tensors, "
+            f"not a {type(roots).__name__}; for one loss pass [loss]"
+        ) from error
     if not checked:
-        raise AutogradError("backward needs at least one root")
+        raise AutogradError(
+            "No tensors provided for gradient computation; backward needs at least one root"
+        )
     for place, root in enumerate(checked):
         if not isinstance(root, Tensor):
-            raise AutogradError(f"root {place} is a {type(root).__name__}, not a tensor")
+            raise ArgumentTypeError(
+                f"incompatible function arguments: root {place} is a {type(root).__name__}, "
+                "not a tensor"
+            )
         if not root.requires_grad:
             raise AutogradError(
-                f"root {place} does not require grad; was it made under torch.no_grad(), "
-                "or of tensors that do not require grad?"
+                f"root {place} does not require grad (requires_grad not set on it); was it made "
+                "under torch.no_grad(), or of tensors that do not require grad?"
             )
         if root.numel() != 1:
             raise AutogradError(
-                f"root {place} has shape {tuple(root.shape)}; all roots must be scalars, "
-                "take a sum() or mean() first"
+                f"root {place} has shape {tuple(root.shape)}; it is not a scalar, all roots need "
+                "to be scalar: take a sum() or mean() first"
             )
     return checked

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from weft.autograd.component import Answer, Live, Sink, answers_of, pairs_of
+from weft.autograd.component import Answer, Live, answers_of, pairs_of
+from weft.autograd.gradients import Sink
 from weft.autograd.local_engine import gradients_at
 from weft.autograd.walk import Reached
 from weft.errors import ProtocolError

@@ -63,6 +63,11 @@ class Part:
             self._is_at_work = bool(items)
         return items
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this worker is at work for the pass, or waits for more to do."""
+        return self._is_at_work or (self.local is not None and self.local.is_waiting)
+
     def apply(self, message: Gradients | Discover | Settled) -> None:
         """Has the pass on this worker take a message."""
         local = self.local
@@ -99,6 +104,11 @@ class LedPart(Part):
         self.outcome: Complete | Fail | None = None
         self._signal: threading.Event | None = None
         self._deadline_s: float | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the pass is not over."""
+        return True
 
     def put(self, item: Item) -> bool:
         """Puts something into the inbox, and wakes the thread that leads."""

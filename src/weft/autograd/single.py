@@ -33,10 +33,10 @@ def run_node(node: Node, gradients: Mapping[int, Tensor]) -> Gradients:
     """
     with torch.no_grad():
         incoming = _after_tensor_hooks(node, gradients)
-        for hook in _hooks(node.register_prehook):
+        for hook in hooks_of(node.register_prehook):
             incoming = _as_tuple(hook(incoming), incoming)
         results = _fitted(node, _apply(node, incoming))
-        for hook in _hooks(node.register_hook):
+        for hook in hooks_of(node.register_hook):
             results = _as_tuple(hook(results, incoming), results)
         return results
 
@@ -51,7 +51,8 @@ def _after_tensor_hooks(node: Node, gradients: Mapping[int, Tensor]) -> Gradient
     )
 
 
-def _hooks(register: Callable[[Callable[..., Any]], Any]) -> list[Callable[..., Any]]:
+def hooks_of(register: Callable[[Callable[..., Any]], Any]) -> list[Callable[..., Any]]:
+    """Returns the hooks that ``register``, a method of a node, has put there, in their order."""
     # The only way to the hooks of a node leads through a new one.
     handle = register(_as_tuple)
     try:

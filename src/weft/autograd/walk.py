@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from weft.autograd.contexts import ReceiveRecord
+from weft.autograd.leaf_hooks import has_leaf_hooks
 
 Next = tuple[Node | None, int]
 
@@ -88,7 +89,7 @@ class SentGraph:
     def _meet(self, node: Node, earlier: int, member: int) -> None:
         """Notes that two sends reach ``node``; leaves without hooks do not connect them."""
         variable = self._leaf_variables.get(node)
-        if variable is not None and not has_hooks(variable):
+        if variable is not None and not has_hooks(variable, node):
             self._leaves[member][node] = variable
             return
         first, second = self._root_of(earlier), self._root_of(member)
@@ -162,9 +163,9 @@ def leaf_variable(node: Node) -> Tensor | None:
     return variable
 
 
-def has_hooks(variable: Tensor) -> bool:
-    """Tells whether the user registered hooks for the gradient of a leaf."""
-    return bool(variable._backward_hooks)
+def has_hooks(variable: Tensor, node: Node) -> bool:
+    """Tells whether the user registered hooks for the gradient of a leaf, or for its ``node``."""
+    return bool(variable._backward_hooks) or has_leaf_hooks(node)
 
 
 @dataclass(slots=True)
@@ -204,7 +205,7 @@ class Partition:
     ) -> None:
         seeds = list(seeds)
         self._receive_of = receive_of
-        self._hooked = {leaf: tensor for leaf, tensor in leaves.items() if has_hooks(tensor)}
+        self._hooked = {leaf: tensor for leaf, tensor in leaves.items() if has_hooks(tensor, leaf)}
         self._plain = {leaf: tensor for leaf, tensor in leaves.items() if leaf not in self._hooked}
         self._edges = self._sorted_edges([edge.node for _, edges in seeds for edge in edges])
         self._signatures = self._signatures_from(seeds)

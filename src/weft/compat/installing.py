@@ -1,74 +1,40 @@
 """Puts Weft in the place of ``torch.distributed.rpc`` and its kin, and PyTorch's back.
 
 A module that is loaded already is replaced in ``sys.modules`` and in its parent package; one that
-is not gets loaded from here when somebody imports it. Modules of PyTorch's own that took a name
-from a replaced module when they were imported are given Weft's.
+is not is found here when somebody imports it. Modules of PyTorch's own that took a name from a
+replaced module when they were imported are given Weft's.
+
+TorchScript's compiler, which knows PyTorch's references as a type of its own, is left alone.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
-from collections.abc import Sequence
+import threading
+import warnings
 from types import ModuleType
-from typing import Any
 
-from weft.compat import children
+from weft.compat import children, stale
+from weft.compat.redirecting import MODULES, Redirect
+from weft.errors import AlreadyInitialized
 
-MODULES = {
-    "torch.distributed.rpc": "weft.compat.rpc",
-    "torch.distributed.rpc._testing": "weft.compat.rpc._testing",
-    "torch.distributed.rpc._testing.faulty_agent_backend_registry": (
-        "weft.compat.rpc._testing.faulty_agent_backend_registry"
-    ),
-    "torch.distributed.rpc._utils": "weft.compat.rpc._utils",
-    "torch.distributed.rpc.api": "weft.compat.rpc.api",
-    "torch.distributed.rpc.backend_registry": "weft.compat.rpc.backend_registry",
-    "torch.distributed.rpc.constants": "weft.compat.rpc.constants",
-    "torch.distributed.rpc.functions": "weft.compat.rpc.functions",
-    "torch.distributed.rpc.internal": "weft.compat.rpc.internal",
-    "torch.distributed.rpc.options": "weft.compat.rpc.options",
-    "torch.distributed.rpc.rref_proxy": "weft.compat.rpc.rref_proxy",
-    "torch.distributed.rpc.server_process_global_profiler": (
-        "weft.compat.rpc.server_process_global_profiler"
-    ),
-    "torch.distributed.autograd": "weft.compat.autograd",
-    "torch.distributed.optim.optimizer": "weft.compat.optimizer",
-    "torch.distributed.nn.api.remote_module": "weft.compat.remote_module",
-}
-"""PyTorch's modules, and what stands in their place."""
+RPC = "torch.distributed.rpc"
 
 NAMES = (
-    ("torch.distributed.optim", "DistributedOptimizer", "torch.distributed.optim.optimizer"),
-    ("torch.distributed.nn", "RemoteModule", "torch.distributed.nn.api.remote_module"),
-    ("torch.nn.parallel.distributed", "RRef", "torch.distributed.rpc"),
-    ("torch.distributed._shard.sharded_tensor.api", "rpc", ""),
+    ("torch.nn.parallel.distributed", RPC, "RRef"),  # looks for tensors in what a module returns
+    ("torch.distributed.optim", "torch.distributed.optim.optimizer", "DistributedOptimizer"),
+    ("torch.distributed.nn", "torch.distributed.nn.api.remote_module", "RemoteModule"),
+    ("torch.distributed._shard.sharded_tensor.api", "torch.distributed", "rpc"),
+    ("torch.distributed._shard.sharded_tensor.utils", "torch.distributed", "rpc"),
 )
-"""Modules that keep a name of a replaced one: the module, the name, and whose name it is."""
+"""Modules of PyTorch's that hold a name of a replaced one: the module, whose name, and which."""
 
-
-class _Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads Weft's module when one of ``MODULES`` is imported."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in MODULES:
-            return None
-        return importlib.util.spec_from_loader(fullname, self)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return importlib.import_module(MODULES[spec.name])
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Does nothing: the module has been executed under its own name."""
-
-
-_redirect = _Redirect()
+# One process has one sys.modules: what is replaced in it is a state of the process as well.
+_lock = threading.Lock()
+_redirect = Redirect()
 _originals: dict[str, ModuleType] = {}
+_reaches_children = False
 
 
 def is_installed() -> bool:
@@ -77,59 +43,131 @@ def is_installed() -> bool:
 
 
 def install(*, in_children: bool = True) -> None:
-    """Makes ``torch.distributed.rpc`` and what belongs to it Weft. Does nothing the second time.
+    """Makes ``torch.distributed.rpc`` and what belongs to it Weft, in this process.
 
-    Call it before the program imports ``torch.distributed.rpc``: a name that a module of the
-    program has taken from there already stays what it was.
+    Also ``torch.distributed.autograd``, ``torch.distributed.optim.DistributedOptimizer`` and
+    ``torch.distributed.nn.RemoteModule``. Call it before the program imports any of them: what a
+    module has taken from there already stays PyTorch's, and a warning names the modules that have.
+    Does nothing where Weft is installed already. May be called in any thread.
 
     Args:
-        in_children: Whether Python processes that this one starts do the same, through their
-            environment. Forked ones always do.
+        in_children: Whether Python processes that this one starts from now on do the same, however
+            they are started. They are told by ``PYTHONPATH``, so not those started with an
+            environment without it, nor by ``python -I``, ``-E`` or ``-S``. A forked process is a
+            copy, so there it is installed always.
+
+    Raises:
+        AlreadyInitialized: This process is a worker of PyTorch's RPC at present.
     """
     if is_installed():
         return
-    import torch.distributed  # Loads torch.distributed.rpc as well.
+    # Not at the top: torch is imported when it is needed, see weft.compat.bootstrap. Nor under the
+    # lock: who imports may wait for a thread that installs.
+    import torch.distributed  # noqa: F401 (which imports torch.distributed.rpc as well)
+
+    from weft.compat import waiting
 
     for name in MODULES:
-        module = sys.modules.get(name)
-        if module is not None:
-            _originals[name] = module
-            _place(name, importlib.import_module(MODULES[name]))
-    sys.meta_path.insert(0, _redirect)
-    _point_names(_replacement)
-    if in_children:
-        children.enable()
+        if name in sys.modules:
+            importlib.import_module(MODULES[name])
+    with _lock:
+        if is_installed():
+            return
+        _check_stock_is_idle()
+        holders = stale.describe_holders(sys.modules[n] for n in MODULES if n in sys.modules)
+        _replace(in_children)
+        waiting.install()
+    _point_names()
+    if holders:
+        warnings.warn(
+            f"weft.compat.install() came after modules had taken names from {RPC} and its kin; "
+            f"they still mean PyTorch's: {holders}. Call it before those modules are imported, or "
+            "start the program with python -m weft.compat",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def uninstall() -> None:
-    """Makes ``torch.distributed.rpc`` and what belongs to it PyTorch's again."""
+    """Makes ``torch.distributed.rpc`` and what belongs to it PyTorch's again.
+
+    Does nothing where Weft is not installed. Processes started from now on are not told to install
+    it any more, where they were.
+
+    Raises:
+        AlreadyInitialized: This process is a worker of Weft at present.
+    """
     if not is_installed():
         return
-    children.disable()
+    from weft.agent import current
+    from weft.autograd.leaf_hooks import enable_leaf_hooks
+    from weft.compat import waiting
+
+    with _lock:
+        if not is_installed():
+            return
+        if current.is_set():
+            raise AlreadyInitialized(
+                f"weft.compat cannot be uninstalled while this process is worker "
+                f"{current.current().info.name!r}: call rpc.shutdown() first"
+            )
+        waiting.uninstall()
+        enable_leaf_hooks(False)
+        _put_back()
+    # Modules of PyTorch's that were first loaded meanwhile, see NAMES, need its modules as well.
+    _point_names()
+
+
+def _check_stock_is_idle() -> None:
+    # A torch that was built without RPC has the module, but not the function.
+    is_worker = getattr(sys.modules.get(RPC), "_is_current_rpc_agent_set", None)
+    if is_worker is not None and is_worker():
+        raise AlreadyInitialized(
+            f"this process is a worker of {RPC} at present, so Weft cannot take its place: call "
+            "weft.compat.install() before init_rpc(), or after shutdown()"
+        )
+
+
+def _replace(in_children: bool) -> None:
+    global _reaches_children
+    if in_children:
+        children.enable()
+    _reaches_children = in_children
+    for name, ours in MODULES.items():
+        if name in sys.modules:
+            _originals[name] = sys.modules[name]
+            _place(name, sys.modules[ours])
+    sys.meta_path.insert(0, _redirect)
+
+
+def _put_back() -> None:
+    global _reaches_children
+    if _reaches_children:
+        children.disable()
+    _reaches_children = False
     sys.meta_path.remove(_redirect)
     for name in MODULES:
         if name in _originals:
             _place(name, _originals.pop(name))
-        else:
-            sys.modules.pop(name, None)
-    _point_names(importlib.import_module)
-
-
-def _replacement(name: str) -> ModuleType:
-    return importlib.import_module(MODULES[name])
+        elif sys.modules.pop(name, None) is not None:
+            _forget(name)
 
 
 def _place(name: str, module: ModuleType) -> None:
     sys.modules[name] = module
     parent, _, child = name.rpartition(".")
-    setattr(sys.modules[parent], child, module)
+    if parent not in MODULES:  # a module below a replaced one is in its parent as it is
+        setattr(sys.modules[parent], child, module)
 
 
-def _point_names(find: Any) -> None:
-    for holder_name, name, source in NAMES:
+def _forget(name: str) -> None:
+    parent, _, child = name.rpartition(".")
+    if parent not in MODULES:
+        vars(sys.modules[parent]).pop(child, None)
+
+
+def _point_names() -> None:
+    for holder_name, source, name in NAMES:
         holder = sys.modules.get(holder_name)
-        if holder is None or not hasattr(holder, name):
-            continue
-        setattr(
-            holder, name, getattr(find(source), name) if source else find("torch.distributed.rpc")
-        )
+        if holder is not None and hasattr(holder, name):
+            setattr(holder, name, getattr(importlib.import_module(source), name))

@@ -17,6 +17,9 @@ from weft.rpc.serving import WhenReady
 
 HOST = "cpu"
 
+EXPECTED = "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>"
+"""How the refusal of anything else begins, as in ``torch.distributed.nn``."""
+
 
 class Step(NamedTuple):
     """A call of a chain: ``function(what came before, *args, **kwargs)``.
@@ -36,13 +39,25 @@ def create(
     device: str,
 ) -> RRef[nn.Module]:
     """Makes a module on this worker and returns a reference to it."""
+    return RRef(make(module_cls, args, kwargs, device))
+
+
+def make(
+    module_cls: Callable[..., nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: str,
+) -> nn.Module:
+    """Makes a module on a device of this worker.
+
+    Raises:
+        ArgumentTypeError: What ``module_cls`` made is no module.
+    """
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         name = getattr(module_cls, "__qualname__", repr(module_cls))
-        raise ArgumentTypeError(
-            f"{name} returned a {type(module).__name__}; module_cls must make a torch.nn.Module"
-        )
-    return RRef(module if device == HOST else module.to(device))
+        raise ArgumentTypeError(f"{EXPECTED}, but {name} returned a {type(module).__name__}")
+    return module if device == HOST else module.to(device)
 
 
 def run(

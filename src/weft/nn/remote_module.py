@@ -253,9 +253,7 @@ def _worker_at(placement: Placement) -> WorkerInfo:
 
 def _check_module_class(module_cls: object) -> None:
     if isinstance(module_cls, type) and not issubclass(module_cls, nn.Module):
-        raise ArgumentTypeError(
-            f"module_cls is {module_cls.__name__}, which is no torch.nn.Module; pass a subclass"
-        )
+        raise ArgumentTypeError(f"{owner.EXPECTED}, but {module_cls.__name__} is no subclass of it")
     if isinstance(module_cls, nn.Module) or not callable(module_cls):
         raise ArgumentTypeError(
             f"module_cls is a {type(module_cls).__name__}; pass a class, and its arguments as "

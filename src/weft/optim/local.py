@@ -194,7 +194,7 @@ def place(
         local.add(parts)
         return local.placed(optimizer)
     made = LocalOptimizer(
-        lambda groups: optimizer_class(groups, *args, **kwargs), parts, _step_lock()
+        lambda groups: optimizer_class(groups, *args, **kwargs), parts, step_lock()
     )
     return made.placed(RRef(made))
 
@@ -230,6 +230,6 @@ class _StepLock:
         self.lock = threading.Lock()
 
 
-def _step_lock() -> threading.Lock:
+def step_lock() -> threading.Lock:
     shared: _StepLock = current().parts.setdefault(_StepLock, _StepLock())
     return shared.lock

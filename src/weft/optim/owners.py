@@ -55,7 +55,7 @@ def run_on_owners(
     Returns:
         What was returned, by rank, and what was raised, by increasing rank.
     """
-    me = current().info.id
+    me = current().me.id
     waits: dict[int, Callable[[], Any]] = {}
     if len(arguments) == 1 and me not in arguments:
         # A caller that waits in the call itself is woken sooner than one that waits for a future.

@@ -151,7 +151,8 @@ Action = Send | Apply | Tell | Close | Complete | Fail
 def failure_error(fail: Fail, worker_name: str) -> AutogradError:
     """Makes the error that the caller of backward gets, with its cause if that is an exception."""
     error = AutogradError(
-        f"backward failed on worker {worker_name!r} in {fail.operation}: {fail.error}",
+        f"backward failed on worker {worker_name!r} in {fail.operation}: "
+        f"Error on Node {fail.worker}: {fail.error}",
         worker=worker_name,
         operation=fail.operation,
     )

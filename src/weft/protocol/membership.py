@@ -116,8 +116,8 @@ def assemble(
             return Directory(
                 token,
                 (),
-                refusal=f"ranks {by_name[name]} and {rank} both call themselves {name!r}; "
-                "give every worker its own name",
+                refusal=f"worker name {name!r} is not unique: ranks {by_name[name]} and {rank} "
+                f"both call themselves {name!r}; give every worker its own name",
                 has_duplicates=True,
             )
         by_name[name] = rank

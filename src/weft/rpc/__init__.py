@@ -6,6 +6,7 @@ The names and their meaning are those of ``torch.distributed.rpc``.
 from weft.ids import WorkerInfo
 from weft.rpc import functions
 from weft.rpc.calls import remote, rpc_async, rpc_sync
+from weft.rpc.collective import all_gather, barrier
 from weft.rpc.functions import async_execution
 from weft.rpc.futures import Future
 from weft.rpc.handles import UNSET_RPC_TIMEOUT, RRef
@@ -25,7 +26,9 @@ __all__ = [
     "RRef",
     "RpcBackendOptions",
     "WorkerInfo",
+    "all_gather",
     "async_execution",
+    "barrier",
     "functions",
     "get_worker_info",
     "get_worker_infos",

@@ -10,7 +10,7 @@ from weft.agent.agent import Agent
 from weft.agent.calls import PendingCall
 from weft.agent.current import current
 from weft.agent.peers import Peer
-from weft.errors import ConfigurationError, WorkerLost
+from weft.errors import ConfigurationError, NotOwner, WorkerLost
 from weft.ids import WorkerInfo
 from weft.rpc import serving
 from weft.rpc.futures import Future
@@ -107,9 +107,7 @@ def fetch(reference: RRef[T], timeout: float) -> T:
     try:
         return _call_and_wait(worker, peer, FETCH, (tuple(reference.id),), {}, timeout)  # type: ignore[no-any-return]
     except WorkerLost as error:
-        if error.worker != peer.name:
-            raise  # from the function that was to make the value
-        raise worker.references.owner_lost(reference.id) from error
+        raise _as_owner_lost(worker, reference, peer, error) from error
 
 
 def call_method(
@@ -122,10 +120,22 @@ def call_method(
     # Nobody waits for a ``remote`` call, so the reference itself goes along and keeps the value.
     kept = reference if way == "remote" else None
     call_args = (tuple(reference.id), name, args, kwargs, kept)
-    result = _WAYS[way](worker, peer, CALL_METHOD, call_args, {}, timeout)
+    try:
+        result = _WAYS[way](worker, peer, CALL_METHOD, call_args, {}, timeout)
+    except WorkerLost as error:
+        raise _as_owner_lost(worker, reference, peer, error) from error
     if way == "async":
         result.kept = reference  # until it is answered
     return result
+
+
+def _as_owner_lost(
+    worker: Worker, reference: RRef[Any], peer: Peer, error: WorkerLost
+) -> WorkerLost:
+    """Returns what to raise when a use of a reference ended with a lost worker."""
+    if peer.lost is None or error.worker != peer.name:
+        return error  # of the function that was to make the value, or of the method
+    return worker.references.owner_lost(reference.id)
 
 
 def backward_from(reference: RRef[Any], context_id: int, retain_graph: bool) -> None:
@@ -136,9 +146,10 @@ def backward_from(reference: RRef[Any], context_id: int, retain_graph: bool) -> 
         serving.run_backward(worker, reference.local_value(), context_id, retain_graph)
         return
     if context_id < 0:
-        raise ConfigurationError(
-            f"the value is on worker {reference.owner_name()!r}: pass the number of an autograd "
-            "context, from 'with weft.autograd.context() as context_id'"
+        raise NotOwner(
+            "User RRefs require 'dist_autograd_ctx_id' to be specified: the value is on worker "
+            f"{reference.owner_name()!r}; pass the number of an autograd context, from "
+            "'with weft.autograd.context() as context_id'"
         )
     peer = agent.peers[reference.id.owner]
     args = (tuple(reference.id), context_id, retain_graph)
@@ -212,7 +223,7 @@ def create(
         reference, _ = references.create_here()
     else:
         reference = references.creating(peer)
-    handle: RRef[Any] = RRef.from_created(references, reference, site_depth=2)
+    handle = worker.reference_type.from_created(references, reference)
     limit_s = _limit_s(worker.agent, timeout)
     try:
         request = worker.request(peer, function, args, kwargs, limit_s, reference.number)

@@ -27,7 +27,16 @@ def async_execution(
         return function(*args, **kwargs)
 
     setattr(wrapper, _MARK, function)
+    if isinstance(function, torch.jit.ScriptFunction):
+        _name_after(wrapper, function)
     return wrapper
+
+
+def _name_after(wrapper: Any, function: Any) -> None:
+    """Gives a wrapper the name that a compiled function has in its source, to be found there."""
+    qualified = str(function.qualified_name).removeprefix("__torch__.")
+    module, _, name = qualified.rpartition(".")
+    wrapper.__module__, wrapper.__name__, wrapper.__qualname__ = module or "__main__", name, name
 
 
 def is_async_execution(function: Callable[..., Any]) -> bool:

@@ -62,10 +62,7 @@ class Future(torch.futures.Future[T]):
 
     def set_exception(self, error: BaseException) -> None:  # type: ignore[override]
         """Completes the future with an error; each who waits is raised a copy of it."""
-        # No collector looks into a future of PyTorch. A traceback in it would lead to frames that
-        # hold the future itself, and all of it would stay for good.
-        self._set_unwrap_func(_raise_copy)
-        self.set_result(error.with_traceback(None))  # type: ignore[arg-type]
+        fail(self, error)
 
     def cancel(self) -> bool:
         """Gives the call up: the future fails with ``CallCancelled``.
@@ -98,6 +95,14 @@ class Future(torch.futures.Future[T]):
 
         self.add_done_callback(pass_on)
         return waiter.__await__()
+
+
+def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
+    """Completes any future with an error; each who waits is raised a copy of it."""
+    # No collector looks into a future of PyTorch. A traceback in it would lead to frames that
+    # hold the future itself, and all of it would stay for good.
+    future._set_unwrap_func(_raise_copy)
+    future.set_result(error.with_traceback(None))
 
 
 def _raise_copy(error: BaseException) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weft.agent.agent import Agent
 from weft.agent.current import current
 from weft.agent.references import ReferenceKeeper
-from weft.errors import CallTimeout, ConfigurationError, ReferenceGone, SerializationError
+from weft.errors import CallTimeout, NotOwner, ReferenceGone, SerializationError
 from weft.ids import ReferenceId, WorkerInfo
 from weft.serialize.exceptions import fresh_copy
 from weft.serialize.objects import register_external
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 UNSET_RPC_TIMEOUT = -1.0
+_WEFT = __name__.partition(".")[0] + "."
 
 
 class RRef(Generic[T]):
@@ -43,29 +44,32 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         keeper = _keeper()
-        self._bind(keeper, keeper.own(value), site_depth=2)
+        self._bind(keeper, keeper.own(value), is_new=True)
 
     @classmethod
     def from_received(cls, keeper: ReferenceKeeper, reference: ReferenceId) -> RRef[Any]:
         """Wraps a reference for which ``keeper`` has counted a handle."""
         handle: RRef[Any] = cls.__new__(cls)
-        handle._bind(keeper, reference, site_depth=0)
+        handle._bind(keeper, reference, is_new=False)
         return handle
 
     @classmethod
-    def from_created(
-        cls, keeper: ReferenceKeeper, reference: ReferenceId, site_depth: int
-    ) -> RRef[Any]:
+    def from_created(cls, keeper: ReferenceKeeper, reference: ReferenceId) -> RRef[Any]:
         """Wraps a reference that this worker has just had created."""
         handle: RRef[Any] = cls.__new__(cls)
-        handle._bind(keeper, reference, site_depth + 1)
+        handle._bind(keeper, reference, is_new=True)
         return handle
 
-    def _bind(self, keeper: ReferenceKeeper, reference: ReferenceId, site_depth: int) -> None:
+    def _bind(self, keeper: ReferenceKeeper, reference: ReferenceId, *, is_new: bool) -> None:
         self.id = reference
         self._keeper = keeper
-        if site_depth:
-            frame = sys._getframe(site_depth)
+        if is_new:
+            # Where the program made it, not where Weft did on its behalf.
+            frame = sys._getframe(2)
+            while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+                _WEFT
+            ):
+                frame = frame.f_back
             keeper.note_site(reference, (frame.f_code, frame.f_lineno))
 
     def __del__(self) -> None:
@@ -87,6 +91,9 @@ class RRef(Generic[T]):
             raise ReferenceGone("this reference belongs to a group that has been shut down")
         return agent
 
+    check_travels = agent
+    """Called before the reference is handed on; a subclass may refuse that by raising."""
+
     def owner(self) -> WorkerInfo:
         """Returns the worker that owns the value."""
         return self.agent().peers[self.id.owner].info
@@ -97,7 +104,7 @@ class RRef(Generic[T]):
 
     def is_owner(self) -> bool:
         """Whether this worker owns the value."""
-        return self.id.owner == self.agent().info.id
+        return self.id.owner == self.agent().me.id
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner is known to count this worker as a user of the value."""
@@ -109,11 +116,11 @@ class RRef(Generic[T]):
         """Returns the value itself; only on its owner. Waits, for a limited time, until it is made.
 
         Raises:
-            ConfigurationError: Another worker owns it; use ``to_here``.
+            NotOwner: Another worker owns it; use ``to_here``.
             Exception: Whatever the function that was to make the value raised.
         """
         if not self.is_owner():
-            raise ConfigurationError(
+            raise NotOwner(
                 f"local_value() works on the owner only, which is worker {self.owner_name()!r}; "
                 "use to_here() for a copy"
             )
@@ -196,8 +203,8 @@ class RRef(Generic[T]):
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise SerializationError(
-            "an RRef can only travel in the arguments or the result of an RPC; to keep the value, "
-            "fetch it with to_here() and save that"
+            "Can not pickle rref in python pickler: an RRef can only travel in the arguments or "
+            "the result of an RPC; to keep the value, fetch it with to_here() and save that"
         )
 
     def __copy__(self) -> RRef[T]:

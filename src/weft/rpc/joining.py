@@ -113,8 +113,9 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     problem: Exception | None = None
     try:
         if graceful:
-            leaving: Departing | Leaving
-            leaving = agent.part(Departing if agent.members.is_open else Leaving)
+            leaving: Departing | Leaving = (
+                agent.part(Departing) if agent.members.is_open else agent.part(Leaving)
+            )
             problem = leaving.wait(timeout)
     finally:
         current_agent.install(None)

@@ -8,6 +8,7 @@ from typing import Any
 
 from weft import knobs
 from weft.errors import ConfigurationError
+from weft.rpc.handles import RRef
 
 
 @dataclass
@@ -26,6 +27,8 @@ class RpcBackendOptions:
         init_timeout: Seconds to wait for all workers to join.
         listen: Address of this machine on which other hosts can reach this worker. By default
             workers of this host only.
+        reference_type: Class of the references that this worker makes and receives; a subclass
+            of ``RRef``.
     """
 
     num_worker_threads: int = field(default_factory=knobs.WORKER_THREADS.get)
@@ -34,6 +37,7 @@ class RpcBackendOptions:
     store: Any = None
     init_timeout: float = field(default_factory=knobs.INIT_TIMEOUT_S.get)
     listen: str = "127.0.0.1"
+    reference_type: type[RRef[Any]] = RRef
 
     @property
     def default_timeout_s(self) -> float:

@@ -31,10 +31,10 @@ def encoder(peer: Peer) -> Callable[[Any], bytes | None]:
     """Returns what encodes such values for a call to ``peer``."""
 
     def encode(value: Any) -> bytes | None:
-        if type(value) is RRef:
+        if isinstance(value, RRef):
             if value.id.owner != peer.id:
                 return None
-            value.agent()  # raises if it is of a former group
+            value.check_travels()
             return _HOMECOMER + _REFERENCE.pack(*value.id)
         if isinstance(value, _FUNCTION_TYPES):
             name = name_of(value, peer.main_by_name)
@@ -55,6 +55,6 @@ def decoder(worker: Worker) -> Callable[[bytes], Any]:
         reference = ReferenceId(*_REFERENCE.unpack_from(data, 1))
         if not worker.references.came_home(reference):
             raise ReferenceGone(f"{reference} arrived after this worker had dropped its references")
-        return RRef.from_received(worker.references, reference)
+        return worker.reference_type.from_received(worker.references, reference)
 
     return decode

@@ -183,6 +183,8 @@ class _Answer:
 
     def _keep(self, owned: OwnedValue, result: Any, error: BaseException | None) -> None:
         if error is not None:
+            if self._worker.on_failure is not None:
+                self._worker.on_failure(self._peer, error)
             # As its users will get it: the original's traceback would keep what its frames hold.
             error = unpack_error(pack_error(error, self._worker.agent.info.name))
         owned.resolve(result, error)
@@ -195,7 +197,7 @@ def _answer(
     """Returns what to do with the outcome of a call; None where nobody wants it any more."""
     if creation == NO_CREATION:
         return _Answer(worker, peer, number, context_id, None)
-    owned = worker.references.created(ReferenceId(peer.id, worker.agent.info.id, creation))
+    owned = worker.references.created(ReferenceId(peer.id, worker.agent.me.id, creation))
     if owned is None:
         return None
     worker.unfinished.add(owned)
@@ -243,8 +245,9 @@ def _finish_with_future(
         finish(
             None,
             ConfigurationError(
-                f"functions with @async_execution must return a torch.futures.Future, "
-                f"but {name} returned a {type(result).__name__}"
+                "Functions decorated with @rpc.async_function must return a "
+                f"torch.futures.Future object, but {name}, marked by async_execution, "
+                f"returned a {type(result).__name__}"
             ),
         )
         return
@@ -319,7 +322,8 @@ def run_backward(worker: Worker, value: Any, context_id: int, retain_graph: bool
     """Runs a backward pass from a value of this worker, in a context or (-1) locally."""
     if not isinstance(value, torch.Tensor):
         raise AutogradError(
-            f"backward() needs a reference to a tensor; this one is to a {type(value).__name__}"
+            "RRef should contain a tensor for .backward(); this one refers to a "
+            f"{type(value).__name__}"
         )
     if context_id < 0:
         torch.autograd.backward([value], retain_graph=retain_graph)
@@ -334,6 +338,6 @@ def _worker() -> Worker:
 def _owned(reference: tuple[int, int, int]) -> OwnedValue:
     worker = _worker()
     target = ReferenceId(*reference)
-    if target.owner != worker.agent.info.id:
+    if target.owner != worker.agent.me.id:
         raise ProtocolError(f"{target} was asked of worker {worker.agent.info.name!r}")
     return worker.references.value_of(target)

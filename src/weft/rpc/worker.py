@@ -48,10 +48,12 @@ class Worker:
 
     Args:
         agent: Its agent.
+        reference_type: Class of the references that programs get.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, reference_type: type[RRef[Any]] = RRef) -> None:
         self.agent = agent
+        self.reference_type = reference_type
         self.parcels = ParcelService(agent)
         self.references = ReferenceKeeper(agent)
         self.engine = Engine(agent, self.parcels)
@@ -59,13 +61,19 @@ class Worker:
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
         self.unfinished: set[OwnedValue] = set()
         """Values that calls of others are making; a coroutine's call holds no thread meanwhile."""
-        self._encoders = [others.encoder(peer) for peer in agent.peers]
+        self._encoders: dict[int, Callable[[Any], bytes | None]] = {}
+        agent.members.on_joined(self._learn_to_encode)
         self._decode_other = others.decoder(self)
         self.slow: set[bytes] = set()
         """Names of functions that took long the last time."""
+        self.on_failure: Callable[[Peer, BaseException], None] | None = None
+        """Is told of every call that failed here, and who made it."""
         agent.discard = self.discard_reply
         agent.parts[Worker] = self
         agent.parts[Engine] = self.engine
+
+    def _learn_to_encode(self, peer: Peer) -> None:
+        self._encoders[peer.id] = others.encoder(peer)
 
     def close(self) -> None:
         """Ends the threads that the parts have; the agent is closed separately."""
@@ -134,7 +142,7 @@ class Worker:
         handed = []
         for reference in externals:
             assert isinstance(reference, RRef)
-            reference.agent()  # raises if it is of a former group
+            reference.check_travels()
             if not peer.is_self:
                 handed.append(self.references.hand_on(reference.id, peer))
         return tuple(handed)
@@ -195,7 +203,7 @@ class Worker:
             raise ReferenceGone(
                 f"{handed.reference} arrived after this worker had dropped its references"
             )
-        return RRef.from_received(self.references, handed.reference)
+        return self.reference_type.from_received(self.references, handed.reference)
 
     def _receive_tensors(
         self, peer: Peer, parcel: Parcel, context_id: int, message_id: int
@@ -249,6 +257,8 @@ class Worker:
 
     def reply_error(self, peer: Peer, number: int, error: BaseException) -> None:
         """Sends the error of a call."""
+        if self.on_failure is not None:
+            self.on_failure(peer, error)
         payload = pack_error(error, self.agent.info.name, main_by_name=peer.main_by_name)
         head = encode_reply_head(ReplyHead(0, 0, ()))
         message = self.parcels.seal(peer, Kind.REPLY, ERROR_REPLY, number, head, payload, ())

@@ -23,6 +23,8 @@ import traceback
 from io import BytesIO
 from typing import Any, NamedTuple
 
+import torch
+
 from weft.errors import RemoteError
 from weft.serialize.functions import MAIN_MODULES, find_global
 from weft.serialize.objects import pack, unpack
@@ -41,6 +43,13 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class ScriptError(torch.jit.Error, RuntimeError):
+    """What a compiled function raised on another worker.
+
+    Here it is a ``torch.jit.Error``; users of ``torch.distributed.rpc`` catch a RuntimeError.
+    """
 
 
 class _Record(NamedTuple):
@@ -138,7 +147,7 @@ class _Packer:
         return number
 
     def _record(self, error: BaseException) -> _Record:
-        kind = type(error)
+        kind = ScriptError if type(error) is torch.jit.Error else type(error)
         exceptions: Any = error.exceptions if isinstance(error, _GROUPS) else ()
         members = [self._add(member) for member in exceptions]
         arguments, attributes = _state(error)

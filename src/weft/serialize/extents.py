@@ -9,7 +9,7 @@ an embedding. So, storage by storage:
    Only where the union is mostly memory that nobody asked for (two columns of a huge matrix) do
    they travel one by one, and equal views still as one.
 3. A tensor by itself travels with its strides when it fills its extent (transposed,
-   channels-last, expanded), else as a contiguous copy.
+   channels-last, expanded) or the extent is small, else as a contiguous copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from weft.serialize.table import NO_BUFFER, extent
 
 UNION_FLOOR_BYTES = 4096
-"""A union up to this size is sent whatever part of it is asked for."""
+"""A union or extent up to this size is sent whatever part of it is asked for."""
 
 _UNION_FACTOR = 2
 _ALIGNMENT = 16  # the largest element, complex128: a view's offset stays a whole number
@@ -151,7 +151,8 @@ def _flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
         return tensor.view(-1), None
     strides = tensor.stride()
     length = extent(tensor.shape, strides)
-    if length <= _distinct(tensor):
+    is_small = length * tensor.element_size() <= UNION_FLOOR_BYTES
+    if is_small or length <= _distinct(tensor):
         return tensor.as_strided((length,), (1,)), strides
     if tensor.element_size() == 1:
         tensor = tensor.view(torch.uint8)  # torch cannot copy every one-byte dtype

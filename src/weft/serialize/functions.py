@@ -93,8 +93,9 @@ def unknown(module: str, path: str, reason: str) -> UnknownFunction:
         advice = "the main programs of the two workers differ; move it to a module that both import"
     else:
         advice = (
-            f"make module {module!r} importable on this worker (same version, same PYTHONPATH), "
-            "and define the name at the top level of that module"
+            "the RPC pickler does not serialize the code of what a module defines, so make module "
+            f"{module!r} importable on this worker (same version, same PYTHONPATH), and define the "
+            "name at the top level of that module"
         )
     return UnknownFunction(f"cannot find {path!r} in module {module!r}: {reason}; {advice}")
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeGuard, TypeVar
 
@@ -35,6 +35,7 @@ from weft.serialize.functions import MAIN_MODULES, is_registered_by_value, unkno
 from weft.serialize.reducers import reduce_tensor, reduce_torch, set_attributes
 
 Kind = TypeVar("Kind")
+Reducers = Mapping[type, Callable[[Any], Any]]
 
 _PROTOCOL = 5
 _MARKER_MODULE = "weft"
@@ -93,6 +94,23 @@ def pack(value: object, *, main_by_name: bool) -> Packed:
             return _pack_by_value(value, main_by_name)
         except Exception as error:
             raise diagnose(value, error, lambda part: _why_not(part, main_by_name)) from error
+
+
+def pack_with(value: object, reducers: Reducers) -> Packed:
+    """Does what ``pack`` does, with a program's own functions for some classes.
+
+    Args:
+        value: What ``pack`` takes; the receiver runs the same main program.
+        reducers: What the pickle protocol calls reducers, by class, subclasses not included. They
+            come before anything that ``pack`` does.
+
+    Raises:
+        SerializationError: Some part cannot be sent; says which one, and what to do.
+    """
+    try:
+        return _pack_by_value(value, True, reducers)
+    except Exception as error:
+        raise diagnose(value, error, lambda part: _why_not(part, True, reducers)) from error
 
 
 def unpack(
@@ -204,6 +222,16 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
+class _ReducingPickler(_ValuePickler):
+    """Asks a program's own reducers first."""
+
+    reducers: Reducers
+
+    def reducer_override(self, value: Any) -> Any:
+        reducer = self.reducers.get(type(value))
+        return super().reducer_override(value) if reducer is None else reducer(value)
+
+
 class _Unpickler(pickle.Unpickler):
     """Reads what the picklers above wrote."""
 
@@ -256,13 +284,18 @@ def _pack_by_name(value: object, main_by_name: bool) -> Packed:
     return Packed(buffer.getvalue(), tensors, externals)
 
 
-def _pack_by_value(value: object, main_by_name: bool) -> Packed:
+def _pack_by_value(value: object, main_by_name: bool, reducers: Reducers | None = None) -> Packed:
     if not main_by_name and "__mp_main__" in sys.modules:
         # cloudpickle knows the main program by its first name only.
         cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     buffer = io.BytesIO()
     buffer.write(_PREFIX)
-    pickler = _ValuePickler(buffer, _PROTOCOL)
+    pickler: _ValuePickler
+    if reducers is None:
+        pickler = _ValuePickler(buffer, _PROTOCOL)
+    else:
+        pickler = _ReducingPickler(buffer, _PROTOCOL)
+        pickler.reducers = reducers
     pickler.memo = _MEMO
     pickler.tensors, pickler.externals = [], []
     pickler.main_by_name = main_by_name
@@ -279,13 +312,15 @@ def _is_in_main(value: Any) -> bool:
     return found is value
 
 
-def _why_not(part: object, main_by_name: bool) -> Exception | None:
+def _why_not(
+    part: object, main_by_name: bool, reducers: Reducers | None = None
+) -> Exception | None:
     """Returns why one part of an object cannot be packed, None if it can."""
     try:
         _pack_by_name(part, main_by_name)
     except Exception:
         try:
-            _pack_by_value(part, main_by_name)
+            _pack_by_value(part, main_by_name, reducers)
         except Exception as error:
             return error
     return None

@@ -7,6 +7,7 @@ Taking apart is differentiable where torch allows it, so that gradients find the
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,9 @@ from weft.serialize.functions import name_of, resolve
 
 Reduced = tuple[Any, ...]
 """A callable, its arguments and what else the pickle protocol allows to follow them."""
+
+TRAVEL = "weft.travel"
+"""In the metadata of a node: how many, from it on, only take apart a tensor or rebuild it."""
 
 _DENSE_REDUCE = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -79,6 +83,11 @@ def reduce_torch(value: object) -> Reduced | None:
     return None
 
 
+def register_reducer(kind: type, reducer: Callable[[Any], Reduced | None]) -> None:
+    """Has objects of a class, subclasses not included, taken apart by ``reducer`` from now on."""
+    _REDUCERS[kind] = reducer
+
+
 def _reduce_subclass(tensor: Tensor) -> Any:
     kind = type(tensor)
     if kind.__reduce_ex__ not in _DENSE_REDUCE or kind.__reduce__ is not object.__reduce__:
@@ -124,8 +133,11 @@ def _reduce_layout(tensor: Tensor) -> Reduced:
     shape = tuple(tensor.shape)
     if tensor.layout is torch.sparse_coo:
         if tensor.requires_grad:
+            whole = tensor
             tensor = tensor.coalesce()  # only then torch hands out values that carry gradients
-            return _sparse_coo, (tensor.indices(), tensor.values(), shape, True)
+            values = tensor.values()
+            _mark(values, 1 if tensor.grad_fn is whole.grad_fn else 2)
+            return _sparse_coo, (tensor.indices(), values, shape, True)
         return _sparse_coo, (tensor._indices(), tensor._values(), shape, tensor.is_coalesced())
     if tensor.layout in _COMPRESSED:
         by_column = tensor.layout in _BY_COLUMN
@@ -145,9 +157,18 @@ def _sparse_coo(
     indices: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool
 ) -> Tensor:
     # Checked: with indices beyond the shape, later operations would leave the memory.
-    return torch.sparse_coo_tensor(
+    made = torch.sparse_coo_tensor(
         indices, values, shape, is_coalesced=is_coalesced, check_invariants=True
     )
+    _mark(made, 1)
+    return made
+
+
+def _mark(tensor: Tensor, count: int) -> None:
+    """Notes that the last ``count`` nodes behind a tensor are those that are made here."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[TRAVEL] = count
 
 
 def _sparse_compressed(
@@ -235,7 +256,9 @@ def _reduce_operator(operator: Any) -> Reduced | None:
 
 def _reduce_script_function(function: Any) -> Reduced:
     name = name_of(function, main_by_name=False)
-    return (_load_script, (_script_bytes(function),)) if name is None else (resolve, (name,))
+    if name is not None:
+        return resolve, (name,)
+    return _load_script_function, (_script_bytes(function),)
 
 
 def _script_bytes(scripted: Any) -> bytes:
@@ -247,6 +270,13 @@ def _script_bytes(scripted: Any) -> bytes:
 def _load_script(content: bytes) -> object:
     load: Callable[[io.BytesIO], object] = torch.jit.load
     return load(io.BytesIO(content))
+
+
+@functools.lru_cache(maxsize=256)
+def _load_script_function(content: bytes) -> object:
+    # Functions have no state, so the same one can be handed out again. It must also outlive the
+    # call that brought it: what it has started with torch.jit.fork goes on using its code.
+    return _load_script(content)
 
 
 def _reduce_number_info(info: Any) -> Reduced:

@@ -150,6 +150,23 @@ def test_a_leak_is_named_with_where_it_was_made(trio: list[Member]) -> None:
     assert "1 handles" in line
 
 
+def test_what_is_held_of_others_is_named_until_its_handle_ends(trio: list[Member]) -> None:
+    owner, user, _ = trio
+    own = user.references.own("own")
+    reference = owner.references.own("value")
+    hand_on(owner, user, reference)
+    (line,) = user.references.report_held()
+    assert line.startswith(f"{reference} made at ")
+    assert owner.references.report_held() == []
+    await_true(lambda: user.references.census().unanswered == 0)
+    assert owner.references.census().shared == 1
+    user.references.end_handle(reference)
+    assert user.references.report_held() == []
+    await_true(lambda: owner.references.census().shared == 0)
+    user.references.end_handle(own)
+    owner.references.end_handle(reference)
+
+
 def test_settling_drops_what_is_still_held(trio: list[Member]) -> None:
     owner, user, _ = trio
     reference = owner.references.own("value")

@@ -61,6 +61,37 @@ def test_expanded_gradients_are_copied() -> None:
     assert sums.snapshot()[weight].tolist() == [2.0, 2.0, 2.0]
 
 
+def embedding_gradient(rows: Tensor, values: Tensor) -> Tensor:
+    """Returns what torch makes: a sparse gradient whose indices are the input itself."""
+    return torch.sparse_coo_tensor(rows.reshape(1, -1), values, (5, 2), check_invariants=True)
+
+
+def test_the_values_of_a_sparse_gradient_are_not_copied_without_need() -> None:
+    sums = Gradients()
+    first, second, third = torch.ones(1), torch.ones(1), torch.ones(1)
+    rows, kept = torch.tensor([3, 1]), torch.ones(2, 2)
+    gradient = embedding_gradient(rows, torch.ones(2, 2))
+    pointer = gradient._values().data_ptr()
+    sums.add_all(
+        [
+            (first, gradient),
+            (second, embedding_gradient(rows, kept)),
+            (third, embedding_gradient(rows, torch.ones(1, 2).expand(2, 2))),
+        ],
+        borrowed=(),
+    )
+    expected = gradient.to_dense()
+    rows.zero_()
+    kept.zero_()
+    stored = sums.snapshot()
+    assert stored[first]._values().data_ptr() == pointer
+    assert stored[second]._values().data_ptr() != kept.data_ptr()
+    for found in stored.values():
+        assert torch.equal(found.to_dense(), expected)
+        found._values().mul_(2)
+        assert torch.equal(found.to_dense(), expected * 2)
+
+
 def test_everything_is_copied_where_uses_cannot_be_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,7 +19,7 @@ from tests.unit.autograd.cluster import (
 from weft.autograd import local_engine
 from weft.autograd.contexts import Context
 from weft.autograd.graph import LocalPass
-from weft.errors import AutogradError, ProtocolError
+from weft.errors import ArgumentTypeError, AutogradError, ProtocolError
 from weft.protocol import backward as protocol
 from weft.protocol.backward import Progress
 
@@ -153,10 +153,12 @@ def test_roots_are_checked() -> None:
         local.start([])
     with pytest.raises(AutogradError, match="does not require grad"):
         local.start([torch.ones(())])
-    with pytest.raises(AutogradError, match="scalars"):
+    with pytest.raises(AutogradError, match="not a scalar"):
         local.start([torch.ones(3, requires_grad=True)])
-    with pytest.raises(AutogradError, match="not a tensor"):
+    with pytest.raises(ArgumentTypeError, match="root 0 is a float, not a tensor"):
         local.start([3.0])  # type: ignore[list-item]
+    with pytest.raises(ArgumentTypeError, match="not a NoneType"):
+        local.start(None)  # type: ignore[arg-type]
 
 
 def test_what_only_dead_sends_share_does_not_wait() -> None:

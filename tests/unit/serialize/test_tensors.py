@@ -128,8 +128,18 @@ def test_views_of_different_dtypes_share_one_buffer() -> None:
         torch.tensor([1.0, 2.0]).expand(3, 2),
         torch.tensor(1.0).expand(2, 3),
         torch.arange(8.0).unfold(0, 3, 1),
+        torch.arange(25.0).view(5, 5).narrow(1, 2, 2),
     ],
-    ids=["transposed", "permuted", "channels last", "3d", "expanded", "scalar", "windows"],
+    ids=[
+        "transposed",
+        "permuted",
+        "channels last",
+        "3d",
+        "expanded",
+        "scalar",
+        "windows",
+        "narrowed",
+    ],
 )
 def test_strides_survive(tensor: Tensor) -> None:
     (rebuilt,) = tensor_trip(tensor)

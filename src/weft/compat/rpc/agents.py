@@ -1,34 +1,152 @@
-"""The agent as programs see it."""
+"""The agent as programs see it: this worker, with the methods of PyTorch's agents."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import weft.rpc
 from weft.agent import current as current_agent
+from weft.agent.agent import Agent
+from weft.agent.references import ReferenceKeeper
+from weft.compat.rpc.lateness import LatenessMeter
+from weft.errors import CallTimeout
+from weft.ids import WorkerInfo
+from weft.rpc.departing import Departing
+from weft.rpc.leaving import Leaving
+
+_POLL_S = 0.002
+
+
+def reference_info() -> dict[str, str]:
+    """Returns how many references this worker has to do with, as text.
+
+    A value that only this worker refers to counts for nothing.
+    """
+    census = current_agent.current().part(ReferenceKeeper).census()
+    return {
+        "num_owner_rrefs": str(census.shared),
+        "num_forks": str(census.users),
+        "num_pending_users": str(census.unconfirmed),
+        "num_pending_children": str(census.handovers),
+        "num_pending_futures": str(census.unanswered),
+    }
 
 
 class RpcAgent:
-    """The worker that this process is."""
+    """The worker that this process has become by ``weft.rpc.init_rpc``."""
 
-    def get_worker_info(self, worker_name: Any = None) -> Any:
-        return weft.rpc.get_worker_info(worker_name)
+    def __init__(self) -> None:
+        self._agent: Agent = current_agent.current()
+        self._may_drop_references = False
+        self._lateness: LatenessMeter | None = None
+        self.held_at_end: list[str] = []
+        """Lines about references that the program had at the end without leave to drop them."""
 
-    def get_worker_infos(self) -> list[Any]:
-        return weft.rpc.get_worker_infos()
+    # The group
+
+    @property
+    def is_static_group(self) -> bool:
+        """Whether all workers join and leave together."""
+        return not self._agent.members.is_open
+
+    def get_worker_info(self, worker_name: Any = None) -> WorkerInfo:
+        """Returns name and rank of a worker, given by either, or of this one."""
+        return self._agent.info if worker_name is None else self._agent.find(worker_name).info
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Returns all workers of the group, by rank."""
+        return [peer.info for peer in self._agent.members.present()]
+
+    # What it does at present
+
+    def enable_gil_profiling(self, flag: bool) -> None:
+        """Begins or ends to measure how long threads wait for the interpreter."""
+        if flag and self._lateness is None:
+            self._lateness = LatenessMeter(f"weft-{self._agent.info.name}-lateness")
+        elif not flag and self._lateness is not None:
+            self._lateness.close()
+            self._lateness = None
+
+    def get_metrics(self) -> dict[str, str]:
+        """Returns how busy this worker is, as text.
+
+        ``agent.gil_average_wait_time_us`` is there while ``enable_gil_profiling`` is on: how late
+        a thread goes on that has something to do, see ``LatenessMeter``.
+        """
+        reactor = self._agent.reactor
+        metrics = {
+            "agent.thread_pool_size": str(reactor.limit),
+            "agent.num_idle_threads": str(max(reactor.limit - reactor.running, 0)),
+            "agent.client_active_calls": str(len(self._agent.calls)),
+            "agent.server_active_calls": str(max(reactor.busy, 0)),
+        }
+        lateness = self._lateness
+        if lateness is not None:
+            metrics["agent.gil_average_wait_time_us"] = f"{lateness.average_us():.3f}"
+        return metrics
 
     def get_debug_info(self) -> dict[str, str]:
-        return {"agent.thread_pool_size": "16"}
+        """Returns how busy this worker is, and what it has exchanged, as text."""
+        traffic = self._agent.traffic()
+        return {
+            **self.get_metrics(),
+            "agent.bytes_sent": str(traffic.bytes_sent),
+            "agent.bytes_received": str(traffic.bytes_received),
+        }
 
-    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        pass
+    # The end
 
     def sync(self) -> None:
-        pass
+        """Blocks until all workers have called this."""
+        weft.rpc.barrier()
+
+    def drop_references(self) -> None:
+        """Gives leave to drop what the program still refers to, when nobody needs it any more."""
+        self._may_drop_references = True
+
+    def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
+        """Blocks until the calls of this worker have ended.
+
+        Args:
+            shutdown: Whether to wait for those of the whole group, and to have all references
+                dropped. All workers must ask for that. In an open group it is this worker's calls
+                and references, and it leaves; see ``weft.rpc.shutdown``.
+            timeout: Seconds to wait at most; 0 for no limit.
+
+        Raises:
+            CallTimeout: The calls had not ended in time.
+            ShutdownError: Not every worker has taken part; says which and why.
+        """
+        problem = None
+        if not shutdown:
+            self._await_calls(timeout)
+        elif self.is_static_group:
+            leaving = self._agent.part(Leaving)
+            problem = leaving.wait(timeout, notes_held=not self._may_drop_references)
+            self.held_at_end = leaving.held
+        else:
+            problem = self._agent.part(Departing).wait(timeout)
+        if problem is not None:
+            raise problem
+
+    def _await_calls(self, timeout: float) -> None:
+        start_s = time.monotonic()
+        while len(self._agent.calls):
+            if timeout and time.monotonic() > start_s + timeout:
+                raise CallTimeout(
+                    f"timed out in join after {timeout:.2f} seconds: calls of this worker have "
+                    "not ended",
+                    elapsed_s=time.monotonic() - start_s,
+                )
+            time.sleep(_POLL_S)
 
     def shutdown(self) -> None:
-        current_agent.current()
+        """Ends this worker at once; calls that wait for it fail."""
+        self.enable_gil_profiling(False)
+        if current_agent.is_set() and current_agent.current() is self._agent:
+            weft.rpc.shutdown(graceful=False)
 
 
 class TensorPipeAgent(RpcAgent):
-    is_static_group = True
+    """The agent of back-end ``TENSORPIPE``, which is Weft."""

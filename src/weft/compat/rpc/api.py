@@ -1,32 +1,51 @@
-"""Calls, references and what goes with them, under the names of ``torch.distributed.rpc.api``."""
+"""Calls, references and what goes with them, under the names of ``torch.distributed.rpc.api``.
+
+Programs and tests replace names of this module: what is looked up here when it is used stays so.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-import torch
 
 import weft.rpc
 from weft.agent import current as current_agent
-from weft.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from weft.compat.rpc.internal import _internal_rpc_pickler
+from weft.compat.rpc import agents, gathering
+from weft.compat.rpc.agents import RpcAgent
 from weft.compat.rpc.calls import _thread_local_var, _wait_all, remote, rpc_async, rpc_sync
+from weft.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from weft.compat.rpc.gathering import AllGatherStates
+from weft.compat.rpc.internal import _internal_rpc_pickler
 from weft.compat.rpc.references import PyRRef, RRef
-from weft.rpc import WorkerInfo
+from weft.errors import ConfigurationError, NotInitialized, ShutdownError
+from weft.ids import WorkerInfo
+from weft.rpc.gathering import Ways
+
+__all__ = [
+    "AllGatherStates",
+    "PyRRef",
+    "RRef",
+    "WorkerInfo",
+    "_thread_local_var",
+    "_wait_all",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
 
 _ignore_rref_leak = True
+"""Whether ``shutdown`` says nothing of references that nobody gave leave to drop."""
+
 _default_pickler = _internal_rpc_pickler
 _agent: Any = None
 
-
-class AllGatherStates:
-    def __init__(self) -> None:
-        self.gathered_objects: dict[str, Any] = {}
-        self.proceed_signal = threading.Event()
+_MOST_NAMED = 16
 
 
 def _is_current_rpc_agent_set() -> bool:
@@ -35,7 +54,7 @@ def _is_current_rpc_agent_set() -> bool:
 
 def _get_current_rpc_agent() -> Any:
     if _agent is None:
-        raise RuntimeError(
+        raise NotInitialized(
             "Current RPC agent is not set! Did you initialize the RPC framework "
             "(e.g. by calling `rpc.init_rpc`)?"
         )
@@ -53,6 +72,7 @@ def _reset_current_rpc_agent() -> None:
 
 
 def _init_rpc_states(agent: Any) -> None:
+    # A back-end may have set it already.
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
@@ -61,7 +81,7 @@ def _require_initialized(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not _is_current_rpc_agent_set():
-            raise RuntimeError(
+            raise NotInitialized(
                 "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
             )
         return function(*args, **kwargs)
@@ -79,51 +99,133 @@ def _use_rpc_pickler(pickler: Any) -> Iterator[None]:
         _default_pickler = _internal_rpc_pickler
 
 
+# Options and information
+
+
 def get_rpc_timeout() -> float:
-    return current_agent.current().default_timeout_s
+    """Returns the seconds that a call may take unless it says otherwise; 0 for no limit."""
+    timeout_s = current_agent.current().default_timeout_s
+    return 0.0 if math.isinf(timeout_s) else timeout_s
 
 
 def _set_rpc_timeout(timeout: float) -> None:
-    current_agent.current().default_timeout_s = timeout
+    if timeout < 0:
+        raise ConfigurationError(f"a timeout of {timeout} s cannot work; pass 0 for no limit")
+    current_agent.current().default_timeout_s = timeout or math.inf
 
 
 @_require_initialized
 def get_worker_info(worker_name: Any = None) -> WorkerInfo:
+    """Returns name and rank of a worker, or of this one; see ``weft.rpc.get_worker_info``."""
     return weft.rpc.get_worker_info(worker_name)
 
 
-def _all_gather(obj: Any, worker_names: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-    raise NotImplementedError
+def enable_gil_profiling(flag: bool) -> None:
+    """Begins or ends to measure how long threads wait for the interpreter.
+
+    The measurement is in ``get_debug_info`` of the current agent.
+    """
+    _get_current_rpc_agent().enable_gil_profiling(flag)
 
 
-def _broadcast_to_followers(sequence_id: Any, objects: Any) -> None:
-    raise NotImplementedError
+@_require_initialized
+def _rref_context_get_debug_info() -> dict[str, str]:
+    return agents.reference_info()
 
 
-def _barrier(worker_names: Any) -> None:
-    raise NotImplementedError
+# Together with other workers
 
 
+@_require_initialized
+def _all_gather(
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    ways = Ways("_all_gather", _gather_to_leader, _broadcast_to_followers)
+    return gathering.all_gather(obj, worker_names, timeout, ways)
+
+
+def _gather_to_leader(
+    sequence_id: Any, worker_name: str, obj: Any, worker_names: Any = None
+) -> None:
+    gathering.brought(sequence_id, worker_name, obj)
+
+
+def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
+    gathering.told(sequence_id, objects_map)
+
+
+@_require_initialized
+def _barrier(worker_names: Iterable[str]) -> None:
+    # No names mean all workers, as for `_all_gather`.
+    weft.rpc.barrier(set(worker_names) or None, timeout=0)
+
+
+@_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    raise NotImplementedError
+    _all_gather(None, timeout=timeout)
+
+
+# The end
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: Any = None) -> None:
-    pass
+    """Gives leave to drop all references of this worker.
 
-
-def _rref_context_get_debug_info() -> dict[str, str]:
-    return {
-        "num_owner_rrefs": "0",
-        "num_pending_futures": "0",
-        "num_pending_users": "0",
-        "num_forks": "0",
-    }
+    They are dropped when no call of the group can need them any more: by the ``join`` that follows
+    in ``shutdown``, which waits until all owners have heard of it.
+    """
+    agent = _get_current_rpc_agent()
+    if isinstance(agent, RpcAgent):
+        agent.drop_references()
 
 
 @_require_initialized
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leaves the group; see ``weft.rpc.shutdown``.
+
+    Args:
+        graceful: Whether to wait for the others. Without, calls that wait for this worker fail.
+        timeout: Seconds to wait at most for all to come here, and again for all calls to end; 0
+            for no limit.
+
+    Raises:
+        ShutdownError: It did not end as it should, or references were left that may not be
+            dropped; says which. This worker has left all the same.
+        WorkerLost: A worker was lost before it came here. This worker has left all the same.
+        CallTimeout: Some did not come in time. This worker has left all the same.
+    """
+    agent = _get_current_rpc_agent()
     try:
-        weft.rpc.shutdown(graceful, timeout)
+        if graceful and isinstance(agent, RpcAgent):
+            if agent.is_static_group:
+                _wait_all_workers(timeout)
+                _delete_all_user_and_unforked_owner_rrefs()
+            agent.join(shutdown=True, timeout=timeout)
+        elif graceful and hasattr(agent, "join"):  # of a back-end that the program has added
+            agent.join(shutdown=True, timeout=timeout)
+        elif graceful:
+            weft.rpc.shutdown(timeout=timeout)
+    finally:
+        _finalize_shutdown()
+
+
+def _finalize_shutdown() -> None:
+    agent = _get_current_rpc_agent()
+    try:
+        if hasattr(agent, "shutdown"):
+            agent.shutdown()
+        weft.rpc.shutdown(graceful=False)  # Whatever the agent has left.
+        if not _ignore_rref_leak:
+            _check_leaks(getattr(agent, "held_at_end", ()))
     finally:
         _reset_current_rpc_agent()
+
+
+def _check_leaks(held: Iterable[str]) -> None:
+    lines = list(held)
+    if lines:
+        more = f"; and {len(lines) - _MOST_NAMED} more" if len(lines) > _MOST_NAMED else ""
+        raise ShutdownError(
+            f"Leaking RRefs: {'; '.join(lines[:_MOST_NAMED])}{more}. Drop them before shutdown, or "
+            "set rpc.api._ignore_rref_leak"
+        )

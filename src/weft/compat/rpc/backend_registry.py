@@ -1,36 +1,96 @@
-"""The registry of back-ends; there is one, and programs may add theirs."""
+"""The registry of back-ends: ``TENSORPIPE``, which is Weft, and those that programs add."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from weft.compat.rpc import constants
+from torch.distributed.distributed_c10d import Store
+
+import weft.rpc
+from weft.agent import current as current_agent
+from weft.compat.rpc import constants, failures
+from weft.compat.rpc.options import TensorPipeRpcBackendOptions, warn_of_ignored
+from weft.compat.rpc.references import RRef
+from weft.errors import AlreadyInitialized, ArgumentTypeError
+from weft.rpc.joining import join_group
+from weft.rpc.worker import Worker
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "init_backend",
+    "register_backend",
+]
 
 
 class BackendValue(NamedTuple):
-    construct_rpc_backend_options_handler: Any
-    init_backend_handler: Any
+    """What a back-end can do.
+
+    Attributes:
+        construct_rpc_backend_options_handler: Makes its options.
+        init_backend_handler: Makes this process a worker, and returns its agent.
+    """
+
+    construct_rpc_backend_options_handler: Callable[..., Any]
+    init_backend_handler: Callable[..., Any]
 
 
-BackendType: Any = enum.Enum("BackendType", {})
+class Backend(enum.Enum):
+    """What every ``BackendType`` is derived from, before and after a registration."""
+
+    def __repr__(self) -> str:
+        return f"BackendType.{self.name}"
+
+
+def _enumerate(members: dict[str, BackendValue]) -> Any:
+    kind: Any = Backend("BackendType", members, module=__name__)  # type: ignore[call-arg]
+    kind.__doc__ = (
+        "The back-ends that there are: ``BackendType.TENSORPIPE``, which is Weft, and those that "
+        "``register_backend`` has added."
+    )
+    return kind
+
+
+BackendType: Any = _enumerate({})
+"""An enumeration has its members for good, so each registration puts a new one in its place."""
 
 
 def backend_registered(backend_name: str) -> bool:
+    """Whether there is a back-end of that name."""
     return backend_name in BackendType.__members__
 
 
 def register_backend(
-    backend_name: str, construct_rpc_backend_options_handler: Any, init_backend_handler: Any
+    backend_name: str,
+    construct_rpc_backend_options_handler: Callable[..., Any],
+    init_backend_handler: Callable[..., Any],
 ) -> Any:
+    """Adds a back-end.
+
+    Args:
+        backend_name: Its name in ``BackendType``.
+        construct_rpc_backend_options_handler: Makes its options, from ``rpc_timeout`` and
+            ``init_method`` by position and whatever else is passed by name.
+        init_backend_handler: Called by ``init_rpc`` with ``store``, ``name``, ``rank``,
+            ``world_size`` and ``rpc_backend_options`` by name; returns the agent.
+
+    Returns:
+        The member of the new ``BackendType``.
+
+    Raises:
+        AlreadyInitialized: There is one of that name.
+    """
     global BackendType
     if backend_registered(backend_name):
-        raise RuntimeError(f"RPC backend {backend_name}: already registered")
-    members = {member.name: member.value for member in BackendType}
-    members[backend_name] = BackendValue(
-        construct_rpc_backend_options_handler, init_backend_handler
-    )
-    BackendType = enum.Enum("BackendType", members)
+        raise AlreadyInitialized(f"RPC backend {backend_name}: already registered")
+    added = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    known = {member.name: member.value for member in BackendType}
+    # The newest first: its options may be a subclass of another's, which would take them for its.
+    BackendType = _enumerate({backend_name: added, **known})
     return BackendType[backend_name]
 
 
@@ -40,44 +100,62 @@ def construct_rpc_backend_options(
     init_method: str = constants.DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
+    """Returns the options of a back-end."""
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes this process a worker by a back-end, and returns its agent."""
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
 def _tensorpipe_options(
     rpc_timeout: float,
     init_method: str,
-    num_worker_threads: int = 16,
-    _transports: Any = None,
-    _channels: Any = None,
-    **kwargs: Any,
-) -> Any:
-    from weft.compat.rpc.options import TensorPipeRpcBackendOptions
-
+    num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+    _transports: list[str] | None = None,
+    _channels: list[str] | None = None,
+    **others: Any,
+) -> TensorPipeRpcBackendOptions:
     return TensorPipeRpcBackendOptions(
-        rpc_timeout=rpc_timeout, init_method=init_method, num_worker_threads=num_worker_threads
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
+        num_worker_threads=num_worker_threads,
+        _transports=_transports,
+        _channels=_channels,
     )
 
 
 def _tensorpipe_init(
-    store: Any, name: str, rank: int, world_size: Any, rpc_backend_options: Any
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> Any:
-    import weft.rpc
-    from weft.compat.rpc.agents import TensorPipeAgent
+    from weft.compat.rpc.agents import TensorPipeAgent  # The agents' module may use this one.
 
-    weft.rpc.init_rpc(
-        name,
-        rank=rank,
-        world_size=world_size,
-        rpc_backend_options=weft.rpc.RpcBackendOptions(
-            num_worker_threads=rpc_backend_options.num_worker_threads,
-            rpc_timeout=rpc_backend_options.rpc_timeout,
-            store=store,
-        ),
+    if not isinstance(store, Store):
+        raise ArgumentTypeError(f"`store` must be a torch.distributed.Store, got {store!r}")
+    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
+        raise ArgumentTypeError(
+            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, got "
+            f"{rpc_backend_options!r}"
+        )
+    warn_of_ignored(rpc_backend_options)
+    options = weft.rpc.RpcBackendOptions(
+        num_worker_threads=rpc_backend_options.num_worker_threads,
+        rpc_timeout=rpc_backend_options.rpc_timeout,
+        store=store,
+        reference_type=RRef,
     )
+    # Whatever the environment says of a size.
+    join_group(name, rank, world_size, options)
+    try:
+        # An open group has no last word on who is in it.
+        names = [info.name for info in weft.rpc.get_worker_infos()] if world_size else None
+        rpc_backend_options.check_device_maps(name, names)
+    except Exception:
+        weft.rpc.shutdown(graceful=False)
+        raise
+    worker: Worker = current_agent.current().part(Worker)
+    worker.on_failure = failures.log
     return TensorPipeAgent()
 
 

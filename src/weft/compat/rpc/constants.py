@@ -1,5 +1,7 @@
 """Defaults under the names that programs look up."""
 
+from __future__ import annotations
+
 from datetime import timedelta
 
 from weft.rpc import UNSET_RPC_TIMEOUT
@@ -14,7 +16,13 @@ __all__ = [
 ]
 
 DEFAULT_RPC_TIMEOUT_SEC: float = 60.0
-DEFAULT_INIT_METHOD = "env://"
-DEFAULT_NUM_WORKER_THREADS = 16
+DEFAULT_INIT_METHOD: str = "env://"
+DEFAULT_NUM_WORKER_THREADS: int = 16
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
-DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)
+DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
+"""As good as none: 24 days."""
+
+_DEFAULT_RPC_TIMEOUT_SEC = DEFAULT_RPC_TIMEOUT_SEC
+_DEFAULT_INIT_METHOD = DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = DEFAULT_NUM_WORKER_THREADS
+_UNSET_RPC_TIMEOUT = UNSET_RPC_TIMEOUT

@@ -1,3 +1,13 @@
-"""The profiler of a whole process; there is none."""
+"""The profiler of all calls that a process serves; there is none."""
 
-_server_process_global_profile = None
+from weft.compat.rpc.absent import (
+    _disable_server_process_global_profiler,
+    _enable_server_process_global_profiler,
+    _server_process_global_profile,
+)
+
+__all__ = [
+    "_disable_server_process_global_profiler",
+    "_enable_server_process_global_profiler",
+    "_server_process_global_profile",
+]

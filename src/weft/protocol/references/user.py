@@ -91,9 +91,12 @@ class HeldReferences:
             self.remind(reference)
 
     def remind(self, reference: ReferenceId) -> None:
-        """Tells a new handle what the others have been told: that there is no value."""
-        if self._entries[reference].state is State.GONE:
+        """Tells a new handle what those before it were told: confirmed, or no value."""
+        state = self._entries[reference].state
+        if state is State.GONE:
             self._tell_end(reference)
+        elif state is State.HELD:
+            self._outbox.tell(Confirmed(reference))
 
     def handed(self, sender: int, token: int) -> None:
         """Lets the sender of a handover know that it may let go."""

@@ -1,0 +1,1 @@
+"""What a Python process that another one started with Weft installed finds first."""

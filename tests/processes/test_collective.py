@@ -1,0 +1,180 @@
+"""``barrier`` and ``all_gather``: of all, of some, again and again, and when somebody cannot come.
+
+The driver has rank 0: it leads what it takes part in; ``worker0`` leads what only workers do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.processes.functions import count_gatherings, wait_until
+from weft import rpc
+from weft.errors import (
+    CallError,
+    CallTimeout,
+    ConfigurationError,
+    SerializationError,
+    UnknownWorker,
+)
+
+pytestmark = pytest.mark.keeps("threads", "descriptors")
+EVERYBODY = ["driver", "worker0", "worker1"]
+WORKERS = EVERYBODY[1:]
+SHORT_S = 0.1
+
+
+def gather_often(value: Any, workers: list[str], times: int) -> list[dict[str, Any]]:
+    return [rpc.all_gather((value, number), workers) for number in range(times)]
+
+
+def gather_in_threads(workers: list[str] | None, threads: int, times: int) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for _ in range(times):
+                rpc.barrier(workers)
+                values = rpc.all_gather(rpc.get_worker_info().id, workers)
+                assert values == {name: rpc.get_worker_info(name).id for name in values}
+        except BaseException as error:
+            errors.append(error)
+
+    running = [threading.Thread(target=run) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def gather_lock(workers: list[str] | None) -> None:
+    """Brings what cannot travel."""
+    rpc.all_gather(threading.Lock(), workers)
+
+
+def raised_by(wait: Callable[[], Any]) -> BaseException:
+    with pytest.raises(Exception) as caught:
+        wait()
+    return caught.value
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "group" in request.fixturenames:
+        for name in EVERYBODY:
+            wait_until(
+                lambda name=name: rpc.rpc_sync(name, count_gatherings) == 0,  # type: ignore[misc]
+                lambda name=name: f"{name} still knows a gathering",  # type: ignore[misc]
+            )
+
+
+@pytest.mark.usefixtures("group")
+def test_everybody_gets_the_values_of_all() -> None:
+    theirs = [rpc.rpc_async(name, rpc.all_gather, args=({"from": name},)) for name in WORKERS]
+    mine = rpc.all_gather(torch.ones(3))
+    expected = {name: {"from": name} for name in WORKERS}
+    for values in (mine, *(call.wait() for call in theirs)):
+        assert torch.equal(values.pop("driver"), torch.ones(3))
+        assert values == expected
+
+
+@pytest.mark.usefixtures("group")
+def test_references_are_handed_on() -> None:
+    theirs = [rpc.rpc_async(name, rpc.all_gather, args=(name,)) for name in WORKERS]
+    mine = rpc.all_gather(rpc.RRef(5))
+    assert mine["driver"].local_value() == 5
+    assert [call.wait()["driver"].owner_name() for call in theirs] == ["driver"] * 2
+
+
+@pytest.mark.usefixtures("group")
+def test_nobody_passes_before_all_have_come() -> None:
+    passing = [rpc.rpc_async(name, rpc.barrier) for name in WORKERS]
+    wait_until(lambda: count_gatherings() == 1, lambda: "nobody has come")
+    time.sleep(SHORT_S)
+    assert not any(call.done() for call in passing)
+    rpc.barrier()
+    assert [call.wait() for call in passing] == [None, None]
+
+
+@pytest.mark.usefixtures("group")
+def test_some_gather_while_others_do_something_else() -> None:
+    some = ["driver", "worker1"]
+    theirs = [rpc.rpc_async(name, gather_often, args=(name, WORKERS, 20)) for name in WORKERS]
+    with_mine = rpc.rpc_async("worker1", gather_often, args=("worker1", some, 20))
+    # Any order, any way to name a worker.
+    mine = [rpc.all_gather(("driver", number), [2, rpc.get_worker_info()]) for number in range(20)]
+    assert mine == [{name: (name, number) for name in some} for number in range(20)]
+    assert with_mine.wait() == mine
+    expected = [{name: (name, number) for name in WORKERS} for number in range(20)]
+    assert [call.wait() for call in theirs] == [expected, expected]
+    assert rpc.all_gather(1, ["driver"]) == {"driver": 1}
+
+
+@pytest.mark.usefixtures("group")
+def test_several_threads_gather_at_the_same_time() -> None:
+    # More threads than a worker runs calls at a time: who waits here holds no place.
+    calls = [rpc.rpc_async(name, gather_in_threads, args=(None, 4, 10)) for name in WORKERS]
+    gather_in_threads(None, 4, 10)
+    for call in calls:
+        call.wait()
+    waiting = [rpc.rpc_async("worker0", rpc.barrier, args=(WORKERS,)) for _ in range(6)]
+    wait_until(lambda: rpc.rpc_sync("worker0", count_gatherings) == 6, lambda: "they did not come")
+    others = [rpc.rpc_async("worker1", rpc.barrier, args=(WORKERS,)) for _ in range(6)]
+    for call in [*waiting, *others]:
+        call.wait()
+
+
+@pytest.mark.parametrize("waiting", ["driver", "worker0"])
+@pytest.mark.usefixtures("group")
+def test_who_waits_too_long_gives_up(waiting: str) -> None:
+    missing = "worker1"
+    some = [waiting, missing]
+    error = raised_by(
+        lambda: rpc.rpc_sync(waiting, rpc.all_gather, args=(1, some), kwargs={"timeout": SHORT_S})
+    )
+    assert isinstance(error, CallTimeout)
+    assert "timed out in all_gather after 0.10 seconds" in str(error)
+    assert "'worker1'" in str(error)
+    # The leader has ended it, so it has for the other one; the next one is a new one.
+    late = raised_by(lambda: rpc.rpc_sync(missing, rpc.all_gather, args=(2, some)))
+    assert isinstance(late, CallTimeout)
+    again = [rpc.rpc_async(name, rpc.all_gather, args=(name, some)) for name in some]
+    assert [call.wait() for call in again] == [{name: name for name in some}] * 2
+
+
+@pytest.mark.usefixtures("group")
+def test_who_has_come_counts_though_he_gave_up() -> None:
+    error = raised_by(lambda: rpc.rpc_sync("worker1", rpc.barrier, args=(WORKERS, SHORT_S)))
+    assert isinstance(error, CallTimeout)
+    assert "worker 'worker0', which leads it" in str(error)
+    rpc.rpc_sync("worker0", rpc.barrier, args=(WORKERS,))
+
+
+@pytest.mark.parametrize("culprit", WORKERS)
+@pytest.mark.usefixtures("group")
+def test_a_value_that_cannot_travel_fails_everybody(culprit: str) -> None:
+    (other,) = set(WORKERS) - {culprit}
+    waiting = rpc.rpc_async(other, rpc.all_gather, args=(1, WORKERS))
+    wait_until(lambda: rpc.rpc_sync("worker0", count_gatherings) == 1, lambda: "it has not come")
+    assert isinstance(
+        raised_by(lambda: rpc.rpc_sync(culprit, gather_lock, args=(WORKERS,))), SerializationError
+    )
+    error = raised_by(waiting.wait)
+    assert isinstance(error, CallError)
+    assert f"worker '{culprit}' failed in all_gather: SerializationError" in str(error)
+
+
+@pytest.mark.usefixtures("group")
+def test_only_those_who_take_part_may_call() -> None:
+    with pytest.raises(ConfigurationError, match="'driver' called barrier for 'worker0', 'worker"):
+        rpc.barrier(WORKERS)
+    with pytest.raises(UnknownWorker, match="nobody"):
+        rpc.barrier(["driver", "nobody"])

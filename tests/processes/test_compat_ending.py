@@ -1,0 +1,272 @@
+"""``rpc.shutdown`` of ``weft.compat``: graceful, with leaks, without some. Debug information."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.processes.functions import wait_until
+from tests.processes.open_workers import OpenWorkers
+from weft.agent import current as current_agent
+from weft.compat import rpc
+from weft.compat.rpc import api
+from weft.errors import CallTimeout, NotInitialized, ShutdownError, WorkerLost
+from weft.ids import WorkerInfo
+
+pytestmark = pytest.mark.timeout(60)
+kept: dict[str, Any] = {}
+NAMES = ("worker0", "worker1", "worker2")
+SHORT_S = 0.1
+NOTICE_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[OpenWorkers]:
+    started = OpenWorkers()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def workers(warm: OpenWorkers, tmp_path: Path) -> Iterator[OpenWorkers]:
+    """Three workers of a closed group."""
+    for rank, name in enumerate(NAMES):
+        warm.begin(name, join, name, rank, f"file://{tmp_path}/store")
+    for name in NAMES:
+        warm.result(name)
+    yield warm
+    for name in NAMES:
+        warm.kill(name)
+
+
+def on_all(workers: OpenWorkers, function: Any, *args: Any) -> list[Any]:
+    """Runs a function on all workers at a time; returns the results or errors."""
+    for name in NAMES:
+        workers.begin(name, function, *args)
+    return [outcome_of(workers, name) for name in NAMES]
+
+
+def outcome_of(workers: OpenWorkers, name: str) -> Any:
+    try:
+        return workers.result(name)
+    except Exception as error:
+        return error
+
+
+# What the workers run
+
+
+def join(name: str, rank: int, method: str) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=3, rpc_timeout=10.0, init_method=method
+    )
+    rpc.init_rpc(name, rank=rank, world_size=len(NAMES), rpc_backend_options=options)
+
+
+def next_name() -> str:
+    return NAMES[(rpc.get_worker_info().id + 1) % len(NAMES)]
+
+
+def hold_a_reference() -> None:
+    kept["reference"] = rpc.remote(next_name(), torch.ones, args=(2,))
+
+
+def keep_no_leave(*_: Any) -> None:
+    """Stands in for what gives leave to drop references."""
+
+
+def shut_down(*, ignore: bool = True, gives_leave: bool = True, timeout: float = 0.0) -> bool:
+    """Shuts down; raises what it raises, after a look at what is left."""
+    api._ignore_rref_leak = ignore
+    if not gives_leave:
+        api._delete_all_user_and_unforked_owner_rrefs = keep_no_leave  # type: ignore[assignment]
+    try:
+        rpc.shutdown(timeout=timeout)
+    finally:
+        assert not api._is_current_rpc_agent_set()
+        assert not current_agent.is_set()
+    return True
+
+
+def shut_down_checking() -> bool:
+    return shut_down(ignore=False)
+
+
+def shut_down_without_leave() -> bool:
+    return shut_down(ignore=False, gives_leave=False)
+
+
+def shut_down_ignoring() -> bool:
+    return shut_down(gives_leave=False)
+
+
+def shut_down_soon() -> bool:
+    return shut_down(timeout=SHORT_S)
+
+
+def use_after_a_while(reference: rpc.RRef[Any], path: str) -> None:
+    time.sleep(3 * SHORT_S)  # The caller is in shutdown by now.
+    other = rpc.remote(reference.owner(), torch.add, args=(reference.to_here(), 1))
+    Path(path).write_text(str(other.to_here().tolist()))
+
+
+def start_and_shut_down(path: str) -> bool:
+    """Leaves work behind that needs references."""
+    rpc.rpc_async("worker1", use_after_a_while, args=(rpc.RRef(torch.ones(2)), path))
+    return shut_down(ignore=False)
+
+
+def information() -> dict[str, str]:
+    gc.collect()
+    info: dict[str, str] = rpc._get_debug_info()
+    return info
+
+
+def keep(value: Any) -> None:
+    kept["value"] = value
+
+
+def forget() -> None:
+    kept.clear()
+
+
+def watch_a_reference() -> list[tuple[str, str, str]]:
+    """Shares a value with another worker; returns owners and forks before, meanwhile, after."""
+
+    def counts() -> tuple[str, str, str]:
+        wait_until(lambda: information()["num_pending_futures"] == "0", lambda: str(information()))
+        info = information()
+        return info["num_owner_rrefs"], info["num_forks"], info["num_pending_users"]
+
+    reference = rpc.RRef(1)
+    seen = [counts()]
+    rpc.rpc_sync("worker1", keep, args=(reference,))
+    seen.append(counts())
+    rpc.rpc_sync("worker1", forget)
+    wait_until(lambda: counts()[0] == "0", lambda: str(counts()))
+    seen.append(counts())
+    return seen
+
+
+def measure_lateness() -> list[str | None]:
+    name = "agent.gil_average_wait_time_us"
+    values = [information().get(name)]
+    for flag in (True, False):
+        rpc.enable_gil_profiling(flag)
+        values.append(information().get(name))
+    return values
+
+
+def busy_here() -> tuple[str, str, str]:
+    info = information()
+    return (
+        info["agent.thread_pool_size"],
+        info["agent.num_idle_threads"],
+        info["agent.server_active_calls"],
+    )
+
+
+def ask_how_busy() -> tuple[tuple[str, str, str], str]:
+    return rpc.rpc_sync("worker1", busy_here), information()["agent.client_active_calls"]
+
+
+def gather_named() -> dict[str, int]:
+    values: dict[str, int] = rpc._all_gather(rpc.get_worker_info().id)
+    rpc._barrier(list(NAMES))
+    return values
+
+
+# Shutdown
+
+
+def test_references_that_are_alive_are_no_leak(workers: OpenWorkers) -> None:
+    on_all(workers, hold_a_reference)
+    assert on_all(workers, shut_down_checking) == [True] * 3
+
+
+def test_what_may_not_be_dropped_is_a_leak(workers: OpenWorkers) -> None:
+    on_all(workers, hold_a_reference)
+    for error in on_all(workers, shut_down_without_leave):
+        assert isinstance(error, ShutdownError)
+        assert "Leaking RRef" in str(error)
+        assert f"made at {__file__}:" in str(error)
+
+
+def test_leaks_are_ignored_unless_asked_for(workers: OpenWorkers) -> None:
+    on_all(workers, hold_a_reference)
+    assert on_all(workers, shut_down_ignoring) == [True] * 3
+
+
+def test_what_has_begun_keeps_its_references(workers: OpenWorkers, tmp_path: Path) -> None:
+    path = tmp_path / "sum"
+    workers.begin("worker0", start_and_shut_down, str(path))
+    for name in NAMES[1:]:
+        workers.begin(name, shut_down_checking)
+    assert [outcome_of(workers, name) for name in NAMES] == [True] * 3
+    assert path.read_text() == "[2.0, 2.0]"
+
+
+def test_who_does_not_come_in_time_is_named(workers: OpenWorkers) -> None:
+    for name in NAMES[:2]:
+        workers.begin(name, shut_down_soon)
+    leader, follower = (outcome_of(workers, name) for name in NAMES[:2])
+    assert isinstance(leader, CallTimeout)
+    assert "timed out in _all_gather after 0.10 seconds" in str(leader)
+    assert "'worker2'" in str(leader)
+    assert isinstance(follower, (CallTimeout, WorkerLost))
+
+
+def test_a_worker_that_died_is_not_waited_for(workers: OpenWorkers) -> None:
+    for name in NAMES[:2]:
+        workers.begin(name, shut_down_checking)
+    workers.begin("worker2", os._exit, 3)
+    start_s = time.monotonic()
+    for name in NAMES[:2]:
+        error = outcome_of(workers, name)
+        assert isinstance(error, WorkerLost)
+    assert time.monotonic() - start_s < NOTICE_S
+
+
+class StubAgent:
+    """The agent of a back-end with nothing underneath."""
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        return [WorkerInfo("alone", 0)]
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_a_backend_of_the_program(graceful: bool) -> None:
+    agent = StubAgent()
+    api._init_rpc_states(agent)
+    try:
+        assert api._get_current_rpc_agent() is agent
+        rpc.shutdown(graceful=graceful)
+    finally:
+        api._reset_current_rpc_agent()
+    with pytest.raises(NotInitialized, match="RPC has not been initialized"):
+        rpc.shutdown()
+
+
+# Information
+
+
+def test_what_can_be_learnt_of_a_worker(workers: OpenWorkers) -> None:
+    nothing = ("0", "0", "0")
+    assert workers.do("worker0", watch_a_reference) == [nothing, ("1", "1", "0"), nothing]
+    # The call that asks is one that worker1 runs, and worker0 has none open any more.
+    assert workers.do("worker0", ask_how_busy) == (("3", "2", "1"), "0")
+    before, meanwhile, after = workers.do("worker0", measure_lateness)
+    assert (before, after) == (None, None)
+    assert 0 <= float(meanwhile) < 1e6
+
+
+def test_gathering_by_the_private_names(workers: OpenWorkers) -> None:
+    expected = {name: rank for rank, name in enumerate(NAMES)}
+    assert on_all(workers, gather_named) == [expected] * 3

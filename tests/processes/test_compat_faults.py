@@ -1,0 +1,189 @@
+"""Faults on purpose: the real messages of a worker fail or are late, and what is promised holds."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.processes import functions
+from tests.processes.conftest import options
+from tests.processes.functions import Tracked, wait_until
+from weft import autograd, rpc
+from weft.agent.current import current
+from weft.compat.rpc import calls
+from weft.compat.rpc.fault_plan import Plan
+from weft.compat.rpc.faults import Faults
+from weft.compat.rpc.references import RRef
+from weft.errors import CallTimeout, InjectedFault, ReferenceGone
+from weft.launch import Nursery
+from weft.rpc.worker import Worker
+
+DELAY_S = 0.3
+
+
+@contextlib.contextmanager
+def faulty(
+    nursery: Nursery,
+    fail: Sequence[str] = (),
+    delay: Mapping[str, float] | None = None,
+    fail_sends: int = 2,
+) -> Iterator[Faults]:
+    """A group whose driver has faults."""
+    compat = options(reference_type=RRef)  # type: ignore[arg-type]
+    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=compat):
+        yield Faults(current().part(Worker), Plan(fail, delay or {}, fail_sends))
+
+
+def await_end_on(worker: str) -> None:
+    wait_until(
+        lambda: rpc.rpc_sync(worker, functions.count_tracked) == 0,
+        lambda: f"values live on {worker}",
+    )
+
+
+@contextlib.contextmanager
+def takes(at_least_s: float) -> Iterator[None]:
+    began_s = time.monotonic()
+    yield
+    assert time.monotonic() - began_s >= at_least_s
+
+
+@pytest.mark.parametrize("to", ["worker0", "driver"])
+def test_a_call_fails_as_often_as_it_is_told(nursery: Nursery, to: str) -> None:
+    with faulty(nursery, fail=["PYTHON_CALL"]):
+        for _ in range(2):
+            with pytest.raises(InjectedFault, match="PYTHON_CALL failed intentionally"):
+                calls.rpc_sync(to, functions.add, (1, 2))
+        for _ in range(2):
+            future = calls.rpc_async(to, functions.add, (torch.ones(2), 2))
+            with pytest.raises(InjectedFault, match="was not sent to worker"):
+                future.wait()
+        assert calls.rpc_sync(to, functions.add, (1, 2)) == 3
+        # Others are not concerned.
+        assert calls.rpc_sync(to, torch.add, (torch.ones(1), 1)).item() == 2
+
+
+def test_pytorchs_operators_and_torchscript_are_calls_of_another_kind(nursery: Nursery) -> None:
+    with faulty(nursery, fail=["SCRIPT_CALL"], fail_sends=1):
+        one = torch.ones(1)
+        for function, total in ((torch.add, 2), (functions.scripted_sum, 3)):
+            with pytest.raises(InjectedFault, match="SCRIPT_CALL"):
+                calls.rpc_sync("worker0", function, (one, one))
+            assert calls.rpc_sync("worker0", function, (one, one)).item() == total
+        assert calls.rpc_sync("worker0", functions.add, (1, 2)) == 3
+
+
+@pytest.mark.parametrize("to", ["worker0", "driver"])
+def test_a_late_call_outlasts_its_time_limit(nursery: Nursery, to: str) -> None:
+    with faulty(nursery, delay={"PYTHON_CALL": DELAY_S}):
+        with pytest.raises(CallTimeout, match="RPC ran for more than"):
+            calls.rpc_sync(to, functions.add, (1, 2), timeout=0.05)
+        with pytest.raises(CallTimeout, match="RPC ran for more than"):
+            calls.rpc_async(to, functions.add, (1, 2), timeout=0.05).wait()
+        with takes(DELAY_S):
+            assert calls.rpc_sync(to, functions.add, (1, 2)) == 3
+
+
+@pytest.mark.parametrize("to", ["worker0", "driver"])
+def test_a_lost_creation_leaves_a_reference_to_nothing(nursery: Nursery, to: str) -> None:
+    with faulty(nursery, fail=["PYTHON_REMOTE_CALL"]):
+        reference = calls.remote(to, Tracked)
+        with pytest.raises(InjectedFault, match="PYTHON_REMOTE_CALL failed intentionally"):
+            reference._get_future().wait()
+        for use in (
+            reference.to_here,
+            reference._serialize,
+            lambda: calls.rpc_async(to, functions.fetch_content, (reference,)),
+        ):
+            with pytest.raises(InjectedFault, match="RRef creation on worker"):
+                use()
+        assert calls.remote(to, torch.ones, ([2],)).to_here().tolist() == [1, 1]
+        assert rpc.rpc_sync(to, functions.count_tracked) == 0
+
+
+@pytest.mark.parametrize("to", ["worker0", "driver"])
+def test_a_late_creation(nursery: Nursery, to: str) -> None:
+    with faulty(nursery, delay={"PYTHON_REMOTE_CALL": DELAY_S}):
+        late = calls.remote(to, Tracked, (3,), timeout=0.05)
+        with pytest.raises(CallTimeout, match="RPC ran for more than"):
+            late._get_future().wait()
+        with pytest.raises(CallTimeout, match="RRef creation"):
+            late.to_here()
+        with takes(DELAY_S / 2):
+            assert calls.remote(to, Tracked, (3,)).to_here().content == 3
+        del late
+        await_end_on(to)
+        # Dropped before it is made; the group waits for it all the same when it shuts down.
+        calls.remote(to, Tracked, (4,))
+
+
+def test_fetching_is_of_the_kind_of_the_creation(nursery: Nursery) -> None:
+    with faulty(nursery, fail=["SCRIPT_RREF_FETCH_CALL"], delay={"PYTHON_RREF_FETCH_CALL": 0.2}):
+        tensor = calls.remote("worker0", torch.ones, ([2],))
+        for _ in range(2):
+            with pytest.raises(InjectedFault, match="SCRIPT_RREF_FETCH_CALL"):
+                tensor.to_here()
+        assert tensor.to_here().tolist() == [1, 1]
+        number = calls.remote("worker0", functions.add, (1, 2))
+        with pytest.raises(CallTimeout, match="RPC ran for more than"):
+            number.to_here(0.05)
+        assert number.to_here() == 3
+
+
+COUNTING = ["RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE"]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.1])
+def test_references_are_counted_although_messages_are_lost(
+    nursery: Nursery, delay_s: float
+) -> None:
+    fail = [] if delay_s else COUNTING
+    with faulty(nursery, fail=fail, delay=dict.fromkeys(COUNTING, delay_s)):
+        rpc.rpc_sync("worker0", functions.keep, args=("mine", RRef(Tracked(1))))
+        rpc.rpc_sync("worker1", functions.keep, args=("mine", calls.remote("worker0", Tracked)))
+        # From its owner, from another user, and from this worker to both.
+        got = [rpc.rpc_sync(f"worker{i}", functions.give, args=("mine",)) for i in range(2)]
+        made = calls.remote("worker0", Tracked, (5,))
+        assert rpc.rpc_sync("worker1", functions.fetch_content, args=(made,)) == 5
+        assert [reference.confirmed_by_owner() for reference in got] == [True, True]
+        assert got[1].to_here().content is None
+        del got, made
+        for worker in ("worker0", "worker1"):
+            rpc.rpc_sync(worker, functions.keep, args=("mine", None))
+        for worker in ("driver", "worker0", "worker1"):
+            await_end_on(worker)
+
+
+@pytest.mark.parametrize("fail", [["CLEANUP_AUTOGRAD_CONTEXT_REQ"], []])
+def test_contexts_end_although_messages_are_lost(nursery: Nursery, fail: list[str]) -> None:
+    delay = {} if fail else {"CLEANUP_AUTOGRAD_CONTEXT_REQ": 0.1}
+    with faulty(nursery, fail=fail, delay=delay):
+        with autograd.context():
+            rpc.rpc_sync("worker0", torch.add, args=(torch.ones(1, requires_grad=True), 1))
+            assert rpc.rpc_sync("worker0", count_contexts) == 1
+        wait_until(
+            lambda: rpc.rpc_sync("worker0", count_contexts) == 0, lambda: "a context lives on"
+        )
+
+
+def count_contexts() -> int:
+    return len(current().part(Worker).contexts._contexts)
+
+
+def test_after_shutdown(nursery: Nursery) -> None:
+    with faulty(nursery):
+        reference: Any = calls.remote("worker0", Tracked)
+        assert "UserRRef" in str(reference)
+    assert "RRef" in str(reference)
+    with pytest.raises(ReferenceGone, match=r"Cannot call to_here\(\) on it after deletion"):
+        reference.to_here()
+    with pytest.raises(ReferenceGone, match="Cannot call fork an UserRRef after deletion"):
+        reference._serialize()
+    with pytest.raises(RuntimeError, match="Current RPC agent is not set! Did you initialize"):
+        RRef(1)

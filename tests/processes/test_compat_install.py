@@ -1,0 +1,161 @@
+"""``weft.compat`` in programs that start processes, as a person runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 50.0
+
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs a program with the arguments given for Python; returns the lines that it prints."""
+
+    def start(body: str, *arguments: str) -> list[str]:
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(body))
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        done = subprocess.run(
+            [sys.executable, *arguments, str(script), "a"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode == 0, done.stderr
+        return sorted(done.stdout.splitlines())
+
+    return start
+
+
+CHILDREN = """
+    import multiprocessing, os, subprocess, sys
+
+    def say(kind, queue):
+        import torch.distributed.rpc as rpc
+        queue.put(f"{kind} {rpc.__name__}")
+
+    def say_spawned(rank, queue):
+        say("torch.multiprocessing", queue)
+
+    if __name__ == "__main__":
+        if sys.argv[1] == "subprocess":
+            import torch.distributed.rpc as rpc
+            print("subprocess", rpc.__name__)
+            sys.exit()
+        PREPARE
+        queue = multiprocessing.get_context("spawn").SimpleQueue()
+        started = [subprocess.Popen([sys.executable, __file__, "subprocess"])]
+        for kind in ("spawn", "forkserver", "fork"):
+            context = multiprocessing.get_context(kind)
+            started.append(context.Process(target=say, args=(kind, queue)))
+            started[-1].start()
+        import torch.multiprocessing
+        torch.multiprocessing.spawn(say_spawned, args=(queue,), nprocs=1)
+        for process in started:
+            getattr(process, "join", getattr(process, "wait", None))()
+        while not queue.empty():
+            print(queue.get())
+"""
+KINDS = ("fork", "forkserver", "spawn", "subprocess", "torch.multiprocessing")
+
+
+def test_every_kind_of_child_has_it(run: Run) -> None:
+    expected = [f"{kind} weft.compat.rpc" for kind in KINDS]
+    assert run(CHILDREN.replace("PREPARE", "pass"), "-m", "weft.compat") == expected
+
+
+def test_children_do_without_it_where_they_shall(run: Run) -> None:
+    prepare = "import weft.compat; weft.compat.install(in_children=False)"
+    expected = [
+        f"{kind} {'weft.compat' if kind == 'fork' else 'torch.distributed'}.rpc" for kind in KINDS
+    ]
+    assert run(CHILDREN.replace("PREPARE", prepare)) == expected
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+def test_torchrun_runs_it(run: Run) -> None:
+    body = """
+        import os, sys
+        import torch
+        import torch.distributed.rpc as rpc
+
+        rank = int(os.environ["RANK"])
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+        value = rpc.rpc_sync(f"worker{1 - rank}", torch.add, args=(torch.ones(1), rank)).item()
+        sys.stdout.write(f"{rank} {rpc.__name__} {value} {sys.argv[1:]}\\n")
+        rpc.shutdown()
+    """
+    lines = run(body, *TORCHRUN, "-m", "weft.compat")
+    assert lines == [f"{rank} weft.compat.rpc {rank + 1.0} ['a']" for rank in range(2)]
+
+
+def test_sharded_tensors_refer_to_each_others_shards(run: Run) -> None:
+    body = """
+        import os, sys
+        import torch.distributed as dist
+        import torch.distributed.rpc as rpc
+        from torch.distributed._shard import sharded_tensor
+        from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo")
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+        for places in (["rank:0/cpu", "rank:1/cpu"], ["worker0/cpu", "worker1/cpu"]):
+            spec = ChunkShardingSpec(dim=0, placements=places)
+            tensor = sharded_tensor.zeros(spec, 4, 2, init_rrefs=True)
+            tensor.local_shards()[0].tensor.fill_(rank + 1)
+            dist.barrier()
+            for other, references in tensor.remote_shards().items():
+                for reference in references:
+                    values = reference.to_here().tensor.unique().tolist()
+                    owner = reference.owner().name
+                    sys.stdout.write(f"{rank} {other} {owner} {values} {rpc.__name__}\\n")
+            dist.barrier()
+        rpc.shutdown()
+        dist.destroy_process_group()
+    """
+    lines = run(body, "-m", "weft.compat", *TORCHRUN)
+    both = ["0 1 worker1 [2.0] weft.compat.rpc", "1 0 worker0 [1.0] weft.compat.rpc"]
+    assert lines == sorted(2 * both)
+
+
+def test_what_a_process_is_worker_of_cannot_be_changed(run: Run) -> None:
+    body = """
+        import tempfile
+        import torch, torch.distributed
+        import weft.compat
+        from weft.errors import AlreadyInitialized
+
+        def work(change):
+            rpc = torch.distributed.rpc
+            with tempfile.NamedTemporaryFile() as file:
+                options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{file.name}")
+                rpc.init_rpc("only", rank=0, world_size=1, rpc_backend_options=options)
+                try:
+                    change()
+                except AlreadyInitialized:
+                    print("refused by", rpc.__name__)
+                print(rpc.rpc_sync("only", torch.add, args=(torch.ones(1), 2)).item())
+                rpc.shutdown()
+
+        for _ in range(2):
+            work(weft.compat.install)
+            weft.compat.install()
+            work(weft.compat.uninstall)
+            weft.compat.uninstall()
+    """
+    expected = ["3.0"] * 4
+    expected += ["refused by torch.distributed.rpc"] * 2 + ["refused by weft.compat.rpc"] * 2
+    assert run(body) == expected

@@ -1,0 +1,178 @@
+"""Calls that go by a program's own pickler, and what a program teaches the usual one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+from tests.processes import functions
+from weft import rpc
+from weft.agent.current import current
+from weft.compat.rpc import api, calls
+from weft.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, _InternalRPCPickler
+from weft.errors import SerializationError
+from weft.rpc.worker import Worker
+from weft.serialize import reducers
+
+pytestmark = pytest.mark.keeps("threads", "descriptors")
+Call = Callable[..., Any]
+
+CALLS: dict[str, Call] = {
+    "sync": calls.rpc_sync,
+    "async": lambda *args, **kwargs: calls.rpc_async(*args, **kwargs).wait(),
+    "remote": lambda *args, **kwargs: calls.remote(*args, **kwargs).to_here(),
+}
+
+
+@pytest.fixture(params=CALLS)
+def call(request: pytest.FixtureRequest) -> Call:
+    return CALLS[request.param]
+
+
+class Sealed:
+    """Only a reducer can take it apart."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> str:
+        raise TypeError("sealed")
+
+
+def reduce_sealed(sealed: Sealed) -> tuple[Any, ...]:
+    return Sealed, (sealed.value,)
+
+
+def opened(sealed: Sealed, *, plus: Any = 0) -> Any:
+    return sealed.value + plus
+
+
+def fetched(sealed: Sealed) -> Any:
+    return sealed.value.to_here()
+
+
+@rpc.async_execution
+def opened_later(sealed: Sealed) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(sealed.value)
+    return future
+
+
+async def opened_in_a_loop(sealed: Sealed) -> Any:
+    return sealed.value
+
+
+def failing(sealed: Sealed) -> None:
+    raise LookupError(sealed.value)
+
+
+async def failing_in_a_loop(sealed: Sealed) -> None:
+    raise LookupError(sealed.value)
+
+
+class Pickler(_InternalRPCPickler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[PythonUDF] = []
+        self._register_reducer(Sealed, reduce_sealed)
+
+    def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+        self.seen.append(obj)
+        return super().serialize(obj)
+
+
+@pytest.fixture
+def pickler() -> Iterator[Pickler]:
+    made = Pickler()
+    with api._use_rpc_pickler(made):
+        yield made
+
+
+@pytest.mark.usefixtures("group")
+def test_a_call_goes_by_the_pickler_in_use(call: Call, pickler: Pickler) -> None:
+    assert call("worker0", opened, (Sealed(4),), {"plus": 3}) == 7
+    ((function, args, kwargs),) = pickler.seen
+    assert (function, args[0].value, kwargs) == (opened, 4, {"plus": 3})
+    assert torch.equal(call("worker0", opened, [Sealed(torch.ones(2))]), torch.ones(2))
+    assert call("driver", opened, (Sealed(5),)) == 5
+    assert call("worker0", functions.name_here) == "worker0"
+    assert len(pickler.seen) == 4
+
+
+@pytest.mark.usefixtures("group", "pickler")
+def test_each_kind_of_function_runs_as_usual(call: Call) -> None:
+    for function in (opened_later, opened_in_a_loop):
+        assert call("worker1", function, (Sealed("value"),)) == "value"
+    for function in (failing, failing_in_a_loop):
+        with pytest.raises(LookupError, match="what happened"):
+            call("worker1", function, (Sealed("what happened"),))
+
+
+@pytest.mark.usefixtures("group")
+def test_references_in_the_arguments_are_counted(call: Call, pickler: Pickler) -> None:
+    # The fixture ``group`` checks that no worker keeps any of them.
+    for owner in ("driver", "worker0", "worker1"):
+        reference = rpc.remote(owner, functions.identity, (owner,))
+        assert call("worker0", fetched, (Sealed(reference),)) == owner
+        del reference
+        pickler.seen.clear()
+
+
+@pytest.mark.usefixtures("group")
+def test_without_it_the_usual_pickler_is_back(call: Call, pickler: Pickler) -> None:
+    with api._use_rpc_pickler(Pickler()):
+        assert call("worker0", opened, (Sealed(4),)) == 4
+    with pytest.raises(SerializationError, match="sealed"):
+        call("worker0", opened, (Sealed(4),))
+    assert not pickler.seen
+
+
+@pytest.mark.usefixtures("group")
+def test_a_reducer_of_the_usual_pickler_holds_for_every_call(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reducers, "_REDUCERS", dict(reducers._REDUCERS))
+    monkeypatch.setattr(_internal_rpc_pickler, "_class_reducer_dict", {})
+    with pytest.raises(SerializationError, match="sealed"):
+        call("worker0", opened, (Sealed(4),))
+    _internal_rpc_pickler._register_reducer(Sealed, reduce_sealed)
+    assert call("worker0", opened, (Sealed(4),), {"plus": 1}) == 5
+    assert call("worker0", opened, ([Sealed(4)][0],)) == 4
+
+
+# Errors that a worker notes
+
+
+_noted: list[tuple[str, str]] = []
+
+
+def note_failures(on: bool) -> list[tuple[str, str]]:
+    """Begins or ends to note the errors of served calls; returns what was noted."""
+    worker: Worker = current().part(Worker)
+    worker.on_failure = (
+        (lambda peer, error: _noted.append((peer.name, repr(error)))) if on else None
+    )
+    noted = list(_noted)
+    _noted.clear()
+    return noted
+
+
+def fail(text: str) -> None:
+    raise LookupError(text)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_worker_can_be_told_of_the_calls_that_fail_there(call: Call) -> None:
+    rpc.rpc_sync("worker0", note_failures, (True,))
+    try:
+        with pytest.raises(LookupError):
+            call("worker0", fail, ("noted",))
+        assert rpc.rpc_sync("worker0", functions.name_here) == "worker0"
+    finally:
+        noted = rpc.rpc_sync("worker0", note_failures, (False,))
+    # A value that could not be made fails once more for everybody who fetches it.
+    assert set(noted) == {("driver", "LookupError('noted')")}

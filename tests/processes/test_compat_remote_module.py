@@ -1,0 +1,291 @@
+"""The remote module of ``weft.compat`` on real workers: what differs from that of ``weft.nn``."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from tests.processes.compiled import (
+    NoForward,
+    ScaleInterface,
+    call_twice,
+    overlap,
+)
+from weft import rpc
+from weft.autograd import backward, context, get_gradients
+from weft.compat.remote_module import (
+    _REMOTE_MODULE_PICKLED_ATTRIBUTES,
+    RemoteModule,
+    _create_module,
+    _param_rrefs,
+    _RemoteModule,
+)
+from weft.errors import ArgumentTypeError, ConfigurationError, SerializationError
+
+# Each test shares the workers of the file; they connect to one another when they first talk.
+pytestmark = [
+    pytest.mark.keeps("threads", "descriptors", "shared memory", "processes"),
+    pytest.mark.filterwarnings(r"ignore:`torch\.jit\.:DeprecationWarning"),
+]
+FIRST, SECOND = "worker0", "worker1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers() -> Iterator[None]:
+    with weft.cluster(workers=2):
+        yield
+
+
+class Scale(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, value: Tensor, times: int) -> tuple[Tensor, int]:
+        return value * self.factor * times, times
+
+
+class Whole(nn.Module):
+    """A local layer beside a remote one."""
+
+    def __init__(self, remote: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Linear(2, 2)
+        self.remote = remote
+
+
+def attributes_of(module: RemoteModule) -> tuple[list[str], bool]:
+    return list(vars(module)), module.training
+
+
+def use(module: RemoteModule, value: Tensor) -> tuple[Any, ...]:
+    """What a received remote module can do, as a part of another too."""
+    whole = Whole(module)
+    assert [name for name, _ in whole.named_parameters()] == ["own.weight", "own.bias"]
+    return module(value, 2), module.forward(value, times=3), list(whole.state_dict()), repr(module)
+
+
+def is_scripted(module: Any) -> bool:
+    return isinstance(module.local_value(), torch.jit.ScriptModule)
+
+
+def test_it_is_called_as_in_torch() -> None:
+    module = RemoteModule(f"{FIRST}/cpu", Scale, (2.0,))
+    assert module(torch.ones(1), 2)[0].item() == 4.0
+    assert module.forward_async(torch.ones(1), times=3).wait()[0].item() == 6.0
+    assert (module.on, module.device) == (FIRST, "cpu")
+    assert (module.is_device_map_set, module.is_scriptable) == (False, False)
+    assert [function.__name__ for function in module.generated_methods] == [
+        "forward_async",
+        "forward",
+    ]
+    assert module.get_module_rref() is module.module_rref
+    assert len(module.remote_parameters()) == 1
+
+
+def test_it_refuses_what_torch_refuses() -> None:
+    module = RemoteModule(FIRST, Scale, args=(2.0,))
+    for name in ("apply", "cuda", "extra_repr", "load_state_dict", "modules", "named_modules"):
+        with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
+            getattr(module, name)()
+    for name in ("register_forward_hook", "register_forward_pre_hook", "state_dict"):
+        with pytest.raises(ConfigurationError, match=f"Method ``{name}`` not supported"):
+            getattr(module, name)()
+    with pytest.raises(ValueError, match="Please use ``remote_parameters`` instead"):
+        module.parameters()
+
+
+def test_a_module_around_it_still_reaches_it() -> None:
+    remote = RemoteModule(FIRST, Scale, args=(2.0,))
+    whole = Whole(remote)
+    assert [type(module) for module in whole.modules()] == [Whole, nn.Linear, RemoteModule]
+    state = whole.state_dict()
+    assert state["remote.factor"].item() == 2.0
+    whole.load_state_dict({**state, "remote.factor": torch.tensor(5.0)})
+    assert remote(torch.ones(1), 1)[0].item() == 5.0
+    whole.eval()
+    assert remote.get_module_rref().to_here().training is False
+    assert FIRST in repr(whole)
+
+
+def test_it_travels_with_these_attributes_and_no_others() -> None:
+    module = RemoteModule(FIRST, Scale, args=(2.0,)).eval()
+    expected = [*_REMOTE_MODULE_PICKLED_ATTRIBUTES, "forward_async", "forward"]
+    assert rpc.rpc_sync(SECOND, attributes_of, (module,)) == ([*expected, "training"], False)
+    assert rpc.rpc_sync(SECOND, attributes_of, (module.train(),)) == (expected, True)
+    called, forwarded, state, text = rpc.rpc_sync(SECOND, use, (module, torch.ones(1)))
+    assert (called[0].item(), forwarded[0].item()) == (4.0, 6.0)
+    assert state == ["own.weight", "own.bias", "remote.factor"]
+    assert text.startswith("RemoteModule(")
+    module.extra = 1
+    with pytest.warns(UserWarning, match="new attribute ``extra`` .* is ignored"):
+        assert "extra" not in rpc.rpc_sync(SECOND, attributes_of, (module,))[0]
+
+
+def test_it_is_no_cycle_so_its_reference_goes_with_the_last_user() -> None:
+    made = RemoteModule(FIRST, Scale, args=(2.0,))
+    wrapped = RemoteModule.init_from_module_rref(FIRST, made.get_module_rref())
+    gc.disable()
+    try:
+        alive = [weakref.ref(made), weakref.ref(wrapped)]
+        del made, wrapped
+        assert [each() for each in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "put", [pickle.dumps, copy.deepcopy, lambda m: torch.save(m, io.BytesIO())]
+)
+def test_it_goes_nowhere_else(put: Any) -> None:
+    module = RemoteModule(FIRST, Scale, args=(2.0,))
+    with pytest.raises(RuntimeError, match="Cannot pickle RemoteModule in python pickler"):
+        put(module)
+
+
+def test_a_module_that_exists_is_called_where_it_is() -> None:
+    rref = RemoteModule(FIRST, Scale, args=(2.0,)).get_module_rref()
+    module = RemoteModule.init_from_module_rref(FIRST, rref)
+    assert module(torch.ones(1), 1)[0].item() == 2.0
+    with pytest.warns(UserWarning, match="another worker than 'worker0'"):
+        misplaced = RemoteModule.init_from_module_rref(f"{SECOND}/cpu", rref)
+    assert misplaced.on == FIRST
+    assert misplaced(torch.ones(1), 1)[0].item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "message"),
+    [
+        ("/cpu", ValueError, "Could not parse remote_device: /cpu. The valid format is"),
+        ("worker0/cpu/cpu", ValueError, "Could not parse remote_device"),
+        ("worker0/toaster", RuntimeError, "device type at start of device string"),
+        ("worker0/", RuntimeError, "Device string must not be empty"),
+    ],
+)
+def test_a_place_that_is_none(place: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        RemoteModule(place, Scale, args=(2.0,))
+
+
+def test_what_makes_no_module_is_refused() -> None:
+    expected = (
+        r"Expect `module_cls\(\*args, \*\*kwargs\)` returns an instance of <class nn.Module>,"
+    )
+    for wrong in (dict, make_number):
+        with pytest.raises(ValueError, match=expected):
+            RemoteModule(FIRST, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=expected):
+        _RemoteModule(FIRST, make_number, _module_interface_cls=ScaleInterface)  # type: ignore[arg-type]
+
+
+def make_number() -> int:
+    return 3
+
+
+def test_helpers_of_torch_have_their_meaning() -> None:
+    made = rpc.remote(FIRST, _create_module, args=(Scale, (2.0,), {}, "cpu"))
+    (parameter,) = rpc.rpc_sync(FIRST, _param_rrefs, args=(made, True))
+    assert parameter.to_here().item() == 2.0
+
+
+# TorchScript
+
+
+def scriptable() -> _RemoteModule:
+    return _RemoteModule(FIRST, Scale, (2.0,), _module_interface_cls=ScaleInterface)
+
+
+def test_scripted_code_calls_a_remote_module_by_its_interface() -> None:
+    module = scriptable()
+    assert module.is_scriptable
+    assert rpc.rpc_sync(FIRST, is_scripted, (module.get_module_rref(),))
+    assert module(torch.ones(1), 3)[0].item() == 6.0
+    scripted = torch.jit.script(module)
+    assert isinstance(scripted, torch.jit.ScriptModule)
+    assert call_twice(scripted, torch.ones(1)).item() == 16.0
+    assert overlap(scripted, torch.ones(1)).item() == 4.0 + 6.0
+    assert scripted.forward_async(torch.ones(1), 2).wait()[0].item() == 4.0
+
+
+def test_two_of_one_interface_are_two() -> None:
+    first, second = (
+        torch.jit.script(
+            _RemoteModule(FIRST, Scale, (factor,), _module_interface_cls=ScaleInterface)
+        )
+        for factor in (2.0, 3.0)
+    )
+    assert call_twice(first, torch.ones(1)).item() == 16.0
+    assert call_twice(second, torch.ones(1)).item() == 36.0
+    del first
+    assert call_twice(second, torch.ones(1)).item() == 36.0
+
+
+@pytest.mark.parametrize(("run", "expected"), [(call_twice, 16.0), (overlap, 10.0)])
+def test_gradients_flow_through_scripted_calls(run: Any, expected: float) -> None:
+    module = scriptable()
+    (parameter,) = module.remote_parameters()
+    value = torch.ones(1, requires_grad=True)
+    with context() as context_id:
+        backward(context_id, [run(torch.jit.script(module), value).sum()])
+        assert get_gradients(context_id)[value].item() == expected
+        there = rpc.rpc_sync(FIRST, gradient_of, (context_id, parameter))
+    assert there.item() == {16.0: 16.0, 10.0: 5.0}[expected]
+
+
+def gradient_of(context_id: int, parameter: Any) -> Tensor:
+    return get_gradients(context_id)[parameter.local_value()]
+
+
+def test_an_error_of_the_module_reaches_scripted_code() -> None:
+    with pytest.raises(RuntimeError, match="must match the size"):
+        call_twice(
+            torch.jit.script(_RemoteModule(FIRST, Wide, (), None, ScaleInterface)), torch.ones(7)
+        )
+
+
+class Wide(Scale):
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.factor = nn.Parameter(torch.ones(3))
+
+
+def test_a_scripted_one_stays_where_it_is() -> None:
+    scripted = torch.jit.script(scriptable())
+    with pytest.raises(SerializationError, match="Passing a script RemoteModule over RPC is not"):
+        rpc.rpc_sync(SECOND, type, (scripted,))
+    with pytest.raises(torch.jit.Error, match="can only be pickled when using RPC"):
+        torch.save(scripted, io.BytesIO())
+
+
+def test_the_interface_stays_behind() -> None:
+    module = scriptable()
+    there = rpc.rpc_sync(SECOND, copies, (module,))
+    assert there == (False, "no TorchScript interface")
+    rref = module.get_module_rref()
+    again = RemoteModule.init_from_module_rref(FIRST, rref, ScaleInterface)
+    assert call_twice(torch.jit.script(again), torch.ones(1)).item() == 16.0
+
+
+def copies(module: RemoteModule) -> tuple[bool, str]:
+    try:
+        torch.jit.script(module)
+    except ConfigurationError as error:
+        return module.is_scriptable, str(error)[len("this RemoteModule has ") :].split(";")[0]
+    raise AssertionError
+
+
+def test_what_is_no_interface_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"pass a class with @torch\.jit\.interface"):
+        _RemoteModule(FIRST, Scale, (2.0,), _module_interface_cls=Scale)
+    with pytest.raises(ArgumentTypeError, match="NoForward has no method forward"):
+        _RemoteModule(FIRST, Scale, (2.0,), _module_interface_cls=NoForward)

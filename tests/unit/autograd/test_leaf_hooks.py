@@ -1,0 +1,84 @@
+"""Hooks of the nodes that accumulate gradients: called if that is on, once, with the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.autograd.contexts import Context
+from weft.autograd.graph import LocalPass
+from weft.autograd.leaf_hooks import enable_leaf_hooks, has_leaf_hooks
+
+
+@pytest.fixture
+def _on() -> Iterator[None]:
+    enable_leaf_hooks()
+    yield
+    enable_leaf_hooks(False)
+
+
+on = pytest.mark.usefixtures("_on")
+Seen = list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+
+
+def watch(result: Tensor) -> Seen:
+    """Has hooks of the leaf that ``result`` was computed from note their arguments, twice."""
+    assert result.grad_fn is not None
+    node = result.grad_fn.next_functions[0][0]
+    assert node is not None
+    seen: Seen = []
+    for _ in range(2):
+        node.register_hook(lambda inputs, outputs: seen.append((inputs, outputs)))
+    return seen
+
+
+def backward(context: Context, root: Tensor) -> None:
+    local = LocalPass(context)
+    local.start([root])
+    local.work()
+    local.close()
+
+
+@on
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo])
+def test_hooks_are_called_after_the_gradient_is_there(layout: torch.layout) -> None:
+    leaf = (torch.eye(2) if layout is torch.strided else torch.eye(2).to_sparse()).requires_grad_()
+    doubled = leaf * 2
+    context, seen = Context(1, 0), watch(doubled)
+    backward(context, doubled.to_dense().sum() if doubled.is_sparse else doubled.sum())
+    assert len(seen) == 2
+    for inputs, (gradient,) in seen:
+        assert inputs == ()
+        assert gradient is context.get_gradients()[leaf] or layout is not torch.strided
+    assert leaf.grad is None
+
+
+@on
+def test_a_leaf_that_several_messages_lead_to_has_its_hooks_called_once_with_the_sum() -> None:
+    leaf = torch.nn.Parameter(torch.ones(2))
+    first, second = leaf * 2, leaf * 3
+    context, seen = Context(1, 0), watch(first)
+    numbers = [context.record_send([value], 1) for value in (first, second)]
+    local = LocalPass(context)
+    for number in numbers:
+        local.arrive(number, [torch.ones(2)])
+        local.work()
+    assert [outputs[0].tolist() for _, outputs in seen] == [[5.0, 5.0]] * 2
+
+
+def test_off_they_are_not_looked_for() -> None:
+    leaf = torch.nn.Parameter(torch.ones(2))
+    doubled = leaf * 2
+    seen = watch(doubled)
+    backward(Context(1, 0), doubled.sum())
+    assert seen == []
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    assert not has_leaf_hooks(node)
+    enable_leaf_hooks()
+    try:
+        assert has_leaf_hooks(node)
+    finally:
+        enable_leaf_hooks(False)

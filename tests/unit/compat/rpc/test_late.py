@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import threading
+import time
+
+from weft.compat.rpc.late import Late
+from weft.errors import NotInitialized
+
+
+def test_actions_run_in_the_order_of_their_time() -> None:
+    done: list[str] = []
+    finished = threading.Event()
+    late = Late("late")
+    began_s = time.monotonic()
+    late.add(0.06, finished.set)
+    late.add(0.03, lambda: done.append("second"))
+    late.add(0.0, lambda: done.append("first"))
+    assert finished.wait(5)
+    assert time.monotonic() - began_s >= 0.06
+    assert done == ["first", "second"]
+    late.close()
+
+
+def test_an_action_for_a_worker_that_has_left_is_of_no_use() -> None:
+    def fail() -> None:
+        raise NotInitialized("gone")
+
+    late, finished = Late("late"), threading.Event()
+    late.add(0.0, fail)
+    late.add(0.0, finished.set)
+    assert finished.wait(5)
+    late.close()
+
+
+def test_nothing_runs_after_the_close() -> None:
+    done: list[int] = []
+    late = Late("late")
+    late.add(0.05, lambda: done.append(1))
+    late.close()
+    late.add(0.0, lambda: done.append(2))
+    assert not [thread for thread in threading.enumerate() if thread.name == "late"]
+    assert not done
+    Late("unused").close()

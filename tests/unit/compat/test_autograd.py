@@ -1,0 +1,39 @@
+"""What needs no group; the rest is in ``tests/processes/test_compat_autograd.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from weft.autograd import leaf_hooks
+from weft.compat import autograd
+from weft.errors import ArgumentTypeError, ConfigurationError, NotInitialized
+
+
+@pytest.fixture(autouse=True)
+def _keep_leaf_hooks() -> Iterator[None]:
+    yield
+    leaf_hooks.enable_leaf_hooks(False)
+
+
+def test_preparing_a_worker() -> None:
+    autograd._init(0)
+    autograd._init((1 << 16) - 1)
+    assert leaf_hooks._is_enabled
+
+
+def test_numbers_that_no_worker_has() -> None:
+    for number in (-1, 1 << 16):
+        with pytest.raises(ConfigurationError, match="from 0 to 65535"):
+            autograd._init(number)
+    with pytest.raises(ArgumentTypeError):
+        autograd._init("worker0")  # type: ignore[arg-type]
+    assert not leaf_hooks._is_enabled
+
+
+def test_without_a_group() -> None:
+    assert autograd.is_available()
+    for function in (autograd._new_context, autograd._get_max_id, autograd._get_debug_info):
+        with pytest.raises(NotInitialized):
+            function()

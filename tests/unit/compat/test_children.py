@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from weft.compat import children
+from weft.errors import ConfigurationError
+
+FOLDER = children.FOLDER
+
+
+@pytest.fixture(autouse=True)
+def _keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "_change", None)
+    monkeypatch.setenv("PYTHONPATH", "")  # so that it is put back after the test
+    monkeypatch.delenv("PYTHONPATH")
+
+
+def test_the_folder_is_the_one_that_python_shall_find() -> None:
+    assert os.path.isfile(os.path.join(FOLDER, "sitecustomize.py"))
+
+
+@pytest.mark.parametrize("before", [None, "", "/a", "/a:/b", "/a::"])
+def test_the_folder_comes_first_and_goes_again(before: str | None) -> None:
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
+    children.enable()
+    children.enable()
+    # An empty entry at the end would add the current folder to every child's path.
+    assert os.environ["PYTHONPATH"] == (f"{FOLDER}:{before}" if before else FOLDER)
+    children.disable()
+    assert os.environ.get("PYTHONPATH") == before
+    children.disable()
+    assert os.environ.get("PYTHONPATH") == before
+
+
+def test_what_others_change_meanwhile_stays() -> None:
+    children.enable()
+    os.environ["PYTHONPATH"] = "/new:" + os.environ["PYTHONPATH"] + ":/last"
+    children.disable()
+    assert os.environ["PYTHONPATH"] == "/new:/last"
+    children.enable()
+    del os.environ["PYTHONPATH"]
+    children.disable()
+    assert "PYTHONPATH" not in os.environ
+
+
+@pytest.mark.parametrize(("inherited", "left"), [(FOLDER, None), (f"{FOLDER}:/a", "/a")])
+def test_a_child_takes_back_what_its_parent_has_put_there(inherited: str, left: str | None) -> None:
+    os.environ["PYTHONPATH"] = inherited
+    children.enable()
+    assert os.environ["PYTHONPATH"] == inherited
+    children.disable()
+    assert os.environ.get("PYTHONPATH") == left
+
+
+def test_a_folder_that_no_variable_can_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "FOLDER", "/a:b/bootstrap")
+    with pytest.raises(ConfigurationError, match="in_children=False"):
+        children.enable()
+    assert "PYTHONPATH" not in os.environ

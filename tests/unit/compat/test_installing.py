@@ -1,0 +1,176 @@
+"""In this process; what needs one of its own is in ``tests/processes/test_compat_install.py``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed
+import torch.nn.parallel.distributed
+
+import weft.compat
+from weft.agent import current
+from weft.compat import children
+from weft.compat.redirecting import MODULES
+from weft.errors import AlreadyInitialized
+
+RPC = "torch.distributed.rpc"
+HOLDERS = ("torch._C", "torch.distributed", "torch.nn.parallel", "torch.futures")
+
+
+@pytest.fixture(autouse=True)
+def _put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PYTHONPATH", "/some/folder")
+    with warnings.catch_warnings():
+        # The modules of other tests may hold PyTorch's names.
+        warnings.filterwarnings("ignore", "weft.compat.install")
+        yield
+        monkeypatch.undo()  # first: it may be what keeps Weft installed
+        weft.compat.uninstall()
+
+
+def take_state() -> dict[str, Any]:
+    """Returns all that installing may change, by identity."""
+    holders = [name for name in sys.modules if name.startswith(HOLDERS)]
+    return {
+        "modules": {n: id(m) for n, m in sys.modules.items() if not n.startswith("weft.")},
+        "attributes": {
+            (holder, name): id(value)
+            for holder in ["torch", *holders]
+            if isinstance(sys.modules[holder], ModuleType)
+            for name, value in vars(sys.modules[holder]).items()
+            if name != "__warningregistry__"
+        },
+        "finders": [id(finder) for finder in sys.meta_path],
+        "environment": dict(os.environ),
+        "path": list(sys.path),
+        "filters": list(warnings.filters),
+    }
+
+
+@pytest.mark.parametrize("sequence", ["iu", "iiu", "iuu", "iuiu", "u", "iiuiuu"])
+@pytest.mark.parametrize("in_children", [True, False])
+def test_everything_is_put_back(sequence: str, in_children: bool) -> None:
+    for module in [*MODULES.values(), "weft.agent"]:
+        importlib.import_module(module)
+    before = take_state()
+    for step in sequence:
+        if step == "i":
+            weft.compat.install(in_children=in_children)
+            assert take_state() != before
+        else:
+            weft.compat.uninstall()
+        assert weft.compat.is_installed() == (step == "i")
+    assert take_state() == before
+
+
+def test_what_is_imported_is_weft() -> None:
+    weft.compat.install()
+    for name in [n for n in MODULES if n in sys.modules]:
+        ours = sys.modules[MODULES[name]]
+        assert importlib.import_module(name) is ours
+        assert ours.__name__ == ours.__spec__.name == MODULES[name]  # type: ignore[union-attr]
+    rpc, autograd = torch.distributed.rpc, torch.distributed.autograd  # noqa: TID251
+
+    assert (rpc.__name__, autograd.__name__) == ("weft.compat.rpc", "weft.compat.autograd")
+    assert torch.nn.parallel.distributed.RRef is rpc.RRef
+
+
+@pytest.mark.parametrize("in_children", [True, False])
+def test_children_are_told_where_they_shall_be(in_children: bool) -> None:
+    weft.compat.install(in_children=in_children)
+    told = children.FOLDER in os.environ["PYTHONPATH"].split(os.pathsep)
+    assert told == in_children
+    weft.compat.uninstall()
+    assert os.environ["PYTHONPATH"] == "/some/folder"
+
+
+def test_what_the_program_puts_on_the_path_meanwhile_stays() -> None:
+    weft.compat.install()
+    os.environ["PYTHONPATH"] += ":/more"
+    weft.compat.uninstall()
+    assert os.environ["PYTHONPATH"] == "/some/folder:/more"
+
+
+def test_a_worker_of_pytorchs_rpc_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[RPC], "_is_current_rpc_agent_set", lambda: True)
+    before = take_state()
+    with pytest.raises(AlreadyInitialized, match=r"after shutdown\(\)"):
+        weft.compat.install()
+    assert not weft.compat.is_installed()
+    assert take_state() == before
+
+
+def test_a_worker_of_weft_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    weft.compat.install()
+    monkeypatch.setattr(current, "_current", SimpleNamespace(info=SimpleNamespace(name="ps")))
+    with pytest.raises(AlreadyInitialized, match=r"worker 'ps': call rpc\.shutdown\(\) first"):
+        weft.compat.uninstall()
+    assert weft.compat.is_installed()
+
+
+def test_modules_that_were_too_early_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = ModuleType("program")
+    stock = sys.modules[RPC]
+    vars(program).update(rpc=stock, rpc_sync=stock.rpc_sync, DDP=torch.nn.Module)
+    monkeypatch.setitem(sys.modules, "program", program)
+    with pytest.warns(RuntimeWarning, match=r"program \(rpc, rpc_sync\)") as caught:
+        weft.compat.install()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weft.compat.install()  # says it once
+
+
+LOADED_MEANWHILE = """
+import sys
+import weft.compat
+names = ("torch.distributed.optim", "torch.distributed.nn", "torch.distributed.rpc._testing")
+weft.compat.install()
+assert not [name for name in names if name in sys.modules]
+import torch.distributed.optim, torch.distributed.nn, torch.distributed.nn.api.remote_module
+import torch.distributed.rpc._testing.faulty_agent_backend_registry
+import torch.distributed._shard.sharded_tensor.api as sharded
+from torch.distributed import optim, nn, rpc
+import weft.compat.optimizer, weft.compat.remote_module
+
+assert optim.DistributedOptimizer is weft.compat.optimizer.DistributedOptimizer
+assert optim.optimizer is weft.compat.optimizer
+assert nn.RemoteModule is weft.compat.remote_module.RemoteModule
+assert nn.api.remote_module is weft.compat.remote_module
+assert rpc._testing is weft.compat.rpc._testing
+assert sharded.rpc is sys.modules[sharded.__package__ + ".utils"].rpc is weft.compat.rpc
+kept = (optim.ZeroRedundancyOptimizer, nn.functional, sharded.ShardedTensor)
+
+weft.compat.uninstall()
+assert kept == (optim.ZeroRedundancyOptimizer, nn.functional, sharded.ShardedTensor)
+stock = torch.distributed.rpc
+assert stock.__name__ == "torch.distributed.rpc" and stock.__spec__.loader.name == stock.__name__
+assert sharded.rpc is sys.modules[sharded.__package__ + ".utils"].rpc is stock
+for module, name in ((optim, "DistributedOptimizer"), (nn, "RemoteModule")):
+    assert getattr(module, name).__module__.startswith(module.__name__), name
+del stock, name, module
+assert not [k for k, m in sys.modules.items() if k.startswith("torch.") and "weft" in m.__name__]
+
+weft.compat.install()
+assert optim.DistributedOptimizer is weft.compat.optimizer.DistributedOptimizer
+assert nn.RemoteModule is weft.compat.remote_module.RemoteModule
+assert sharded.rpc is weft.compat.rpc
+"""
+
+
+def test_modules_that_are_loaded_meanwhile_are_put_back_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", LOADED_MEANWHILE],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,30 @@
+"""Names of ``torch.distributed.optim.optimizer``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft.optim
+from weft.compat import optimizer
+
+
+def future(result: int = 0, error: Exception | None = None) -> torch.futures.Future[int]:
+    made: torch.futures.Future[int] = torch.futures.Future()
+    if error is None:
+        made.set_result(result)
+    else:
+        made.set_exception(error)
+    return made
+
+
+def test_the_distributed_optimizer_is_that_of_weft() -> None:
+    assert optimizer.DistributedOptimizer is weft.optim.DistributedOptimizer
+
+
+def test_all_are_waited_for_and_the_last_failure_is_raised() -> None:
+    assert optimizer._wait_for_all([future(1), future(2)]) == [1, 2]
+    with pytest.raises(ValueError, match="second"):
+        optimizer._wait_for_all(
+            [future(error=KeyError("first")), future(error=ValueError("second"))]
+        )

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.conformance.cases import Outcome
+from tests.conformance.comparing import Comparison, compare, longest_first, updated
+from tests.conformance.lists import Baseline, Expected
+from tests.unit.conformance.results import case, verdict
+
+ADD, SUB = case("test_add"), case("test_sub")
+ON_PURPOSE = Expected("fail", 0.3, "unused-results", "asserts a hang")
+CATEGORIES = {ADD: "portable", SUB: "CUDA"}
+
+
+def differences(found: Comparison) -> set[str]:
+    return {name for name, listed in vars(found).items() if listed}
+
+
+@pytest.mark.parametrize(
+    ("expected", "outcome", "where"),
+    [
+        (Expected("pass"), "pass", set()),
+        (Expected("pass"), "fail", {"regressed"}),
+        (Expected("pass"), "timeout", {"regressed"}),
+        (Expected("pass"), "crash", {"regressed"}),
+        (Expected("pass"), "skip", {"regressed"}),
+        (ON_PURPOSE, "fail", {"on_purpose"}),
+        (ON_PURPOSE, "skip", set()),
+        (ON_PURPOSE, "pass", {"new"}),
+        (Expected("skip"), "skip", set()),
+        (Expected("skip"), "pass", {"new"}),
+        (Expected("skip"), "fail", {"unlisted"}),
+        (None, "pass", {"new"}),
+        (None, "skip", set()),
+        (None, "fail", {"unlisted"}),
+    ],
+)
+def test_every_pair_of_expected_and_found(
+    expected: Expected | None, outcome: Outcome, where: set[str]
+) -> None:
+    baseline = Baseline("2.13", {} if expected is None else {ADD: expected})
+    found = compare(baseline, [verdict(ADD, outcome)], [ADD], CATEGORIES)
+    assert differences(found) == where
+    assert found.is_error == (where == {"regressed"})
+
+
+def test_one_that_passes_some_of_the_times_is_no_pass() -> None:
+    baseline = Baseline("2.13", {ADD: Expected("pass")})
+    found = compare(baseline, [verdict(ADD, "pass", "fail", "pass")], [ADD], CATEGORIES)
+    assert differences(found) == {"regressed", "unsteady"}
+    found = compare(Baseline(), [verdict(ADD, "pass", "fail")], [ADD], CATEGORIES)
+    assert differences(found) == {"unlisted", "unsteady"}
+
+
+def test_listed_as_passing_and_gone_is_an_error() -> None:
+    baseline = Baseline("2.13", {ADD: Expected("pass"), SUB: ON_PURPOSE})
+    found = compare(baseline, [], [], CATEGORIES)
+    assert found.missing == [ADD]
+    assert found.is_error
+
+
+def test_what_was_not_asked_for_is_not_missing() -> None:
+    baseline = Baseline("2.13", {ADD: Expected("pass"), SUB: Expected("pass")})
+    assert compare(baseline, [], [], CATEGORIES, ["test_sub"]).missing == [SUB]
+
+
+def test_a_gpu_test_may_be_skipped_where_it_passed_elsewhere() -> None:
+    baseline = Baseline("2.13", {SUB: Expected("pass")})
+    assert not compare(baseline, [verdict(SUB, "skip")], [SUB], CATEGORIES).is_error
+    assert compare(baseline, [verdict(SUB, "fail")], [SUB], CATEGORIES).is_error
+
+
+def test_update_adds_passes_and_never_takes_one_away() -> None:
+    third, fourth = case("test_mul"), case("test_div")
+    before = Baseline("2.12", {ADD: Expected("pass", 9.0), SUB: ON_PURPOSE})
+    verdicts = [
+        verdict(ADD, "fail"),
+        verdict(SUB, "pass"),
+        verdict(third, "fail"),
+        verdict(fourth, "skip"),
+    ]
+    after = updated(before, verdicts, [ADD, SUB, third, fourth], "2.13")
+    assert after.torch == "2.13"
+    assert after.tests == {
+        ADD: Expected("pass", 9.0),
+        SUB: Expected("pass", 0.5),
+        fourth: Expected("skip", 0.5),
+    }
+
+
+def test_update_keeps_reasons_and_drops_what_is_no_more() -> None:
+    before = Baseline("2.12", {ADD: Expected("pass"), SUB: ON_PURPOSE})
+    after = updated(before, [verdict(SUB, "fail")], [SUB], "2.13")
+    assert after.tests == {SUB: Expected("fail", 0.5, "unused-results", "asserts a hang")}
+
+
+def test_the_longest_start_first_and_those_never_run_before_them() -> None:
+    new = case("test_new")
+    baseline = Baseline("2.13", {ADD: Expected("pass", 0.3), SUB: Expected("pass", 7.0)})
+    assert longest_first([ADD, SUB, new], baseline) == [new, SUB, ADD]

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conformance import running
+from tests.conformance.cases import CaseName, Result
+from tests.conformance.running import Runner
+from tests.conformance.table import last_lines
+from tests.unit.conformance import sample_case
+
+# pytest-xdist has a thread of its own; the child runs nothing but the few lines below.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def run(logs: Path, *tests: str, limit_s: float = 20, repeat: int = 1) -> dict[str, Result]:
+    cases = [CaseName("own", "Sample", test) for test in tests]
+    runner = Runner({"own.Sample": sample_case.Sample}, logs, jobs=2, limit_s=limit_s)
+    return {result.log.name: result for result in runner.run(cases, repeat)}
+
+
+def test_each_outcome_is_told_from_the_others(tmp_path: Path) -> None:
+    results = run(tmp_path, "test_passes", "test_fails", "test_is_skipped", "test_dies")
+    assert {name: result.outcome for name, result in results.items()} == {
+        "own.Sample.test_passes.log": "pass",
+        "own.Sample.test_fails.log": "fail",
+        "own.Sample.test_is_skipped.log": "skip",
+        "own.Sample.test_dies.log": "crash",
+    }
+    assert "a line of output" in (tmp_path / "own.Sample.test_passes.log").read_text()
+    assert last_lines(tmp_path / "own.Sample.test_fails.log")[-1] == "AssertionError: 4 is not 5"
+
+
+def test_one_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "GRACE_S", 0.0)
+    results = run(tmp_path, "test_never_ends", "test_passes", limit_s=0.3)
+    assert results["own.Sample.test_never_ends.log"].outcome == "timeout"
+    assert results["own.Sample.test_passes.log"].outcome == "pass"
+
+
+def test_what_a_test_leaves_running_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
+    results = run(tmp_path, "test_leaves_a_process")
+    assert results["own.Sample.test_leaves_a_process.log"].outcome == "pass"
+    pid = int((tmp_path / "pid").read_text())
+    until = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_files_that_tests_leave_behind_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    results = run(tmp_path / "logs", "test_leaves_a_file")
+    assert results["own.Sample.test_leaves_a_file.log"].outcome == "pass"
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert os.environ["TMPDIR"] == str(tmp_path)
+
+
+def test_tests_that_run_when_the_runner_is_left_are_ended(tmp_path: Path) -> None:
+    runner = Runner({"own.Sample": sample_case.Sample}, tmp_path, jobs=2, limit_s=20)
+    results = runner.run([CaseName("own", "Sample", t) for t in ("test_passes", "test_never_ends")])
+    assert next(results).case.test == "test_passes"
+    assert [case.test for case in runner.running] == ["test_never_ends"]
+    results.close()  # type: ignore[attr-defined]
+    assert runner.running == []
+
+
+def test_each_repetition_has_its_own_log(tmp_path: Path) -> None:
+    results = run(tmp_path, "test_passes", repeat=2)
+    assert set(results) == {"own.Sample.test_passes.1.log", "own.Sample.test_passes.2.log"}
