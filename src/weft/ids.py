@@ -59,6 +59,9 @@ class WorkerInfo:
                 "must be non-empty and shorter than 128 characters"
             )
 
+    def __str__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
 
 class ReferenceId(NamedTuple):
     """Names one remotely referenced value.

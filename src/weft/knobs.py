@@ -16,11 +16,11 @@ from typing import Generic, TypeVar
 
 from weft.errors import ConfigurationError
 
-Number = TypeVar("Number", int, float)
+Value = TypeVar("Value", int, float, str)
 
 
-class Knob(Generic[Number]):
-    """A number with a default that the environment, or a test, may change.
+class Knob(Generic[Value]):
+    """A value with a default that the environment, or a test, may change.
 
     Args:
         name: Name of the knob; the environment variable is ``WEFT_`` and this name.
@@ -28,13 +28,13 @@ class Knob(Generic[Number]):
         meaning: One sentence for the documentation, with the unit.
     """
 
-    def __init__(self, name: str, default: Number, meaning: str) -> None:
+    def __init__(self, name: str, default: Value, meaning: str) -> None:
         self.variable = f"WEFT_{name}"
-        self.default: Number = default
+        self.default: Value = default
         self.meaning = meaning
-        self._override: Number | None = None
+        self._override: Value | None = None
 
-    def get(self) -> Number:
+    def get(self) -> Value:
         """Returns the value in force now."""
         if self._override is not None:
             return self._override
@@ -51,7 +51,7 @@ class Knob(Generic[Number]):
             ) from None
 
     @contextlib.contextmanager
-    def override(self, value: Number) -> Iterator[None]:
+    def override(self, value: Value) -> Iterator[None]:
         """Puts ``value`` in force within a ``with`` block, in this process."""
         previous, self._override = self._override, value
         try:
@@ -126,6 +126,11 @@ STRIPE_STALL_S = Knob(
 )
 UNIX_SOCKETS = Knob(
     "UNIX_SOCKETS", 1, "1 to reach peers on this host by Unix sockets, 0 to reach them by TCP."
+)
+LISTEN = Knob(
+    "LISTEN",
+    "127.0.0.1",
+    "Address on which workers of other hosts reach this one, where its options name none.",
 )
 BACKWARD_TIMEOUT_S = Knob(
     "BACKWARD_TIMEOUT_S", 1800.0, "Seconds a distributed backward pass may take."

@@ -82,6 +82,8 @@ def _prepare_environment() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # Counting the GPUs in the common way leaves forked processes unable to use one.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # Some tests call workers that may still be in init_process_group, and rely on slow calls.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
 
 
 def _import_test_modules() -> Any:

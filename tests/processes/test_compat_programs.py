@@ -127,8 +127,6 @@ REMADE = [
 ]
 
 BY_DESIGN: dict[str, tuple[object, object]] = {
-    # Between a worker and itself tensors go by reference.
-    "a_tensor_after_a_call_to_oneself_that_changed_it": ([0.0, 0.0], [3.0, 3.0]),
     # An error keeps its kind wherever it can be made again; PyTorch's is a RuntimeError.
     "errors_that_are_of_their_own_kind_and_runtime_errors": (
         {**{kind: [False, True] for kind in REMADE}, "OwnError": [False, False]},
@@ -151,15 +149,6 @@ BY_DESIGN: dict[str, tuple[object, object]] = {
 }
 """Probes with two right answers: PyTorch's, and Weft's."""
 
-OPEN = {
-    "calling_what_cannot_be_called",
-    "device_map_of_the_agent",
-    "gradients_of_a_call_under_no_grad",
-    "names_of_the_extension_module",
-    "text_of_worker_info",
-}
-"""Probes that Weft is to answer as PyTorch does, and does not yet."""
-
 
 def test_probes_are_answered_the_same() -> None:
     by_torch, by_weft = (
@@ -173,10 +162,9 @@ def test_probes_are_answered_the_same() -> None:
         for name, expected in by_torch.items()
         if (lines := compare(expected, by_weft[name], name))
     }
-    unknown = different.keys() - BY_DESIGN.keys() - OPEN
+    unknown = different.keys() - BY_DESIGN.keys()
     assert not unknown, "\n".join(line for name in sorted(unknown) for line in different[name])
     assert {name: (by_torch[name], by_weft[name]) for name in BY_DESIGN} == BY_DESIGN
-    assert different.keys() >= OPEN, "answered as by PyTorch now: take it out of OPEN"
 
 
 def compare(expected: Any, found: Any, place: str) -> list[str]:

@@ -172,4 +172,4 @@ def run_worker(rank, world_size):
 
 
 if __name__ == "__main__":
-    mp.spawn(run_worker, args=(3,), nprocs=3, join=True)
+    mp.start_processes(run_worker, args=(3,), nprocs=3, start_method="fork")

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from weft import knobs
+from weft.autograd.ddp_ending import keep_group_of, release_groups
 from weft.autograd.gradients import Gradients, is_private, sum_of
 from weft.autograd.local_engine import accumulate
 from weft.errors import AutogradError
@@ -61,6 +62,7 @@ def watch() -> None:
 
 def known_modules() -> list[tuple[Any, threading.Lock]]:
     """Returns all modules under DDP with their locks, in order of construction."""
+    release_groups()
     if not _lock_of:
         return []
     with _lock:
@@ -74,8 +76,11 @@ def _on_registration(module: Module, _: str, __: object) -> None:
 
 
 def _note(module: DistributedDataParallel) -> None:
+    release_groups()
     with _lock:
-        _lock_of.setdefault(module, threading.Lock())
+        if module not in _lock_of:
+            _lock_of[module] = threading.Lock()
+            keep_group_of(module)
 
 
 class Replica:

@@ -70,6 +70,13 @@ def _is_alone(tensor: Tensor, unshared_uses: int) -> bool:
     return bool(_storage_use_count(tensor.untyped_storage()._cdata) <= unshared_uses)
 
 
+def _repeated(ids: list[int]) -> set[int]:
+    """Returns the ids that occur more than once."""
+    if len(set(ids)) == len(ids):
+        return set()
+    return {each for each in ids if ids.count(each) > 1}
+
+
 class Sink(Protocol):
     """Where the gradients of leaves go."""
 
@@ -97,13 +104,15 @@ class Gradients:
 
         Args:
             pairs: Tensors and their gradients; a tensor may occur more than once.
-            borrowed: Objects that are still used elsewhere; among the gradients, they are copied.
+            borrowed: Objects that are still used elsewhere; among the gradients, they are copied,
+                as is a gradient of several tensors, for each of them.
         """
+        pairs = list(pairs)
         used = {id(gradient) for gradient in borrowed}
+        used |= _repeated([id(gradient) for _, gradient in pairs])
         with self._lock:
             for tensor, gradient in pairs:
                 self._add(tensor, gradient, id(gradient) in used)
-                used.add(id(gradient))
 
     def _add(self, tensor: Tensor, gradient: Tensor, is_used: bool) -> None:
         previous = self._sums.get(tensor)

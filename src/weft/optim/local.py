@@ -231,5 +231,6 @@ class _StepLock:
 
 
 def step_lock() -> threading.Lock:
+    """Returns the lock under which optimizers of this worker take their turns."""
     shared: _StepLock = current().parts.setdefault(_StepLock, _StepLock())
     return shared.lock

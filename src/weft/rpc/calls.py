@@ -10,7 +10,7 @@ from weft.agent.agent import Agent
 from weft.agent.calls import PendingCall
 from weft.agent.current import current
 from weft.agent.peers import Peer
-from weft.errors import ConfigurationError, NotOwner, WorkerLost
+from weft.errors import ArgumentTypeError, NotOwner, WorkerLost
 from weft.ids import WorkerInfo
 from weft.rpc import serving
 from weft.rpc.futures import Future
@@ -159,22 +159,22 @@ def backward_from(reference: RRef[Any], context_id: int, retain_graph: bool) -> 
 def _checked(
     function: Callable[..., Any], args: Sequence[Any] | None, kwargs: dict[str, Any] | None
 ) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
-    """Returns what to call and with what, or raises ConfigurationError."""
+    """Returns what to call and with what, or raises ArgumentTypeError."""
     if not callable(function):
-        raise ConfigurationError(
+        raise ArgumentTypeError(
             f"func is {function!r}, a {type(function).__name__} that cannot be called; pass the "
             "function itself, and its arguments as args=(...)"
         )
     if args is None:
         args = ()
     elif not isinstance(args, (tuple, list)):
-        raise ConfigurationError(
+        raise ArgumentTypeError(
             f"args is a {type(args).__name__}; pass a tuple, args=(value,) for a single argument"
         )
     if kwargs is None:
         kwargs = {}
     elif not isinstance(kwargs, dict):
-        raise ConfigurationError(f"kwargs is a {type(kwargs).__name__}; pass a dict")
+        raise ArgumentTypeError(f"kwargs is a {type(kwargs).__name__}; pass a dict")
     return function, args, kwargs
 
 

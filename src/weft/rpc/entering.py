@@ -138,7 +138,7 @@ def _make_worker(
     agent = Agent(token, members, listeners, options.num_worker_threads, options.default_timeout_s)
     # Rank 0 may host the store: it must live for as long as others may still read from it.
     agent.parts[Store] = store
-    worker = Worker(agent, options.reference_type)
+    worker = Worker(agent, options)
     serving.install(worker)
     Gatherings(agent)
     return worker

@@ -26,9 +26,11 @@ class RpcBackendOptions:
             without keys of an earlier group.
         init_timeout: Seconds to wait for all workers to join.
         listen: Address of this machine on which other hosts can reach this worker. By default
-            workers of this host only.
+            that of ``WEFT_LISTEN``, and without it none: workers of this host only.
         reference_type: Class of the references that this worker makes and receives; a subclass
             of ``RRef``.
+        copy_to_self: Whether tensors in calls of this worker to itself are copied, as those to
+            others are. By default both sides have the same tensors.
     """
 
     num_worker_threads: int = field(default_factory=knobs.WORKER_THREADS.get)
@@ -36,8 +38,9 @@ class RpcBackendOptions:
     init_method: str | None = None
     store: Any = None
     init_timeout: float = field(default_factory=knobs.INIT_TIMEOUT_S.get)
-    listen: str = "127.0.0.1"
+    listen: str = field(default_factory=knobs.LISTEN.get)
     reference_type: type[RRef[Any]] = RRef
+    copy_to_self: bool = False
 
     @property
     def default_timeout_s(self) -> float:

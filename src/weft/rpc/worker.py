@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weft.agent.agent import Agent
@@ -19,6 +20,8 @@ from weft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceG
 from weft.rpc import others
 from weft.rpc.coroutines import CoroutineRunner
 from weft.rpc.handles import RRef
+from weft.rpc.options import RpcBackendOptions
+from weft.rpc.own_tensors import own_copy
 from weft.rpc.requests import CompactRequest, Request
 from weft.serialize import compact
 from weft.serialize.exceptions import pack_error, unpack_error
@@ -48,12 +51,13 @@ class Worker:
 
     Args:
         agent: Its agent.
-        reference_type: Class of the references that programs get.
+        options: What it was told when it joined.
     """
 
-    def __init__(self, agent: Agent, reference_type: type[RRef[Any]] = RRef) -> None:
+    def __init__(self, agent: Agent, options: RpcBackendOptions | None = None) -> None:
         self.agent = agent
-        self.reference_type = reference_type
+        self.reference_type: type[RRef[Any]] = RRef if options is None else options.reference_type
+        self.copies_own = options is not None and options.copy_to_self
         self.parcels = ParcelService(agent)
         self.references = ReferenceKeeper(agent)
         self.engine = Engine(agent, self.parcels)
@@ -114,16 +118,24 @@ class Worker:
             if values is not None:
                 context_id, message_id = current_id(), 0
                 if context_id:
-                    context_id, message_id = self._record_send(context_id, differentiable, peer)
+                    context_id, message_id = self._record_call(context_id, differentiable, peer)
                 return CompactRequest(timeout_s, creation, context_id, message_id, name, values)
         content = (args, kwargs) if name is not None else (args, kwargs, function)
         packed = pack(content, main_by_name=peer.main_by_name)
-        context_id, message_id = self._record_send(current_id(), packed.tensors, peer)
+        context_id, message_id = self._record_call(current_id(), packed.tensors, peer)
         references = self._hand_on(packed.externals, peer)
         head = encode_call_head(
             CallHead(timeout_s, creation, context_id, message_id, name or b"", references)
         )
         return Request(self, peer, head, packed, references)
+
+    def _record_call(
+        self, context_id: int, tensors: Sequence[Tensor], peer: Peer
+    ) -> tuple[int, int]:
+        # Neither the arguments nor the result of a call under no_grad are part of a graph.
+        if not torch.is_grad_enabled():
+            return 0, 0
+        return self._record_send(context_id, tensors, peer)
 
     def _record_send(
         self, context_id: int, tensors: Sequence[Tensor], peer: Peer
@@ -208,7 +220,10 @@ class Worker:
     def _receive_tensors(
         self, peer: Peer, parcel: Parcel, context_id: int, message_id: int
     ) -> list[Tensor]:
-        if not context_id or peer.is_self:
+        if peer.is_self:
+            tensors = parcel.tensors(detached=False)
+            return [own_copy(each, context_id) for each in tensors] if self.copies_own else tensors
+        if not context_id:
             return parcel.tensors(detached=False)
         context = self._context_of(context_id, peer)
         if context is None or not message_id:

@@ -86,17 +86,5 @@ def device_map_of_the_agent():
 
 
 @probe
-def names_of_the_extension_module():
-    from torch._C._distributed_rpc import PyRRef, WorkerInfo, _is_current_rpc_agent_set
-
-    reference, info = rpc.remote(PEER, identity, args=(1,)), rpc.get_worker_info()
-    return [
-        _is_current_rpc_agent_set(),
-        isinstance(reference, PyRRef),
-        isinstance(info, WorkerInfo),
-    ]
-
-
-@probe
 def a_reference_is_an_rref():
     return isinstance(rpc.remote(PEER, identity, args=(1,)), rpc.RRef)

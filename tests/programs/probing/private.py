@@ -33,6 +33,18 @@ def the_agent():
 
 
 @probe
+def names_of_the_extension_module():
+    from torch._C._distributed_rpc import PyRRef, WorkerInfo, _is_current_rpc_agent_set
+
+    reference, info = rpc.remote(PEER, identity, args=(1,)), rpc.get_worker_info()
+    return [
+        _is_current_rpc_agent_set(),
+        isinstance(reference, PyRRef),
+        isinstance(info, WorkerInfo),
+    ]
+
+
+@probe
 def waiting_for_all_calls_of_a_block():
     with rpc.api._wait_all():
         futures = [rpc.rpc_async(PEER, operator.add, args=(i, 1)) for i in range(3)]

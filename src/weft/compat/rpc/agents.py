@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from torch.distributed.distributed_c10d import Store
+
 import weft.rpc
 from weft.agent import current as current_agent
 from weft.agent.agent import Agent
@@ -34,10 +36,15 @@ def reference_info() -> dict[str, str]:
 
 
 class RpcAgent:
-    """The worker that this process has become by ``weft.rpc.init_rpc``."""
+    """The worker that this process has become by ``weft.rpc.init_rpc``.
 
-    def __init__(self) -> None:
+    Args:
+        options: The options that it was given.
+    """
+
+    def __init__(self, options: Any = None) -> None:
         self._agent: Agent = current_agent.current()
+        self._options = options
         self._may_drop_references = False
         self._lateness: LatenessMeter | None = None
         self.held_at_end: list[str] = []
@@ -57,6 +64,17 @@ class RpcAgent:
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Returns all workers of the group, by rank."""
         return [peer.info for peer in self._agent.members.present()]
+
+    @property
+    def store(self) -> Any:
+        """The store through which the workers found each other."""
+        return self._agent.parts[Store]
+
+    def _get_backend_options(self) -> Any:
+        return self._options
+
+    def _get_device_map(self, dst: WorkerInfo) -> dict[Any, Any]:
+        return dict(getattr(self._options, "device_maps", {}).get(dst.name, {}))
 
     # What it does at present
 

@@ -144,6 +144,7 @@ def _tensorpipe_init(
         rpc_timeout=rpc_backend_options.rpc_timeout,
         store=store,
         reference_type=RRef,
+        copy_to_self=True,
     )
     # Whatever the environment says of a size.
     join_group(name, rank, world_size, options)
@@ -156,7 +157,7 @@ def _tensorpipe_init(
         raise
     worker: Worker = current_agent.current().part(Worker)
     worker.on_failure = failures.log
-    return TensorPipeAgent()
+    return TensorPipeAgent(rpc_backend_options)
 
 
 register_backend("TENSORPIPE", _tensorpipe_options, _tensorpipe_init)
