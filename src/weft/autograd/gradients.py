@@ -8,6 +8,7 @@ tensor itself.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -74,7 +75,7 @@ def _repeated(ids: list[int]) -> set[int]:
     """Returns the ids that occur more than once."""
     if len(set(ids)) == len(ids):
         return set()
-    return {each for each in ids if ids.count(each) > 1}
+    return {each for each, count in Counter(ids).items() if count > 1}
 
 
 class Sink(Protocol):
