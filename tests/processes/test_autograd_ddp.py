@@ -5,6 +5,7 @@ The expected gradients are those of one process that has the batches of all trai
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -47,6 +48,10 @@ def on_trainers(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...
         rpc.rpc_async(trainer, function, args=own)
         for trainer, own in zip(TRAINERS, arguments, strict=True)
     ]
+    # All, before one raises: collectives of the next function must not overtake those of this.
+    for call in calls:
+        with contextlib.suppress(Exception):
+            call.wait()
     return [call.wait() for call in calls]
 
 

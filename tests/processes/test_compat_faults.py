@@ -17,8 +17,8 @@ from tests.processes.functions import Tracked, wait_until
 from weft import autograd, rpc
 from weft.agent.current import current
 from weft.compat.rpc import calls
-from weft.compat.rpc.fault_plan import Plan
-from weft.compat.rpc.faults import Faults
+from weft.compat.rpc._testing.fault_plan import Plan
+from weft.compat.rpc._testing.faults import Faults
 from weft.compat.rpc.references import RRef
 from weft.errors import CallTimeout, InjectedFault, ReferenceGone
 from weft.launch import Nursery

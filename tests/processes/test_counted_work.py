@@ -30,7 +30,7 @@ FUNCTIONS_IN_C = {
     "nothing": (48, 53),
     "one tensor": (54, 59),
     "sixteen tensors": (229, 234),
-    "a tensor in a context": (78, 76),
+    "a tensor in a context": (79, 76),
     "4 MiB": (156, 158),
 }
 SYSTEM_CALLS = 4.1

@@ -29,6 +29,8 @@ _INTRODUCTION = "introduction"
 _REGISTRATION = "registration"
 _TO = "to"
 _TAKEN = "taken"
+HOST = "host"
+"""In the facts of a registration: the name of the host, for messages."""
 
 
 class Lookup(Protocol):
@@ -149,8 +151,17 @@ class Connector:
                     return addresses.dial(address, self._timeout_s)
             except (OSError, ConfigurationError) as error:
                 errors.append(f"{text}: {getattr(error, 'strerror', None) or error}")
-        raise ConnectionRefusedError(
-            "; ".join(errors) or "it listens nowhere that this side reaches"
+        reason = "; ".join(errors) or "it listens nowhere that this side reaches"
+        raise ConnectionRefusedError(reason + self._hint(peer))
+
+    def _hint(self, peer: Peer) -> str:
+        """Returns what would help where a peer on another host cannot be reached from here."""
+        host, own_host = peer.registration.facts.get(HOST), self._me.facts.get(HOST)
+        if not host or host == own_host:
+            return ""
+        return (
+            f"; it is on host {host!r}, this worker on {own_host!r}: on each, set the variable "
+            f"{knobs.LISTEN.variable} to the host's address, and see that nothing is blocked"
         )
 
     def _dial_data(self, peer: Peer, count: int) -> list[socket.socket]:

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 from weft.agent import current as current_agent
 from weft.agent.admission import Admission, enter, note_left
 from weft.agent.agent import Agent
+from weft.agent.connector import HOST
 from weft.agent.members import Members
 from weft.agent.peers import Peer
 from weft.agent.rendezvous import join
@@ -42,7 +43,7 @@ def enter_closed(
         RendezvousError: There is no group; says why.
     """
     with _listening(options) as (listeners, addresses):
-        registration = Registration(name, rank, addresses, _main_program())
+        registration = _registration(name, rank, addresses)
         directory = join(store, registration, world_size, options.init_timeout)
     others = [each for each in directory.workers if each.id != rank]
     members = Members(registration, others, is_open=False)
@@ -61,7 +62,7 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         RendezvousError: The group is a closed one, or the store does not answer.
     """
     with _listening(options) as (listeners, addresses):
-        registration = Registration(name, rank, addresses, _main_program())
+        registration = _registration(name, rank, addresses)
         admission = enter(store, registration, options.init_timeout)
         members = Members(admission.me, (), is_open=True)
         worker = _make_worker(admission.token, members, listeners, store, options)
@@ -156,6 +157,11 @@ def _renew_thread_pool() -> None:
     """
     if os.getpid() != _loaded_by:
         torch.set_num_threads(torch.get_num_threads())
+
+
+def _registration(name: str, rank: int, addresses: tuple[str, ...]) -> Registration:
+    host = {HOST: socket.gethostname()}
+    return Registration(name, rank, addresses, _main_program(), host)
 
 
 def _main_program() -> str:

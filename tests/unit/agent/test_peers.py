@@ -31,7 +31,7 @@ class Side:
         self.listener, self.address = listen_unix()
         self.links: list[Link] = []
         self.peers: list[Peer] = []
-        me = Registration(f"worker{rank}", rank, (str(self.address),))
+        me = Registration(f"worker{rank}", rank, (str(self.address),), facts={"host": "here"})
         self.connector = Connector(
             me, False, TOKEN, capabilities, timeout_s, self._make_link, self._adopt
         )
@@ -189,6 +189,15 @@ def test_a_peer_that_listens_nowhere_in_reach(make_sides: Make, addresses: tuple
     peer = Peer(Registration("far", 1, addresses), main_by_name=True, is_self=False)
     with pytest.raises(Unreachable, match="far"):
         sides[0].connector.connect(peer)
+
+
+def test_a_peer_of_another_host_that_listens_there_only(make_sides: Make) -> None:
+    sides = make_sides()
+    for host, hint in (("here", ""), ("there", "on host 'there', this worker on 'here'.*LISTEN")):
+        registration = Registration("far", 1, ("tcp:127.0.0.1:1",), facts={"host": host})
+        with pytest.raises(Unreachable, match=f"refused{hint and '; it is '}{hint}") as caught:
+            sides[0].connector.connect(Peer(registration, main_by_name=True, is_self=False))
+        assert ("WEFT_LISTEN" in str(caught.value)) == (host == "there")
 
 
 def test_a_peer_that_never_answers_is_waited_for_in_time(make_sides: Make) -> None:

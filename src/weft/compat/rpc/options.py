@@ -218,7 +218,7 @@ def warn_of_ignored(options: TensorPipeRpcBackendOptions) -> None:
     warnings.warn(
         f"these options of torch.distributed.rpc have no effect in Weft: {'; '.join(ignored)}",
         IgnoredOptionWarning,
-        stacklevel=2,
+        stacklevel=6,  # the line that called init_rpc
     )
 
 

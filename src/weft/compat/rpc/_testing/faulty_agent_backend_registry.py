@@ -1,4 +1,4 @@
-"""Back-end ``FAULTY_TENSORPIPE``: Weft with faults on purpose. See ``weft.compat.rpc.faults``."""
+"""Back-end ``FAULTY_TENSORPIPE``: Weft with faults on purpose. See ``faults``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 from weft.agent.current import current
-from weft.compat.rpc import backend_registry, constants, faults
+from weft.compat.rpc import backend_registry, constants
+from weft.compat.rpc._testing import faults
+from weft.compat.rpc._testing.fault_plan import Plan
 from weft.compat.rpc.agents import TensorPipeAgent
-from weft.compat.rpc.fault_plan import Plan
 from weft.compat.rpc.options import TensorPipeRpcBackendOptions
 from weft.rpc.worker import Worker
 

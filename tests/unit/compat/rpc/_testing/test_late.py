@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 import time
 
-from weft.compat.rpc.late import Late
+from weft.compat.rpc._testing.late import Late
 from weft.errors import NotInitialized
 
 

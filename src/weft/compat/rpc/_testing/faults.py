@@ -25,8 +25,8 @@ from weft.agent.current import current
 from weft.agent.peers import Peer
 from weft.agent.references import OwnedValue, ReferenceKeeper
 from weft.compat.rpc import owners
-from weft.compat.rpc.fault_plan import CALLS, CLEANUP, COUNTING, Plan, is_scripted
-from weft.compat.rpc.late import Late
+from weft.compat.rpc._testing.fault_plan import CALLS, CLEANUP, COUNTING, Plan, is_scripted
+from weft.compat.rpc._testing.late import Late
 from weft.compat.rpc.references import RRef
 from weft.errors import InjectedFault
 from weft.ids import ReferenceId

@@ -1,6 +1,6 @@
 """What goes wrong on purpose: kinds of messages, and how often or how long each is kept back.
 
-The kinds have the names of PyTorch's messages; ``weft.compat.rpc.faults`` says what they stand for.
+The kinds have the names of PyTorch's messages; ``faults`` says what they stand for.
 """
 
 from __future__ import annotations

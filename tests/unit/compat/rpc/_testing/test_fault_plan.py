@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.compat.rpc.fault_plan import NAMES, Plan, is_scripted
+from weft.compat.rpc._testing.fault_plan import NAMES, Plan, is_scripted
 from weft.errors import ConfigurationError
 
 
