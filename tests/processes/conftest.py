@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,12 @@ def options(**others: float) -> rpc.RpcBackendOptions:
     return rpc.RpcBackendOptions(
         **{"num_worker_threads": WORKER_THREADS, "rpc_timeout": 20.0, **others}  # type: ignore[arg-type]
     )
+
+
+def raised_by(wait: Callable[[], Any]) -> BaseException:
+    with pytest.raises(Exception) as caught:
+        wait()
+    return caught.value
 
 
 @pytest.fixture(scope="module")

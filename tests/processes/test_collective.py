@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.processes.conftest import raised_by
 from tests.processes.functions import count_gatherings, wait_until
 from weft import rpc
 from weft.errors import (
@@ -57,12 +58,6 @@ def gather_in_threads(workers: list[str] | None, threads: int, times: int) -> No
 def gather_lock(workers: list[str] | None) -> None:
     """Brings what cannot travel."""
     rpc.all_gather(threading.Lock(), workers)
-
-
-def raised_by(wait: Callable[[], Any]) -> BaseException:
-    with pytest.raises(Exception) as caught:
-        wait()
-    return caught.value
 
 
 @pytest.fixture(autouse=True)

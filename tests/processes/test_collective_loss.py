@@ -6,14 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 import weft
 from tests.processes import functions
-from tests.processes.conftest import options
+from tests.processes.conftest import options, raised_by
 from tests.processes.functions import count_gatherings, wait_until
 from weft import rpc
 from weft.errors import NotInitialized, WorkerLost
@@ -22,12 +20,6 @@ from weft.launch import Nursery
 WORKERS = ["worker0", "worker1"]
 NOTICE_S = 5.0
 """A worker's end is noticed at once; this is for machines that are busy otherwise."""
-
-
-def raised_by(wait: Callable[[], Any]) -> BaseException:
-    with pytest.raises(Exception) as caught:
-        wait()
-    return caught.value
 
 
 def test_a_lost_worker_is_not_waited_for(

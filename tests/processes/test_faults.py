@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 import weft
 from tests.processes import functions
-from tests.processes.conftest import options
+from tests.processes.conftest import options, raised_by
 from tests.processes.functions import wait_until
 from weft import rpc
 from weft.errors import LaunchError, OwnerLost, ShutdownError, WorkerLost
@@ -25,12 +23,6 @@ LARGE_BYTES = 3 << 20
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-
-
-def raised_by(wait: Callable[[], Any]) -> BaseException:
-    with pytest.raises(Exception) as caught:
-        wait()
-    return caught.value
 
 
 def test_a_killed_worker_is_noticed_at_once(

@@ -23,6 +23,7 @@ from weft.errors import (
     WeftError,
 )
 from weft.rpc import coroutines
+from weft.rpc.joining import join_group
 from weft.transport import addresses
 
 
@@ -76,6 +77,15 @@ def test_arguments_that_cannot_work(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigurationError, match=message):
         rpc.init_rpc(**arguments)
+    assert_not_joined()
+
+
+@pytest.mark.parametrize("world_size", [1, None])
+def test_a_bad_name_is_noticed_before_anybody_hears_of_it(world_size: int | None) -> None:
+    store = HashStore()
+    with pytest.raises(ConfigurationError, match="'no name' is no name"):
+        join_group("no name", 0, world_size, rpc.RpcBackendOptions(store=store))
+    assert store.num_keys() == 0
     assert_not_joined()
 
 

@@ -45,9 +45,9 @@ def enter_closed(
     with _listening(options) as (listeners, addresses):
         registration = _registration(name, rank, addresses)
         directory = join(store, registration, world_size, options.init_timeout)
-    others = [each for each in directory.workers if each.id != rank]
-    members = Members(registration, others, is_open=False)
-    worker = _make_worker(directory.token, members, listeners, store, options)
+        others = [each for each in directory.workers if each.id != rank]
+        members = Members(registration, others, is_open=False)
+        worker = _make_worker(directory.token, members, listeners, store, options)
     leaving = Leaving(worker)
     _start(worker, [leaving.tick])
 
@@ -72,10 +72,16 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         _introduce(worker.agent, store, admission)
     except BaseException:
         note_left(store, admission.place)
-        current_agent.install(None)
-        worker.close()
-        worker.agent.close()
+        end(worker)
         raise
+
+
+def end(worker: Worker) -> None:
+    """Makes this process no worker any more, at once: what still waits gets an error."""
+    current_agent.install(None)
+    worker.agent.part(Gatherings).close()
+    worker.close()
+    worker.agent.close()
 
 
 def _introduce(agent: Agent, store: Any, admission: Admission) -> None:

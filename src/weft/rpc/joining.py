@@ -15,8 +15,7 @@ from weft.agent.rendezvous import open_store
 from weft.errors import ConfigurationError
 from weft.ids import WorkerInfo
 from weft.rpc.departing import Departing
-from weft.rpc.entering import enter_closed, enter_open
-from weft.rpc.gathering import Gatherings
+from weft.rpc.entering import end, enter_closed, enter_open
 from weft.rpc.leaving import Leaving
 from weft.rpc.options import RpcBackendOptions
 from weft.rpc.worker import Worker
@@ -68,11 +67,17 @@ def init_rpc(
     rank = _from_environment("RANK", "rank", rank)
     if world_size is None and "WORLD_SIZE" in os.environ:
         world_size = _from_environment("WORLD_SIZE", "world_size", None)
-    join_group(_checked_name(name, rank), rank, world_size, options)
+    join_group(name, rank, world_size, options)
 
 
-def join_group(name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
-    """Makes this process a worker of a closed group, or, without a ``world_size``, an open one."""
+def join_group(
+    name: str | None, rank: int, world_size: int | None, options: RpcBackendOptions
+) -> None:
+    """Makes this process a worker of a closed group, or, without a ``world_size``, an open one.
+
+    Does what ``init_rpc`` does, but looks into the environment for a name and a store only.
+    """
+    name = _checked_name(name, rank)
     if rank < 0 or (world_size is not None and rank >= world_size):
         fitting = "0 on" if world_size is None else "0 to world_size - 1"
         raise ConfigurationError(
@@ -109,7 +114,6 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     if not current_agent.is_set():
         return
     agent = current_agent.current()
-    worker: Worker = agent.part(Worker)
     problem: Exception | None = None
     try:
         if graceful:
@@ -118,10 +122,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
             )
             problem = leaving.wait(timeout)
     finally:
-        current_agent.install(None)
-        agent.part(Gatherings).close()
-        worker.close()
-        agent.close()
+        end(agent.part(Worker))
     if problem is not None:
         raise problem
 

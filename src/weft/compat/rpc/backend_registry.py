@@ -147,7 +147,7 @@ def _tensorpipe_init(
         copy_to_self=True,
     )
     # Whatever the environment says of a size.
-    join_group(name, rank, world_size, options)
+    join_group(name, rank, world_size or None, options)
     try:
         # An open group has no last word on who is in it.
         names = [info.name for info in weft.rpc.get_worker_infos()] if world_size else None
