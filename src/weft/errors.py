@@ -17,7 +17,8 @@
     │   ├── CallTimeout (TimeoutError)         no answer within the call's timeout
     │   ├── CallCancelled                      the caller gave it up
     │   ├── CallRefused                        the callee would not start it
-    │   │   └── QueueFull                      too many calls of this worker wait there already
+    │   │   ├── QueueFull                      too many calls of this worker wait there already
+    │   │   └── NotAllowed                     a message names what its receiver does not allow
     │   ├── SerializationError (TypeError)     an argument or result cannot travel
     │   ├── UnknownFunction (AttributeError)   the callee has no function of that name
     │   ├── InjectedFault                      a test had the message fail
@@ -26,8 +27,13 @@
     │   └── OwnerLost                          the lost worker owned a referenced value
     ├── ReferenceGone (RuntimeError)           the referenced value was already released
     ├── ProtocolError (RuntimeError)           a peer sent what no Weft of this version sends
+    │   └── TlsError (ConnectionError)         no secure connection with whoever is there; says why
     ├── AutogradError (RuntimeError)           a distributed backward pass cannot be run
     ├── OptimizerError (RuntimeError)          an optimizer failed on some worker; says which
+    ├── CheckpointError (RuntimeError)         a snapshot could not be saved or restored
+    │   ├── SnapshotNotFound (FileNotFoundError)   there is none, or a worker lacks a file of it
+    │   ├── SnapshotCorrupt                    a file is not as it was written; names other snapshots
+    │   └── StateMismatch (ValueError)         it is of another state; says what differs
     ├── ShutdownError (RuntimeError)           a graceful shutdown went wrong; says who and why
     └── LaunchError (RuntimeError)             worker processes could not be started, or one died
 
@@ -139,6 +145,27 @@ class QueueFull(CallRefused):
     """Too many calls of this worker wait at the callee already; this one was not started."""
 
 
+class NotAllowed(CallRefused):
+    """A message names what its receiver does not allow: a function, a class, or any pickle at all.
+
+    Raised to the caller, by the callee for what is called and its arguments, or by the caller
+    itself for the result. Nothing of what was refused has been imported or run.
+
+    Attributes:
+        refused: What was refused.
+    """
+
+    def __init__(self, message: str, *, worker: str = "", refused: str = "") -> None:
+        super().__init__(message, worker=worker)
+        self.refused = refused
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (
+            _rebuild_with_fields,
+            (type(self), str(self), {"worker": self.worker, "refused": self.refused}),
+        )
+
+
 class SerializationError(CallError, TypeError):
     """An argument or a result cannot be turned into bytes, or bytes not into an object."""
 
@@ -209,6 +236,26 @@ class ProtocolError(WeftError, RuntimeError):
     """A peer sent bytes that do not follow the protocol; its connection is closed."""
 
 
+class TlsError(ProtocolError, ConnectionError):
+    """The TLS handshake failed: one side does not speak TLS, or does not trust the other.
+
+    Attributes:
+        peer: Address of the other side, as ``host:port``, where it is known.
+        reason: What went wrong, without the advice of the message.
+    """
+
+    def __init__(self, message: str, *, peer: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (
+            _rebuild_with_fields,
+            (type(self), str(self), {"peer": self.peer, "reason": self.reason}),
+        )
+
+
 class AutogradError(WeftError, RuntimeError):
     """A distributed backward pass cannot be run, or failed on some worker.
 
@@ -249,8 +296,93 @@ class OptimizerError(WeftError, RuntimeError):
         )
 
 
+class CheckpointError(WeftError, RuntimeError):
+    """A snapshot could not be saved or restored.
+
+    Attributes:
+        directory: Where the snapshots are.
+        step: Which of them, by the number of steps; None where that is not known.
+        worker: Name of the worker where it failed, where it is known.
+    """
+
+    def __init__(
+        self, message: str, *, directory: str = "", step: int | None = None, worker: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.directory = directory
+        self.step = step
+        self.worker = worker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_with_fields, (type(self), str(self), dict(vars(self)))
+
+
+class SnapshotNotFound(CheckpointError, FileNotFoundError):
+    """There is no such snapshot, or a worker cannot get at a file of it."""
+
+
+class SnapshotCorrupt(CheckpointError):
+    """A file of a snapshot is not as it was written.
+
+    Attributes:
+        file: The file.
+        alternatives: The steps of the other snapshots in the directory, the last one first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        directory: str = "",
+        step: int | None = None,
+        worker: str = "",
+        file: str = "",
+        alternatives: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message, directory=directory, step=step, worker=worker)
+        self.file = file
+        self.alternatives = alternatives
+
+
+class StateMismatch(CheckpointError, ValueError):
+    """A snapshot is of another state than the one that it was to be restored into.
+
+    Attributes:
+        missing: What the state has and the snapshot has not.
+        unexpected: What the snapshot has and the state has not.
+        differing: What both have, and how it differs.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        directory: str = "",
+        step: int | None = None,
+        worker: str = "",
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        differing: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message, directory=directory, step=step, worker=worker)
+        self.missing = missing
+        self.unexpected = unexpected
+        self.differing = differing
+
+
 class ShutdownError(WeftError, RuntimeError):
-    """A graceful shutdown did not end as it should; the worker is shut down all the same."""
+    """A graceful shutdown did not end as it should; the worker is shut down all the same.
+
+    Attributes:
+        missing: Names of the workers that were lost on the way, or waited for in vain.
+    """
+
+    def __init__(self, message: str, *, missing: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_with_fields, (type(self), str(self), {"missing": self.missing}))
 
 
 class LaunchError(WeftError, RuntimeError):
@@ -270,4 +402,6 @@ class LaunchError(WeftError, RuntimeError):
 def _rebuild_with_fields(
     error_type: type[WeftError], message: str, fields: dict[str, object]
 ) -> WeftError:
+    if not (isinstance(error_type, type) and issubclass(error_type, WeftError)):
+        raise ProtocolError(f"a message makes an error of {error_type!r}")
     return error_type(message, **fields)

@@ -64,6 +64,26 @@ WORKER_THREADS = Knob("WORKER_THREADS", 16, "User functions that one worker runs
 RPC_TIMEOUT_S = Knob("RPC_TIMEOUT_S", 60.0, "Seconds a call may take unless it says otherwise.")
 INIT_TIMEOUT_S = Knob("INIT_TIMEOUT_S", 60.0, "Seconds to wait for all workers to join.")
 CONNECT_TIMEOUT_S = Knob("CONNECT_TIMEOUT_S", 10.0, "Seconds to wait for a connection to a peer.")
+DETECTION_S = Knob(
+    "DETECTION_S",
+    15.0,
+    "Seconds without an answer of a worker's machine after which the worker is lost.",
+)
+RECONNECT_S = Knob(
+    "RECONNECT_S",
+    15.0,
+    "Seconds within which a broken connection is made again, or the worker is lost.",
+)
+SESSION_LIMIT_BYTES = Knob(
+    "SESSION_LIMIT_BYTES",
+    256 << 20,
+    "Bytes on their way to one worker of another host beyond which senders wait.",
+)
+STRANGER_LIMIT = Knob(
+    "STRANGER_LIMIT",
+    64,
+    "Connections that have not proved yet that they belong to the group; the oldest one goes.",
+)
 REFERENCE_RESEND_S = Knob(
     "REFERENCE_RESEND_S", 5.0, "Seconds after which an unanswered reference message is repeated."
 )
@@ -81,6 +101,13 @@ FRAME_LIMIT_BYTES = Knob(
 )
 CONTROL_LIMIT_BYTES = Knob(
     "CONTROL_LIMIT_BYTES", 1 << 31, "Bytes that the control part of one message may have."
+)
+TENSOR_LIMIT = Knob("TENSOR_LIMIT", 65_535, "Tensors that one message may have.")
+ALLOWED_MODULES = Knob(
+    "ALLOWED_MODULES",
+    "",
+    "Modules, with commas between them, whose functions and classes other workers may use; empty "
+    "for all. For workers whose options name none.",
 )
 POOL_LIMIT_BYTES = Knob(
     "POOL_LIMIT_BYTES", 1 << 30, "Bytes of warm receive buffers kept for reuse by one worker."
@@ -156,6 +183,43 @@ SWITCH_INTERVAL_S = Knob(
     0.0005,
     "Seconds a thread that computes in Python lets an arriving call wait; 0 leaves Python's own.",
 )
+CHECKPOINT_TIMEOUT_S = Knob(
+    "CHECKPOINT_TIMEOUT_S", 1800.0, "Seconds that saving or restoring a snapshot may take."
+)
 LAUNCH_GRACE_S = Knob(
     "LAUNCH_GRACE_S", 5.0, "Seconds between asking a worker process to end and killing it."
+)
+RESTART_BACKOFF_S = Knob(
+    "RESTART_BACKOFF_S", 1.0, "Seconds before a worker that died is started again, the first time."
+)
+RESTART_BACKOFF_LIMIT_S = Knob(
+    "RESTART_BACKOFF_LIMIT_S", 60.0, "Seconds up to which the waits between restarts grow."
+)
+RESTART_WINDOW_S = Knob(
+    "RESTART_WINDOW_S", 3600.0, "Seconds within which restarts are counted against their limit."
+)
+RESTART_HEALTHY_S = Knob(
+    "RESTART_HEALTHY_S", 60.0, "Seconds after which whatever ran so long is restarted soon again."
+)
+SECRET_FILE = Knob(
+    "SECRET_FILE",
+    "",
+    "File with the secret that all workers of a group share; only this user may read it.",
+)
+TLS_CERT = Knob(
+    "TLS_CERT",
+    "",
+    "File with this worker's certificate, in PEM; where it is set, TCP connections use TLS.",
+)
+TLS_KEY = Knob(
+    "TLS_KEY", "", "File with the key of that certificate; by default, the same file has both."
+)
+TLS_CA = Knob(
+    "TLS_CA", "", "File with the authorities that sign the certificates of all workers, in PEM."
+)
+TLS_MUTUAL = Knob(
+    "TLS_MUTUAL", 1, "1 if whoever connects must have such a certificate too, 0 if not."
+)
+TLS_NAME = Knob(
+    "TLS_NAME", "", "Name or address that the others' certificates must be made out to, if any."
 )

@@ -15,18 +15,24 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
 from weft import knobs
+from weft.agent.acceptor import Acceptor
 from weft.agent.answers import Answers
 from weft.agent.calls import PendingCall
-from weft.agent.connector import Connector
+from weft.agent.connector import Connector, verdict_in
+from weft.agent.contacts import Contacts
 from weft.agent.housekeeper import Housekeeper, Job
 from weft.agent.lanes import Lanes
+from weft.agent.links import Links
 from weft.agent.members import Members
 from weft.agent.open_calls import OpenCalls
 from weft.agent.peers import Peer, Unreachable
+from weft.agent.protection import Patience, Protection
 from weft.agent.reactor import Reactor
+from weft.agent.served_calls import Cancelling, ServedCall
 from weft.agent.switching import ShortSwitches
 from weft.agent.upkeep import Upkeep
 from weft.channel.choice import describe
@@ -34,18 +40,19 @@ from weft.channel.cma import Nonce
 from weft.channel.memory import BufferPool
 from weft.errors import NotInitialized, ProtocolError, WorkerLost
 from weft.protocol.membership import Registration
-from weft.transport.handshake import decode_greeting
 from weft.transport.link import Link, LinkClosed
 from weft.transport.spinning import Spinning
-from weft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from weft.wire.frames import Buffer, Frame, encode_frame
 from weft.wire.messages import Kind, encode_ints
 
 _log = logging.getLogger("weft")
 
 Handler = Callable[[Peer, Frame], None]
+CallHandler = Callable[[Peer, Any], None]
 Outgoing = list[Buffer] | Frame
 """What to send: bytes to write, or, to oneself, a frame as it will be received."""
 _CLOSE_TIMEOUT_S = 5.0
+_LEAST_CLOSE_S = 0.5
 # Looking up a member of an enumeration takes longer than comparing it.
 _REPLY = int(Kind.REPLY)
 
@@ -54,9 +61,9 @@ Part = TypeVar("Part")
 
 
 class _Route(NamedTuple):
-    handler: Handler
+    handler: Handler | CallHandler
     is_inline: bool
-    is_bounded: bool
+    take_up: type[ServedCall] | None = None
 
 
 class Traffic(NamedTuple):
@@ -70,20 +77,22 @@ class Agent:
     """One worker's end of everything.
 
     Args:
-        token: Secret of this run.
+        protection: Who is let in.
         members: The group.
         listeners: Listening sockets whose addresses the others have; owned from here on.
         worker_threads: How many tasks run at a time.
         default_timeout_s: Time limit of calls that name none, in seconds; may be infinite.
+        patience: How long contact with another worker may be lost; None for the default.
     """
 
     def __init__(
         self,
-        token: str,
+        protection: Protection,
         members: Members,
         listeners: list[socket.socket],
         worker_threads: int,
         default_timeout_s: float,
+        patience: Patience | None = None,
     ) -> None:
         self.members = members
         self.peers = members.by_id
@@ -100,47 +109,66 @@ class Agent:
         self._on_lost: list[Callable[[Peer], None]] = []
         self._on_departed: list[Callable[[Peer], None]] = []
         self._listeners = listeners
-        self._links: list[tuple[Peer, Link]] = []
         self._lock = threading.Lock()
         self._is_closed = False
         lanes = Lanes(knobs.QUEUE_LIMIT_CALLS.get(), knobs.QUEUE_LIMIT_BYTES.get())
         self.reactor = Reactor(f"weft-{self.info.name}", worker_threads, lanes)
         self.calls = OpenCalls(self)
+        self._refuse: CallHandler = lambda peer, call: None
         self.answers = Answers(self)
         self.upkeep = Upkeep(self)
-        self._token = token
         self._nonce = Nonce()
         self._switches = ShortSwitches()
+        if patience is None:
+            patience = Patience(knobs.DETECTION_S.get(), knobs.RECONNECT_S.get())
+        self.links = Links(self, patience)
         self._connector = Connector(
             self.me.registration,
             members.is_open,
-            token,
+            protection.key,
             describe(self._nonce),
-            knobs.CONNECT_TIMEOUT_S.get(),
-            self._make_link,
-            self._adopt,
+            self.links,
+            protection.tls,
         )
+        self._acceptor = Acceptor(self._connector, self._lookup, has_secret=protection.has_secret)
+        self.contacts = Contacts(self, self._connector, patience)
         self.memory = self._connector.memory
         self.housekeeper: Housekeeper | None = None
         self.on(Kind.PULLED, self._on_pulled, inline=True)
         self.on(Kind.VERDICT, self._on_verdict, inline=True)
+        self.cancelling = Cancelling(self)
 
     # Setting up
 
-    def on(self, kind: Kind, handler: Handler, *, inline: bool, bounded: bool = False) -> None:
+    def on(self, kind: Kind, handler: Handler, *, inline: bool) -> None:
         """Has ``handler`` called with the sender and each frame of ``kind``.
 
         Args:
             kind: The kind of message.
             handler: Called with the peer and the frame.
             inline: Whether it runs in the thread that reads.
-            bounded: Whether a task is refused, by ``refuse``, where too much of the peer waits.
         """
-        self._routes[kind] = _Route(handler, inline, bounded)
+        self._routes[kind] = _Route(handler, inline)
+
+    def on_calls(self, handler: CallHandler, refuse: CallHandler, call: type[ServedCall]) -> None:
+        """Has calls of other workers handled.
+
+        Args:
+            handler: Called, as a task, with the peer and the call.
+            refuse: Called instead where too much of the peer waits already.
+            call: What is made of each as soon as it is read.
+        """
+        self._routes[Kind.CALL] = _Route(handler, False, call)
+        self._refuse = refuse
 
     def on_lost(self, callback: Callable[[Peer], None]) -> None:
         """Has ``callback`` run as a task when a worker is lost."""
         self._on_lost.append(callback)
+
+    def off_lost(self, callback: Callable[[Peer], None]) -> None:
+        """Takes back ``on_lost``."""
+        if callback in self._on_lost:
+            self._on_lost.remove(callback)
 
     def on_departed(self, callback: Callable[[Peer], None]) -> None:
         """Has ``callback`` run as a task when a connection ends while the group is leaving."""
@@ -148,7 +176,8 @@ class Agent:
 
     def start(self, jobs: list[Job]) -> None:
         """Begins to accept connections; all handlers are known by now."""
-        jobs = [self.calls.expire, self.upkeep.help_stalled, self.upkeep.arm_left, *jobs]
+        upkeep = [self.upkeep.help_stalled, self.upkeep.arm_left]
+        jobs = [self.calls.expire, self.contacts.tick, *upkeep, *jobs]
         self.housekeeper = Housekeeper(f"weft-{self.info.name}-clock", jobs)
         self.reactor.on_queued = self.upkeep.look_soon
         self.reactor.on_unarmed = self.upkeep.arm_soon
@@ -168,36 +197,10 @@ class Agent:
 
     def traffic(self) -> Traffic:
         """Returns the bytes exchanged with all other workers so far."""
-        with self._lock:
-            links = [link for _, link in self._links]
+        links = self.links.all()
         sent = sum(link.bytes_sent for link in links) + self.offered_bytes
         received = sum(link.bytes_received for link in links) + self.pulled_bytes
         return Traffic(sent, received)
-
-    def _make_link(self, connection: socket.socket, peer: Peer) -> Link:
-        parser = FrameParser(
-            self.pool.lease,
-            knobs.RECEIVE_BUFFER_BYTES.get(),
-            knobs.CONTROL_LIMIT_BYTES.get(),
-            knobs.FRAME_LIMIT_BYTES.get(),
-        )
-        return Link(connection, parser, lambda link: self.reactor.resume_writing(link.write_fd))
-
-    def _adopt(self, peer: Peer, link: Link) -> None:
-        with self._lock:
-            is_late = self._is_closed
-            if not is_late:
-                self._links.append((peer, link))
-        if is_late:
-            link.close()
-            raise LinkClosed("this worker has shut down")
-        bound = functools.partial
-        self.reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link))
-        self.reactor.watch_reading(
-            link.read_fd,
-            bound(self._on_readable, peer, link),
-            bound(self._after_tasks, peer, link),
-        )
 
     def _on_connection(self, listener: socket.socket) -> None:
         try:
@@ -209,7 +212,7 @@ class Agent:
 
     def _accept(self, connection: socket.socket, _: object) -> None:
         with self.reactor.idling():
-            self._connector.accept(connection, self._lookup)
+            self._acceptor.accept(connection)
 
     def _lookup(self, worker: int, registration: Registration | None) -> Peer | None:
         if registration is not None and registration.id == worker:
@@ -315,7 +318,7 @@ class Agent:
 
     # Receiving
 
-    def _on_readable(self, peer: Peer, link: Link) -> None:
+    def on_readable(self, peer: Peer, link: Link) -> None:
         if not link.reading.acquire(False):
             return  # A caller reads this link itself, and arms it again when it is done.
         reactor = self.reactor
@@ -329,13 +332,13 @@ class Agent:
             else:
                 reactor.resume_reading(link.read_fd)
 
-    def _on_writable(self, peer: Peer, link: Link) -> None:
+    def on_writable(self, peer: Peer, link: Link) -> None:
         try:
             link.flush()
         except LinkClosed as error:
             self.lose(peer, str(error))
 
-    def _after_tasks(self, peer: Peer, link: Link, may_look: bool) -> bool:
+    def after_tasks(self, peer: Peer, link: Link, may_look: bool) -> bool:
         """Looks, after a request, whether the next one comes at once; returns whether it did."""
         reactor, fd = self.reactor, link.read_fd
         if not reactor.take_unarmed(fd):
@@ -397,13 +400,14 @@ class Agent:
         route = self._routes.get(frame.kind)
         if route is None:
             raise ProtocolError(f"message kind {frame.kind} is unknown")
-        handler, is_inline, is_bounded = route
+        handler, is_inline, take_up = route
         if not is_inline:
-            task = (handler, peer, frame)
-            if not is_bounded:
-                self.reactor.tasks.append(task, peer.id)
-            elif not self.reactor.tasks.offer(task, peer.id, _size(frame)):
-                self.reactor.urgent.append((self.refuse, peer, frame))
+            if take_up is None:
+                self.reactor.tasks.append((handler, peer, frame), peer.id)
+                return
+            call = take_up(peer, frame, monotonic())
+            if not self.reactor.tasks.offer((handler, peer, call), peer.id, _size(frame)):
+                self.reactor.urgent.append((self._refuse, peer, call))
             return
         try:
             handler(peer, frame)
@@ -423,15 +427,11 @@ class Agent:
     discard: Handler = staticmethod(lambda peer, frame: None)
     """Called with replies that nobody waits for any more; a layer above may replace it."""
 
-    refuse: Handler = staticmethod(lambda peer, frame: None)
-    """Called with calls for which there is no room; a layer above replaces it."""
-
     def _on_pulled(self, peer: Peer, frame: Frame) -> None:
         peer.held.release(int.from_bytes(frame.control[:8], "little"))
 
     def _on_verdict(self, peer: Peer, frame: Frame) -> None:
-        greeting = decode_greeting(bytes(frame.control), self._token)
-        peer.channels.confirm(greeting.facts.get("verdict"))
+        peer.channels.confirm(verdict_in(frame.control))
 
     # Loss and leaving
 
@@ -441,9 +441,8 @@ class Agent:
         # Only now: the end of the connection would be taken for the cause.
         link = peer.link
         if link is not None:
-            self.reactor.forget(link.read_fd)
-            self.reactor.forget(link.write_fd)
-            link.hang_up()
+            self.contacts.forget(peer)
+            self.links.end(link)
         if self.is_leaving and not self._is_closed:
             self._notify(self._on_departed, peer)
         if not is_news:
@@ -452,34 +451,42 @@ class Agent:
         self._notify(self._on_lost, peer)
 
     def _notify(self, callbacks: list[Callable[[Peer], None]], peer: Peer) -> None:
-        for callback in callbacks:
+        for callback in list(callbacks):
             self.reactor.submit(lambda told, _, notify=callback: notify(told), peer)
 
-    def close(self) -> None:
+    def abandon(self) -> None:
+        """Frees the descriptors of all connections, in a forked process; takes no lock."""
+        for listener in self._listeners:
+            listener.close()
+        self.links.abandon()
+
+    def close(self, limit_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Leaves at once: ends connections and threads. What still waits gets an error.
 
         Threads that run user code which does not return are left behind, with a warning.
+
+        Args:
+            limit_s: How long to wait for what is still to be written, and for threads.
         """
+        end_s = monotonic() + limit_s
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            links = list(self._links)
         self.answers.write_held()
-        for _, link in links:
-            link.drain(_CLOSE_TIMEOUT_S)
+        self.links.say_goodbye(limit_s)
         if self.housekeeper is not None:
             self.housekeeper.close()
         gone = NotInitialized(f"worker {self.info.name!r} shut down before the answer came")
         self.calls.fail_all(gone)
+        self._acceptor.close()
         self._connector.close()
-        stuck = self.reactor.close(_CLOSE_TIMEOUT_S)
+        stuck = self.reactor.close(max(end_s - monotonic(), _LEAST_CLOSE_S))
         if stuck:
             _log.warning("threads still running user code at shutdown: %s", ", ".join(stuck))
         for listener in self._listeners:
             listener.close()
-        for _, link in links:
-            link.close() if not stuck else link.hang_up()
+        self.links.close(is_in_use=bool(stuck))
         for peer in list(self.peers.values()):
             peer.held.close()
         self._switches.close()

@@ -8,7 +8,8 @@ from _thread import allocate_lock
 from collections.abc import Callable
 from typing import Any
 
-from weft.errors import CallTimeout
+from weft.agent.served_calls import ServedCall
+from weft.errors import CallCancelled, CallTimeout
 from weft.wire.frames import Frame
 
 
@@ -18,6 +19,9 @@ class PendingCall:
     Whoever takes the call out of the call table completes it, once: with the frame that answers
     it or with an error. ``on_done``, where there is one, then runs as a task, or in the thread that
     waits for the call if that thread, the ``reader``, read the answer itself.
+
+    ``parent`` is the call of another worker in whose course it is made, if it is; ``number`` what
+    the callee knows it by, once it is on its way.
     """
 
     __slots__ = (
@@ -27,7 +31,9 @@ class PendingCall:
         "frame",
         "function",
         "kept",
+        "number",
         "on_done",
+        "parent",
         "reader",
         "started_s",
         "timeout_s",
@@ -42,6 +48,7 @@ class PendingCall:
         function: str | Callable[..., Any],
         timeout_s: float,
         on_done: Callable[[PendingCall], None] | None = None,
+        parent: ServedCall | None = None,
     ) -> None:
         self.worker = worker
         self.worker_name = worker_name
@@ -50,6 +57,8 @@ class PendingCall:
         self.started_s = time.monotonic()
         self.deadline_s = self.started_s + timeout_s
         self.on_done = on_done
+        self.parent = parent
+        self.number = 0
         self.reader = 0
         self.kept: object = None
         self.frame: Frame | None = None
@@ -86,15 +95,45 @@ class PendingCall:
 
     def timeout_error(self) -> CallTimeout:
         """Returns the error of a call whose time is up."""
-        name = function_name(self.function)
-        return CallTimeout(
+        name, parent = function_name(self.function), self.parent
+        text = (
             f"RPC ran for more than set timeout ({self.timeout_s * 1e3:.0f} ms) and will now be "
-            f"marked with an error: {name} on worker {self.worker_name!r}; the worker may still "
-            "be running it. Pass a longer timeout= if the function needs the time",
-            worker=self.worker_name,
-            call=name,
-            elapsed_s=self.elapsed_s,
+            f"marked with an error: {name} on worker {self.worker_name!r}; "
         )
+        if parent is not None and self.deadline_s >= parent.deadline_s:
+            text += late_with(parent)
+        else:
+            text += (
+                "the worker may still be running it. Pass a longer timeout= if the function needs "
+                "the time"
+            )
+        return CallTimeout(text, worker=self.worker_name, call=name, elapsed_s=self.elapsed_s)
+
+    def orphan_error(self) -> CallCancelled:
+        """Returns the error of a call whose parent was cancelled."""
+        assert self.parent is not None
+        return orphan_error(self.parent, self.worker_name, self.function)
+
+
+def late_with(parent: ServedCall) -> str:
+    """Returns why a nested call had no more time."""
+    return (
+        f"the limit was that of worker {parent.peer.name!r}, for whose call it was made and which "
+        "waits no longer. Pass a longer timeout= there"
+    )
+
+
+def orphan_error(
+    parent: ServedCall, worker_name: str, function: str | Callable[..., Any]
+) -> CallCancelled:
+    """Returns the error of a nested call whose parent was cancelled."""
+    name, caller = function_name(function), parent.peer.name
+    return CallCancelled(
+        f"{name} on worker {worker_name!r} was called for worker {caller!r}, which has given up or "
+        "is lost; call it within weft.rpc.detached() if it is to run all the same",
+        worker=worker_name,
+        call=name,
+    )
 
 
 def function_name(function: str | Callable[..., Any]) -> str:

@@ -1,14 +1,20 @@
-"""Makes and accepts the connections of one worker, after both sides have proved who they are."""
+"""Makes the connections of one worker, after both sides have proved who they are.
+
+What other workers dial, ``weft.agent.acceptor`` takes; both ends share what is in here.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import itertools
+import json
+import secrets
 import socket
-import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
 
 from weft import knobs
 from weft.agent.peers import Peer, Unreachable
@@ -17,83 +23,103 @@ from weft.channel.capabilities import Capabilities
 from weft.channel.choice import choose
 from weft.errors import ConfigurationError, DuplicateName, ProtocolError
 from weft.protocol.membership import Registration
+from weft.secret import Secret
 from weft.transport import addresses
-from weft.transport.handshake import Greeting, receive_greeting, send_greeting
+from weft.transport.handshake import Greeting, Handshake
 from weft.transport.link import Link, LinkClosed
+from weft.transport.resumable import ResumableLink
+from weft.transport.secure import TlsOptions, secure_client
+from weft.wire.frames import Buffer, encode_frame
 from weft.wire.messages import Kind
 
-_CROSSED = "crossed"
-_PURPOSE = "purpose"
-_DATA = "data"
-_INTRODUCTION = "introduction"
-_REGISTRATION = "registration"
-_TO = "to"
-_TAKEN = "taken"
+CROSSED = "crossed"
+TAKEN = "taken"
+PURPOSE = "purpose"
+DATA, INTRODUCTION, RESUME, PROBE = "data", "introduction", "resume", "probe"
+REGISTRATION = "registration"
+TO = "to"
+SESSION, POSITION, ATTEMPT = "session", "position", "attempt"
+SET = "set"
+CAPABILITIES, VERDICT = "capabilities", "verdict"
 HOST = "host"
 """In the facts of a registration: the name of the host, for messages."""
 
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 0.5
 
-class Lookup(Protocol):
-    """Returns the worker of an id; None where there is no other of that id.
 
-    In an open group it takes up whoever is not known yet and brings a registration.
-    """
+class Refused(ConnectionRefusedError):
+    """Nobody listens there, or whoever does turns this worker away: trying again is no use."""
 
-    def __call__(self, worker: int, registration: Registration | None) -> Peer | None: ...
+
+class Terms(NamedTuple):
+    """Of a session: its name, whether this side dialled it, and at which attempt."""
+
+    name: str
+    was_dialled: bool
+    attempt: int
+
+
+class Shell(Protocol):
+    """What becomes of connections: the part of the agent that both ends need."""
+
+    def make_link(self, connection: socket.socket, peer: Peer, terms: Terms | None) -> Link:
+        """Wraps a connected socket; with terms, in a session."""
+
+    def adopt(self, peer: Peer, link: Link) -> None:
+        """Makes a new link that of a peer, and begins to read it; raises LinkClosed if too late."""
+
+    def resume(
+        self, peer: Peer, link: ResumableLink, connection: socket.socket, position: int
+    ) -> None:
+        """Has a session go on over a new connection; the peer has received up to ``position``."""
 
 
 class Connector:
-    """Makes and accepts the connections of one worker.
+    """Makes the connections of one worker.
 
     Args:
         me: This worker.
         is_open: Whether the group is open, so that others may not know this worker yet.
-        token: Secret of this run, which both sides must know.
+        key: What both sides must have.
         capabilities: What this side's channels can do.
-        timeout_s: Bound for one connection attempt, in seconds.
-        make_link: Wraps a connected socket.
-        adopt: Called with a peer and its new link, to start reading it.
+        shell: Takes the connections.
+        tls: How TCP connections are secured; None for not at all.
     """
 
     def __init__(
         self,
         me: Registration,
         is_open: bool,
-        token: str,
+        key: Secret,
         capabilities: Capabilities,
-        timeout_s: float,
-        make_link: Callable[[socket.socket, Peer], Link],
-        adopt: Callable[[Peer, Link], None],
+        shell: Shell,
+        tls: TlsOptions | None,
     ) -> None:
-        self._me = me
-        self._worker = me.id
-        # Whoever is dialled may not have heard of this worker.
-        self._registration = {_REGISTRATION: me.as_json()} if is_open else {}
-        self._token = token
+        self.me = me
+        self.worker = me.id
+        self.key = key
+        self.tls = tls
+        self.shell = shell
         self.memory = MemoryExchange()
+        self.timeout_s = knobs.CONNECT_TIMEOUT_S.get()
+        # Whoever is dialled may not have heard of this worker.
+        self._registration = {REGISTRATION: me.as_json()} if is_open else {}
         self._capabilities = dataclasses.replace(capabilities, memory_nonce=self.memory.nonce)
-        self._timeout_s = timeout_s
-        self._make_link = make_link
-        self._adopt = adopt
         self._uses_unix = bool(knobs.UNIX_SOCKETS.get())
-        self._lock = threading.Lock()
-        self._greeting_now: set[socket.socket] = set()
-        self._is_closed = False
 
     def close(self) -> None:
-        """Turns away who has connected and not said yet who it is, and whoever still comes."""
+        """Lends no more memory to those who connect."""
         self.memory.close()
-        with self._lock:
-            self._is_closed = True
-            for connection in self._greeting_now:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+
+    # The first connection to a peer
 
     def connect(self, peer: Peer) -> Link:
         """Returns the link to ``peer``, dialling it if there is none. Blocks at most the timeout.
 
         Raises:
-            WorkerLost: The peer is lost, or nobody answers where it said it listens.
+            WorkerLost: The peer is lost.
+            Unreachable: Nobody answers where it said it listens.
         """
         with peer.dial_lock:
             with peer.state_lock:
@@ -103,84 +129,102 @@ class Connector:
                     raise peer.lost_error()
                 peer.is_dialling = not peer.is_accepting
             try:
-                return self._dial(peer) if peer.is_dialling else self._await_link(peer)
-            except (OSError, ProtocolError, LinkClosed) as error:
+                return self._dial_patiently(peer) if peer.is_dialling else self._await_link(peer)
+            except (OSError, ProtocolError, LinkClosed, ConfigurationError) as error:
                 if peer.lost is not None:
                     raise peer.lost_error() from error
                 raise Unreachable(f"no connection to {_where(peer)}: {error}") from error
             finally:
                 peer.is_dialling = False
 
-    def _dial(self, peer: Peer) -> Link:
-        connection = self._open(peer)
+    def _dial_patiently(self, peer: Peer) -> Link:
+        """Dials again where the network breaks; not where the answer is no."""
+        deadline_s = time.monotonic() + self.timeout_s
+        name, pause_s = secrets.token_hex(16), _FIRST_PAUSE_S
+        for attempt in itertools.count(1):
+            try:
+                return self._dial(peer, Terms(name, True, attempt), deadline_s)
+            except (Refused, LinkClosed, TimeoutError, ProtocolError):
+                raise
+            except OSError:
+                if peer.lost is not None or time.monotonic() + pause_s > deadline_s:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise AssertionError("attempts do not end")
+
+    def _dial(self, peer: Peer, terms: Terms, deadline_s: float) -> Link:
+        connection = self._open(peer, deadline_s)
         memory: list[int] = []
+        is_unix = connection.family == socket.AF_UNIX
         try:
-            send_greeting(connection, Kind.HELLO, self._greeting(to=peer))
-            answer = receive_greeting(
-                connection, Kind.WELCOME, self._token, self._timeout_s, memory
-            )
+            handshake = Handshake.dial(connection, self.key, deadline_s)
+            facts = self.facts(to=peer)
+            if not is_unix:
+                facts |= {SESSION: terms.name, ATTEMPT: terms.attempt}
+            handshake.send(Kind.HELLO, Greeting(self.worker, facts=facts))
+            answer = handshake.receive(Kind.WELCOME, memory)
             if not answer.refusal:
-                theirs = self._choose_channels(peer, connection, answer)
+                theirs = self.choose_channels(peer, connection, answer)
                 map_memory(peer.channels, memory, theirs.memory_nonce)
-                peer.channels.confirm(answer.facts.get("verdict"))
-                with self.memory.descriptor_for(connection) as descriptor:
-                    self._send_verdict(peer, connection, descriptor)
-                return self._install(peer, connection)
+                peer.channels.confirm(answer.facts.get(VERDICT))
+                if is_unix and self.memory.nonce:
+                    self._send_memory(peer, connection, handshake)
+                    return self.install(peer, connection, None)
+                link = self.install(peer, connection, None if is_unix else terms)
+                send_verdict(peer, link)
+                return link
         except BaseException:
             connection.close()
             raise
         finally:
             close_all(memory)
         connection.close()
-        if answer.refusal == _CROSSED:
+        if answer.refusal == CROSSED:
             return self._await_link(peer)
-        raise ConnectionRefusedError(f"turned away: {answer.refusal}")
+        raise Refused(f"turned away: {answer.refusal}")
+
+    def _send_memory(self, peer: Peer, connection: socket.socket, handshake: Handshake) -> None:
+        verdict = Greeting(self.worker, facts={VERDICT: peer.channels.verdict()})
+        with self.memory.descriptor_for(connection) as descriptor:
+            handshake.send(Kind.VERDICT, verdict, descriptor)
 
     def _await_link(self, peer: Peer) -> Link:
         """Waits for the connection that the other side is making."""
-        if peer.linked.wait(self._timeout_s) and peer.link is not None:
+        if peer.linked.wait(self.timeout_s) and peer.link is not None:
             return peer.link
         raise ConnectionRefusedError("the connection that it was making itself never came")
 
-    def _open(self, peer: Peer) -> socket.socket:
-        errors = []
-        for text in peer.registration.addresses:
-            try:
-                address = addresses.parse(text)
-                if self._uses_unix or not isinstance(address, addresses.UnixAddress):
-                    return addresses.dial(address, self._timeout_s)
-            except (OSError, ConfigurationError) as error:
-                errors.append(f"{text}: {getattr(error, 'strerror', None) or error}")
-        reason = "; ".join(errors) or "it listens nowhere that this side reaches"
-        raise ConnectionRefusedError(reason + self._hint(peer))
+    # Further connections
 
-    def _hint(self, peer: Peer) -> str:
-        """Returns what would help where a peer on another host cannot be reached from here."""
-        host, own_host = peer.registration.facts.get(HOST), self._me.facts.get(HOST)
-        if not host or host == own_host:
-            return ""
-        return (
-            f"; it is on host {host!r}, this worker on {own_host!r}: on each, set the variable "
-            f"{knobs.LISTEN.variable} to the host's address, and see that nothing is blocked"
-        )
+    def resume(self, peer: Peer, link: ResumableLink, timeout_s: float) -> None:
+        """Has a session that this side dialled go on over a new connection.
 
-    def _dial_data(self, peer: Peer, count: int) -> list[socket.socket]:
-        """Makes data connections to a peer; raises OSError or ProtocolError where it cannot."""
-        connections: list[socket.socket] = []
-        try:
-            hello = Greeting(self._worker, self._token, facts={_PURPOSE: _DATA, _TO: peer.id})
-            for _ in range(count):
-                connections.append(self._open(peer))
-                send_greeting(connections[-1], Kind.HELLO, hello)
-            for connection in connections:
-                answer = receive_greeting(connection, Kind.WELCOME, self._token, self._timeout_s)
-                if answer.refusal:
-                    raise ConnectionRefusedError(f"turned away: {answer.refusal}")
-        except BaseException:
-            for connection in connections:
-                connection.close()
-            raise
-        return connections
+        Args:
+            peer: The other side.
+            link: The session; its connection ends when the peer has answered.
+            timeout_s: How long it may take, in seconds.
+
+        Raises:
+            Refused: The peer is not there any more, or has forgotten the session.
+            ProtocolError: Whoever answers is not the peer.
+            TimeoutError: Somebody listens there, and does not speak.
+            OSError: There is no connection.
+        """
+        with self._greeted(peer, timeout_s) as (connection, handshake):
+            # What still comes over the old connection from here on is sent again.
+            position = link.stop()
+            link.last_attempt += 1
+            facts = {SESSION: link.name, POSITION: position, ATTEMPT: link.last_attempt}
+            answer = self._ask(peer, handshake, RESUME, facts)
+            self.shell.resume(peer, link, connection, position_in(answer.facts))
+
+    def probe(self, peer: Peer, link: ResumableLink, timeout_s: float) -> None:
+        """Tells the side that dialled a session that it has broken. Raises as ``resume``."""
+        with self._greeted(peer, timeout_s) as (connection, handshake):
+            facts = {SESSION: link.name, ATTEMPT: link.last_attempt}
+            self._ask(peer, handshake, PROBE, facts)
+            connection.close()
 
     def introduce(self, peer: Peer) -> None:
         """Has a member of an open group know this worker. Blocks at most the timeout.
@@ -190,157 +234,164 @@ class Connector:
             OSError: It does not answer, or another worker does.
             ProtocolError: What answers is none of the group.
         """
-        facts = {_PURPOSE: _INTRODUCTION, _TO: peer.id, **self._registration}
-        with self._open(peer) as connection:
-            send_greeting(connection, Kind.HELLO, Greeting(self._worker, self._token, facts=facts))
-            answer = receive_greeting(connection, Kind.WELCOME, self._token, self._timeout_s)
-        if answer.refusal == _TAKEN:
-            raise DuplicateName(
-                f"worker name {self._me.name!r} or rank {self._me.rank} is not unique: "
-                f"worker {peer.name!r} (rank {peer.info.id}) is there already"
-            )
-        if answer.refusal:
-            raise ConnectionRefusedError(f"turned away: {answer.refusal}")
-
-    def accept(self, connection: socket.socket, lookup: Lookup) -> None:
-        """Greets whoever has connected, and takes the connection if it is of the group."""
-        try:
-            addresses.tune(connection)
-            greeting = self._receive(connection, Kind.HELLO)
-            if greeting.facts.get(_TO, self._worker) != self._worker:
-                self._answer(connection, "the worker that was here is gone")
-                return
-            peer = lookup(greeting.worker, _registration_in(greeting.facts))
-            if peer is None:
-                raise ProtocolError(f"there is no other worker {greeting.worker}")
-        except DuplicateName:
-            self._answer(connection, _TAKEN)
-            return
-        except Exception:
-            connection.close()  # A stranger learns nothing, not even why.
-            return
-        purpose = greeting.facts.get(_PURPOSE)
-        if purpose == _INTRODUCTION:
-            self._answer(connection, "")
-        elif purpose == _DATA:
-            self._accept_data(connection, peer)
-        else:
-            self._accept_link(connection, peer, greeting)
-
-    def _answer(self, connection: socket.socket, refusal: str) -> None:
-        with connection, contextlib.suppress(OSError):
-            send_greeting(connection, Kind.WELCOME, Greeting(self._worker, self._token, refusal))
-
-    def _accept_link(self, connection: socket.socket, peer: Peer, greeting: Greeting) -> None:
-        refusal = self._refusal(peer)
-        try:
-            if refusal:
-                send_greeting(connection, Kind.WELCOME, self._greeting(refusal=refusal))
-                connection.close()
-                return
-            theirs = self._choose_channels(peer, connection, greeting)
-            welcome = self._greeting(verdict=peer.channels.verdict())
-            with self.memory.descriptor_for(connection) as descriptor:
-                send_greeting(connection, Kind.WELCOME, welcome, descriptor)
-            if theirs.memory_nonce and connection.family == socket.AF_UNIX:
-                self._receive_memory(peer, connection, theirs)
-            self._install(peer, connection)
-        except (OSError, ProtocolError):
+        with self._greeted(peer, self.timeout_s) as (connection, handshake):
+            try:
+                self._ask(peer, handshake, INTRODUCTION, {})
+            except Refused as error:
+                if TAKEN not in error.args:
+                    raise
+                raise DuplicateName(
+                    f"worker name {self.me.name!r} or rank {self.me.rank} is not unique: "
+                    f"worker {peer.name!r} (rank {peer.info.id}) is there already"
+                ) from None
             connection.close()
-            peer.is_accepting = False
 
-    def _receive_memory(self, peer: Peer, connection: socket.socket, theirs: Capabilities) -> None:
-        """Takes the dialler's memory, which comes with its verdict, and tells it the own one.
+    def _dial_data(self, peer: Peer, count: int, number: int) -> list[socket.socket]:
+        """Makes data connections to a peer, a set with a number.
 
-        A verdict without memory comes over the link, for which there is a handler.
+        Raises:
+            OSError: They cannot be made.
+            ProtocolError: Whoever answers is not the peer.
         """
-        memory: list[int] = []
+        connections: list[socket.socket] = []
         try:
-            answer = self._receive(connection, Kind.VERDICT, memory)
-            map_memory(peer.channels, memory, theirs.memory_nonce)
-        finally:
-            close_all(memory)
-        peer.channels.confirm(answer.facts.get("verdict"))
-        self._send_verdict(peer, connection)
-
-    def _send_verdict(
-        self, peer: Peer, connection: socket.socket, descriptor: int | None = None
-    ) -> None:
-        verdict = self._greeting(verdict=peer.channels.verdict())
-        send_greeting(connection, Kind.VERDICT, verdict, descriptor)
-
-    def _accept_data(self, connection: socket.socket, peer: Peer) -> None:
-        refusal = ""
-        if peer.lost is not None:
-            refusal = f"this group lost worker {peer.name!r} before"
-        elif peer.accept_data is None:
-            refusal = "this worker takes no data connections"
-        try:
-            welcome = Greeting(self._worker, self._token, refusal)
-            send_greeting(connection, Kind.WELCOME, welcome)
-            if refusal or peer.accept_data is None:
+            for _ in range(count):
+                with self._greeted(peer, self.timeout_s) as (connection, handshake):
+                    self._ask(peer, handshake, DATA, {SET: number})
+                    connections.append(connection)
+        except BaseException:
+            for connection in connections:
                 connection.close()
-            else:
-                peer.accept_data(connection)
-        except OSError:
+            raise
+        return connections
+
+    @contextlib.contextmanager
+    def _greeted(self, peer: Peer, timeout_s: float) -> Iterator[tuple[socket.socket, Handshake]]:
+        """Connects, up to the peer's challenge; closes the connection where the block raises."""
+        deadline_s = time.monotonic() + timeout_s
+        connection = self._open(peer, deadline_s)
+        try:
+            yield connection, Handshake.dial(connection, self.key, deadline_s)
+        except BaseException:
             connection.close()
+            raise
 
-    def _greeting(
-        self, refusal: str = "", verdict: dict[str, str] | None = None, to: Peer | None = None
+    def _ask(
+        self, peer: Peer, handshake: Handshake, purpose: str, facts: dict[str, Any]
     ) -> Greeting:
-        facts: dict[str, Any] = {
-            "capabilities": self._capabilities.as_json(),
-            "verdict": verdict,
-        }
-        if to is not None:
-            facts |= {_TO: to.id, **self._registration}
-        return Greeting(self._worker, self._token, refusal, {} if refusal else facts)
+        said = {PURPOSE: purpose, TO: peer.id, **facts, **self._registration}
+        handshake.send(Kind.HELLO, Greeting(self.worker, facts=said))
+        answer = handshake.receive(Kind.WELCOME)
+        if answer.refusal == TAKEN:
+            raise Refused(TAKEN)
+        if answer.refusal:
+            raise Refused(f"turned away: {answer.refusal}")
+        return answer
 
-    def _choose_channels(
+    def _open(self, peer: Peer, deadline_s: float) -> socket.socket:
+        """Connects to where a peer listens.
+
+        Raises:
+            Refused: Nobody listens there, or it cannot be dialled from here.
+            OSError: The network does not carry that far now.
+        """
+        errors: list[str] = []
+        is_final = True
+        for text in peer.registration.addresses:
+            try:
+                address = addresses.parse(text)
+                if self._uses_unix or not isinstance(address, addresses.UnixAddress):
+                    return self._open_at(address, deadline_s)
+            except (TimeoutError, ProtocolError):
+                raise  # Somebody listens there, who does not speak, or not the same.
+            except (OSError, ConfigurationError) as error:
+                errors.append(f"{text}: {getattr(error, 'strerror', None) or error}")
+                is_final &= isinstance(error, (ConnectionRefusedError, ConfigurationError))
+        reason = "; ".join(errors) or "it listens nowhere that this side reaches"
+        raise (Refused if is_final else ConnectionError)(reason + self._hint(peer))
+
+    def _open_at(self, address: addresses.Address, deadline_s: float) -> socket.socket:
+        remaining_s = deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise OSError("there was no time left to dial")
+        if isinstance(address, addresses.TcpAddress) and address.is_secure != bool(self.tls):
+            here, there = ("with", "without") if self.tls is not None else ("without", "with")
+            raise ConfigurationError(
+                f"it is a worker {there} TLS, this one is {here}; give all the same tls options"
+            )
+        try:
+            connection = addresses.dial(address, remaining_s)
+        except TimeoutError:
+            raise ConnectionError(f"no answer within {remaining_s:.1f} s") from None
+        if self.tls is None or isinstance(address, addresses.UnixAddress):
+            return connection
+        try:
+            return secure_client(connection, self.tls, max(deadline_s - time.monotonic(), 0.01))
+        except BaseException as error:
+            connection.close()
+            if isinstance(error.__cause__, ConnectionError):
+                raise ConnectionError(str(error)) from error  # It may have been the network.
+            raise
+
+    def _hint(self, peer: Peer) -> str:
+        """Returns what would help where a peer on another host cannot be reached from here."""
+        host, own_host = peer.registration.facts.get(HOST), self.me.facts.get(HOST)
+        if not host or host == own_host:
+            return ""
+        return (
+            f"; it is on host {host!r}, this worker on {own_host!r}: on each, set the variable "
+            f"{knobs.LISTEN.variable} to the host's address and {knobs.SECRET_FILE.variable} to a "
+            "file with the group's secret, and see that nothing is blocked"
+        )
+
+    # What both ends do
+
+    def facts(self, verdict: dict[str, str] | None = None, to: Peer | None = None) -> Any:
+        """Returns what this side says of itself in a greeting."""
+        facts: dict[str, Any] = {CAPABILITIES: self._capabilities.as_json(), VERDICT: verdict}
+        if to is not None:
+            facts |= {TO: to.id, **self._registration}
+        return facts
+
+    def choose_channels(
         self, peer: Peer, connection: socket.socket, greeting: Greeting
     ) -> Capabilities:
-        theirs = Capabilities.from_json(greeting.facts.get("capabilities"))
+        """Finds out which ways lead from a peer to here; returns what it said of itself."""
+        theirs = Capabilities.from_json(greeting.facts.get(CAPABILITIES))
         peer.channels = choose(self._capabilities, theirs, f"worker {peer.name!r}")
         self.memory.lend(peer.channels, connection)
         return theirs
 
-    def _receive(
-        self, connection: socket.socket, kind: Kind, descriptors: list[int] | None = None
-    ) -> Greeting:
-        with self._lock:
-            if self._is_closed:
-                raise ConnectionAbortedError("this worker has shut down")
-            self._greeting_now.add(connection)
-        try:
-            return receive_greeting(connection, kind, self._token, self._timeout_s, descriptors)
-        finally:
-            with self._lock:
-                self._greeting_now.discard(connection)
-
-    def _refusal(self, peer: Peer) -> str:
-        with peer.state_lock:
-            if peer.lost is not None:
-                return f"this group lost worker {peer.name!r} before"
-            if peer.link is not None or (peer.is_dialling and self._worker > peer.id):
-                return _CROSSED
-            peer.is_accepting = True
-            return ""
-
-    def _install(self, peer: Peer, connection: socket.socket) -> Link:
-        link = self._make_link(connection, peer)
+    def install(self, peer: Peer, connection: socket.socket, terms: Terms | None) -> Link:
+        """Makes a connection the link to a peer."""
+        link = self.shell.make_link(connection, peer, terms)
         peer.dial_data = functools.partial(self._dial_data, peer)
-        with peer.state_lock:
-            peer.link = link
-            peer.is_accepting = False
-        self._adopt(peer, link)
+        self.shell.adopt(peer, link)
         peer.linked.set()
         return link
 
 
+def send_verdict(peer: Peer, link: Link) -> None:
+    """Tells a peer, over its new link, what can be received from it."""
+    control = json.dumps(peer.channels.verdict()).encode()
+    link.send(encode_frame(Kind.VERDICT, 0, 0, control), may_block=False)
+
+
+def verdict_in(control: Buffer) -> object:
+    """Reads what ``send_verdict`` sent; raises ProtocolError where it makes no sense."""
+    try:
+        return json.loads(bytes(control))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a verdict makes no sense: {error}") from error
+
+
+def position_in(facts: dict[str, Any]) -> int:
+    """Returns the position of the other side in a session; raises ProtocolError if it is none."""
+    position = facts.get(POSITION)
+    if type(position) is not int or position < 0:
+        raise ProtocolError(f"a session goes on at byte {position!r}, which is no position")
+    return position
+
+
 def _where(peer: Peer) -> str:
     return f"worker {peer.name!r} at {', '.join(peer.registration.addresses) or 'no address'}"
-
-
-def _registration_in(facts: dict[str, Any]) -> Registration | None:
-    told = facts.get(_REGISTRATION)
-    return None if told is None else Registration.decode(told)

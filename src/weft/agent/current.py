@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from weft.agent.agent import Agent
 from weft.errors import AlreadyInitialized, NotInitialized
 
@@ -40,3 +42,18 @@ def install(agent: Agent | None) -> None:
     """Makes ``agent`` the current one, or none."""
     global _current
     _current = agent
+
+
+def _leave_to_parent() -> None:
+    """Has a forked process be no worker: its parent is.
+
+    It must not keep the parent's connections, either: nobody would notice the parent's death.
+    """
+    global _current
+    agent, _current = _current, None
+    if agent is not None:
+        agent.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

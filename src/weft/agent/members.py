@@ -84,6 +84,11 @@ class Members:
             peers = sorted(self._by_rank.items())
         return [peer for _, peer in peers if peer.lost is None or not self.is_open]
 
+    def known(self) -> list[Peer]:
+        """Returns the workers that can be found by name: also those that are lost."""
+        with self._lock:
+            return list(self._by_name.values())
+
     def on_joined(self, callback: Callable[[Peer], None]) -> None:
         """Has ``callback`` run for every worker, those of now and those that join."""
         with self._lock:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 import time
 from _thread import get_ident
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
 from weft.agent.calls import PendingCall
 from weft.agent.peers import Peer
+from weft.agent.served_calls import ServedCall
 from weft.errors import NotInitialized
 from weft.protocol.calls import CallTable
 from weft.transport.link import READ_TICK_S, Link
 from weft.wire.frames import Frame
+from weft.wire.messages import Kind
 
 if TYPE_CHECKING:
     from weft.agent.agent import Agent, Outgoing
@@ -61,7 +64,7 @@ class OpenCalls:
         Raises:
             WorkerLost: The peer cannot be reached; the call is closed again.
         """
-        number = self._table.add(call)
+        call.number = number = self._table.add(call)
         try:
             self._agent.send(peer, message_of(number), may_block=may_block)
         except BaseException:
@@ -70,6 +73,9 @@ class OpenCalls:
         # Lost between the two, nobody would have failed this call.
         if peer.lost is not None and self._table.take(number) is not None:
             raise peer.lost_error()
+        parent = call.parent
+        if parent is not None and parent.was_cancelled:
+            self.cancel(call, call.orphan_error())  # Who went through the calls did not see it.
         housekeeper = self._agent.housekeeper
         if housekeeper is not None and call.deadline_s < housekeeper.next_s:
             housekeeper.nudge(call.deadline_s)
@@ -162,6 +168,7 @@ class OpenCalls:
         expired, earliest_s = self._table.take_expired(now_s)
         for call in expired:
             self.fail(call, call.timeout_error())
+        self._tell_cancelled(expired)
         return earliest_s
 
     def fail(self, call: PendingCall, error: BaseException) -> None:
@@ -174,10 +181,28 @@ class OpenCalls:
 
     def cancel(self, call: PendingCall, error: BaseException) -> bool:
         """Gives up a call: it fails with ``error``. Returns False where it has ended already."""
-        if not self._table.take_entry(call):
+        if self._table.take(call.number) is None:
             return False
         self.fail(call, error)
+        self._tell_cancelled([call])
         return True
+
+    def cancel_nested(self, parents: Set[ServedCall]) -> None:
+        """Gives up the calls that were made in the course of some calls of other workers."""
+        nested = self._table.take_where(lambda call: call.parent in parents)
+        for call in nested:
+            self.fail(call, call.orphan_error())
+        self._tell_cancelled(nested)
+
+    def _tell_cancelled(self, calls: list[PendingCall]) -> None:
+        """Tells callees that nobody waits for these calls any more."""
+        numbers: defaultdict[int, list[int]] = defaultdict(list)
+        for call in calls:
+            numbers[call.worker].append(call.number)
+        for worker, cancelled in numbers.items():
+            peer = self._agent.peers[worker]
+            if peer.is_self or peer.link is not None:  # Else they were not sent.
+                self._agent.post_ints(peer, Kind.CANCEL, *cancelled)
 
     def take_reply(self, frame: Frame, awaited: PendingCall | None) -> bool:
         """Gives an answer to the call that waits for it; returns False where none does any more.

@@ -18,6 +18,7 @@ from weft.agent.agent import Agent, Outgoing
 from weft.agent.data_connections import DataConnections
 from weft.agent.peers import Peer
 from weft.agent.pulling import Borrowing, Pulling, Source
+from weft.agent.supplying import read_request
 from weft.channel.copying import Copier
 from weft.channel.receiving import in_order
 from weft.channel.sending import prepare
@@ -32,6 +33,8 @@ from weft.wire.messages import (
     encode_parcel,
 )
 
+_CLOSE_LIMIT_S = 5.0
+
 
 class Parcel:
     """A message with tensors, as received.
@@ -39,13 +42,14 @@ class Parcel:
     Attributes:
         head: Bytes of the message kind's fixed layout.
         payload: The pickle; opaque here.
+        table: What describes the tensors; empty where there are none.
         buffers: The memory of the tensors, as far as it has come.
         channel_table: How the rest comes; empty once all is here.
         externals: Other objects taken out of the pickle; only in a message to oneself.
     """
 
     __slots__ = (
-        "_table",
+        "_tensor_limit",
         "_tensors",
         "_worker",
         "buffers",
@@ -53,19 +57,23 @@ class Parcel:
         "externals",
         "head",
         "payload",
+        "table",
     )
 
-    def __init__(self, sections: ParcelSections, buffers: Sequence[Buffer], worker: str) -> None:
-        self.head, self.payload, self._table, self.channel_table = sections
+    def __init__(
+        self, sections: ParcelSections, buffers: Sequence[Buffer], worker: str, tensor_limit: int
+    ) -> None:
+        self.head, self.payload, self.table, self.channel_table = sections
         self.externals: Sequence[object] | None = None
         self.buffers = buffers
         self._worker = worker
-        self._tensors: list[Tensor] | None = [] if not self._table else None
+        self._tensor_limit = tensor_limit
+        self._tensors: list[Tensor] | None = [] if not self.table else None
 
     @classmethod
     def local(cls, control: LocalParcel, worker: str) -> Parcel:
         """Returns a message to oneself, whose tensors need no table."""
-        parcel = cls(ParcelSections(control.head, control.payload, b"", b""), (), worker)
+        parcel = cls(ParcelSections(control.head, control.payload, b"", b""), (), worker, 0)
         parcel._tensors = list(control.tensors)
         parcel.externals = control.externals
         return parcel
@@ -78,11 +86,11 @@ class Parcel:
     @property
     def some_require_grad(self) -> bool:
         """Whether some of its tensors required grad at the sender; no for a local message."""
-        return bool(self._table) and tensor_table.some_require_grad(self._table)
+        return bool(self.table) and tensor_table.some_require_grad(self.table)
 
     def flags(self) -> list[tensor_table.GradFlags]:
         """Returns what the autograd layer has to know of each tensor."""
-        return tensor_table.grad_flags(self._table)
+        return tensor_table.grad_flags(self.table)
 
     def tensors(self, *, detached: bool) -> list[Tensor]:
         """Returns the tensors; each owns its memory.
@@ -93,7 +101,11 @@ class Parcel:
         if self._tensors is not None:
             return self._tensors
         return tensor_table.rebuild(
-            self._table, self.buffers, detached=detached, worker=self._worker
+            self.table,
+            self.buffers,
+            detached=detached,
+            worker=self._worker,
+            limit=self._tensor_limit,
         )
 
 
@@ -120,6 +132,7 @@ class ParcelService:
         self._agent = agent
         self._name = agent.info.name
         self._frame_limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
+        self._tensor_limit = knobs.TENSOR_LIMIT.get()
         self._copier = Copier(f"weft-{agent.info.name}-copy")
         self._data = DataConnections(agent)
         self.sources: dict[ChannelKind, Source] = {
@@ -130,11 +143,12 @@ class ParcelService:
         self._memory = agent.memory
         self._idle_s = knobs.POOL_IDLE_S.get()
         self._next_trim_s = 0.0
+        agent.on(Kind.SUPPLY, self._on_supply, inline=True)
         agent.on_lost(_take_back)
 
-    def close(self) -> None:
-        """Ends the threads that move large tensors."""
-        self._data.close()
+    def close(self, limit_s: float = _CLOSE_LIMIT_S) -> None:
+        """Sends what is waiting, at most for ``limit_s``; ends the threads that move tensors."""
+        self._data.close(limit_s)
         self._copier.close()
 
     def tick(self, now_s: float) -> float:
@@ -178,6 +192,8 @@ class ParcelService:
             return Frame(kind, flags, number, local, ())  # type: ignore[arg-type]
         if not tensors:
             return encode_frame(kind, flags, number, encode_parcel(head, payload, b"", b""))
+        if len(tensors) > self._tensor_limit:
+            raise tensor_table.too_many(len(tensors), self._tensor_limit)
         table, flat = tensor_table.describe(tensors)
         buffers = [tensor_table.as_memory(tensor) for tensor in flat]
         prepared = prepare(buffers, peer.channels, peer.held, self._copier, peer.reach_data)
@@ -204,16 +220,19 @@ class ParcelService:
         control = frame.control
         if isinstance(control, LocalParcel):
             return Parcel.local(control, self._name)
-        return Parcel(decode_parcel(control), frame.buffers, self._name)
+        return Parcel(decode_parcel(control), frame.buffers, self._name, self._tensor_limit)
 
     def fetch(self, peer: Peer, parcel: Parcel) -> None:
         """Fetches the tensors that did not come with the message. May block; not for readers.
 
         Raises:
             ProtocolError: The message is malformed.
+            SerializationError: It has more tensors than this worker accepts.
             WorkerLost: The sender was lost before its tensors could be fetched.
         """
         if parcel.channel_table:
+            if len(parcel.table) > self._tensor_limit * tensor_table.SMALLEST_BYTES:
+                self._check_count(peer, parcel)
             parcel.buffers = self._fetch(peer, parcel)
             parcel.channel_table = b""
 
@@ -231,6 +250,12 @@ class ParcelService:
             for kind in _fetched_kinds(table):
                 self._source(peer, kind).drop(peer, table)
 
+    def _check_count(self, peer: Peer, parcel: Parcel) -> None:
+        count = tensor_table.count_of(parcel.table)
+        if count > self._tensor_limit:
+            self.discard(peer, parcel)
+            raise tensor_table.too_many(count, self._tensor_limit, self._name)
+
     def _read_table(self, parcel: Parcel) -> BufferTable:
         sizes = [len(buffer) for buffer in parcel.buffers]
         return decode_table(parcel.channel_table, sizes, self._frame_limit_bytes)
@@ -241,6 +266,21 @@ class ParcelService:
             kind: self._source(peer, kind).fetch(peer, table) for kind in _fetched_kinds(table)
         }
         return in_order(table, parcel.buffers, fetched)
+
+    def _on_supply(self, peer: Peer, frame: Frame) -> None:
+        """Sends, behind a message, buffers that did not get to the peer the way they were to.
+
+        Inline: it must not wait for a free thread.
+        """
+        token, kind = read_request(frame.control)
+        buffers: Sequence[memoryview]
+        if kind == STRIPED:
+            buffers = self._data.take_kept(peer, token)
+        else:
+            buffers = peer.held.release(token) or ()
+            reason = f"worker {peer.name!r} cannot read this process's memory"
+            peer.channels.disable(CMA, reason)
+        self._agent.post(peer, encode_frame(Kind.REPLY, 0, frame.id, b"", buffers))
 
     def _source(self, peer: Peer, kind: ChannelKind) -> Source:
         source = self.sources.get(kind)

@@ -6,12 +6,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from weft.channel.choice import Channels
 from weft.channel.sending import HeldTensors
 from weft.errors import WorkerLost
 from weft.protocol.membership import Registration
 from weft.transport.link import Link
+
+if TYPE_CHECKING:
+    from weft.agent.served_calls import ServedCall
 
 
 class Unreachable(ConnectionError):
@@ -43,13 +47,15 @@ class Peer:
         self.link: Link | None = None
         self.lost: WorkerLost | None = None
         # Of use once there is somebody who takes data connections, and, to dial them, a link.
-        self.accept_data: Callable[[socket.socket], None] | None = None
-        self.dial_data: Callable[[int], list[socket.socket]] | None = None
+        self.accept_data: Callable[[socket.socket, int], None] | None = None
+        self.dial_data: Callable[[int, int], list[socket.socket]] | None = None
         self.reach_data: Callable[[], bool] = lambda: False
         self.is_dialling = False
         self.is_accepting = False
         self.is_departing = False
         """Whether the peer has said that it leaves an open group."""
+        self.served: dict[int, ServedCall] = {}
+        """Calls of the peer that this worker has received and not ended, by their numbers."""
         self.state_lock = threading.Lock()
         self.dial_lock = threading.Lock()
         self.linked = threading.Event()

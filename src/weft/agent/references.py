@@ -22,7 +22,7 @@ from typing import Any
 from weft import knobs
 from weft.agent.agent import Agent
 from weft.agent.peers import Peer
-from weft.errors import OwnerLost, ReferenceGone, WeftError
+from weft.errors import NotInitialized, OwnerLost, ReferenceGone, WeftError
 from weft.ids import ReferenceId
 from weft.protocol import references as protocol
 from weft.wire.frames import Frame, encode_frame
@@ -65,6 +65,15 @@ class OwnedValue:
         for callback in callbacks:
             callback(self)
 
+    def give_up(self, error: BaseException) -> None:
+        """Makes it an error for those who block in ``wait``; nobody is called back."""
+        with self._lock:
+            if self._callbacks is None:
+                return
+            self._callbacks = None
+            self.error = error
+        self._ready.release()
+
     def when_ready(self, callback: Callable[[OwnedValue], None]) -> None:
         """Calls ``callback`` with this, now or as soon as it is ready."""
         with self._lock:
@@ -72,6 +81,14 @@ class OwnedValue:
                 self._callbacks.append(callback)
                 return
         callback(self)
+
+    def forget(self, callback: Callable[[OwnedValue], None]) -> bool:
+        """Takes back ``when_ready``; returns False where it has come to be called already."""
+        with self._lock:
+            if self._callbacks is None or callback not in self._callbacks:
+                return False
+            self._callbacks.remove(callback)
+            return True
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until ready or for ``timeout_s``; returns whether it is ready."""
@@ -230,6 +247,10 @@ class ReferenceKeeper:
             self._machine.refused(handed.reference, handed.token, sender.id)
         self._settle()
 
+    def is_owned(self, reference: ReferenceId) -> bool:
+        """Whether somebody refers to a value of this worker."""
+        return reference in self._values
+
     def is_confirmed(self, reference: ReferenceId) -> bool:
         """Whether the owner has said that it counts this worker as a user."""
         return reference in self._confirmed or reference.owner == self._agent.me.id
@@ -242,6 +263,14 @@ class ReferenceKeeper:
             raise copy.copy(error)
 
     # Shutdown
+
+    def close(self) -> None:
+        """Fails those who wait here for a value that is not made: this worker leaves."""
+        gone = NotInitialized(f"worker {self._agent.info.name!r} shut down before the value came")
+        with self._lock:
+            waiting = [owned for owned in self._values.values() if not owned.is_ready]
+        for owned in waiting:
+            owned.give_up(gone)
 
     def begin_settling(self) -> None:
         """Drops all handles; what is left afterwards, when settled, is a leak."""

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 from torch.distributed.rendezvous import rendezvous
 
+from weft.agent.launcher_store import SCHEME as OF_LAUNCHER
+from weft.agent.launcher_store import open_launcher_store
 from weft.errors import (
     ConfigurationError,
     DuplicateName,
@@ -34,7 +36,8 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
     """Opens the store that ``init_method`` names.
 
     Args:
-        init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``.
+        init_method: ``env://`` (the default), ``tcp://host:port``, ``file:///path``, or what
+            ``weft run`` tells its workers.
         rank: This worker's rank; rank 0 hosts the store of ``tcp://`` and ``env://``.
         world_size: Number of workers; None for an open group.
         timeout_s: Bound of the wait, in seconds.
@@ -45,6 +48,8 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
     """
     method = init_method or "env://"
     _check_method(method)
+    if urlsplit(method).scheme == OF_LAUNCHER:
+        return open_launcher_store(urlsplit(method).netloc, timeout_s)
     separator = "&" if "?" in method else "?"
     size = -1 if world_size is None else world_size
     url = f"{method}{separator}rank={rank}&world_size={size}"
@@ -65,7 +70,7 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
 
 def _check_method(method: str) -> None:
     scheme = urlsplit(method).scheme
-    if scheme not in ("env", "tcp", "file"):
+    if scheme not in ("env", "tcp", "file", OF_LAUNCHER):
         raise ConfigurationError(
             f"init_method {method!r} is unknown; use env://, tcp://host:port, file:///path, "
             "or pass a store"

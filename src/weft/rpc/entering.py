@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,9 +20,10 @@ from weft.agent.agent import Agent
 from weft.agent.connector import HOST
 from weft.agent.members import Members
 from weft.agent.peers import Peer
+from weft.agent.protection import Patience, Protection
 from weft.agent.rendezvous import join
 from weft.errors import ProtocolError
-from weft.protocol.membership import Registration
+from weft.protocol.membership import STRICT, Registration
 from weft.rpc import serving
 from weft.rpc.departing import Departing
 from weft.rpc.gathering import Gatherings
@@ -29,6 +31,8 @@ from weft.rpc.leaving import Leaving
 from weft.rpc.options import RpcBackendOptions
 from weft.rpc.worker import Worker
 from weft.transport.addresses import listen_tcp, listen_unix
+
+END_LIMIT_S = 5.0
 
 _log = logging.getLogger("weft")
 _loaded_by = os.getpid()
@@ -43,7 +47,7 @@ def enter_closed(
         RendezvousError: There is no group; says why.
     """
     with _listening(options) as (listeners, addresses):
-        registration = _registration(name, rank, addresses)
+        registration = _registration(name, rank, addresses, options)
         directory = join(store, registration, world_size, options.init_timeout)
         others = [each for each in directory.workers if each.id != rank]
         members = Members(registration, others, is_open=False)
@@ -62,7 +66,7 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         RendezvousError: The group is a closed one, or the store does not answer.
     """
     with _listening(options) as (listeners, addresses):
-        registration = _registration(name, rank, addresses)
+        registration = _registration(name, rank, addresses, options)
         admission = enter(store, registration, options.init_timeout)
         members = Members(admission.me, (), is_open=True)
         worker = _make_worker(admission.token, members, listeners, store, options)
@@ -77,11 +81,16 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
 
 
 def end(worker: Worker) -> None:
-    """Makes this process no worker any more, at once: what still waits gets an error."""
+    """Makes this process no worker any more, at once: what still waits gets an error.
+
+    Ends within about ``END_LIMIT_S``, whatever functions of the program and other workers do.
+    """
+    end_s = time.monotonic() + END_LIMIT_S
     current_agent.install(None)
     worker.agent.part(Gatherings).close()
-    worker.close()
-    worker.agent.close()
+    worker.references.close()
+    worker.close(END_LIMIT_S)
+    worker.agent.close(max(end_s - time.monotonic(), 0.0))
 
 
 def _introduce(agent: Agent, store: Any, admission: Admission) -> None:
@@ -125,7 +134,7 @@ def _listening(options: RpcBackendOptions) -> Any:
     try:
         unix_listener, unix_address = listen_unix()
         listeners.append(unix_listener)
-        tcp_listener, tcp_address = listen_tcp(options.listen)
+        tcp_listener, tcp_address = listen_tcp(options.listen, is_secure=options.tls is not None)
         listeners.append(tcp_listener)
         yield listeners, (str(unix_address), str(tcp_address))
     except BaseException:
@@ -142,7 +151,14 @@ def _make_worker(
     options: RpcBackendOptions,
 ) -> Worker:
     _renew_thread_pool()
-    agent = Agent(token, members, listeners, options.num_worker_threads, options.default_timeout_s)
+    agent = Agent(
+        Protection.of_run(token, options.secret, options.tls),
+        members,
+        listeners,
+        options.num_worker_threads,
+        options.default_timeout_s,
+        Patience(options.detection_time, options.reconnect_time),
+    )
     # Rank 0 may host the store: it must live for as long as others may still read from it.
     agent.parts[Store] = store
     worker = Worker(agent, options)
@@ -165,9 +181,11 @@ def _renew_thread_pool() -> None:
         torch.set_num_threads(torch.get_num_threads())
 
 
-def _registration(name: str, rank: int, addresses: tuple[str, ...]) -> Registration:
-    host = {HOST: socket.gethostname()}
-    return Registration(name, rank, addresses, _main_program(), host)
+def _registration(
+    name: str, rank: int, addresses: tuple[str, ...], options: RpcBackendOptions
+) -> Registration:
+    facts = {HOST: socket.gethostname(), STRICT: options.strict}
+    return Registration(name, rank, addresses, _main_program(), facts)
 
 
 def _main_program() -> str:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from weft import knobs
 from weft.errors import ConfigurationError
 from weft.rpc.handles import RRef
+from weft.secret import Secret
+from weft.transport.addresses import is_loopback
+from weft.transport.secure import TlsOptions
+
+_GIVES_EVERYTHING = {
+    "builtins": "it has eval and __import__; what is harmless in it needs no entry",
+    "weft": "what Weft calls on other workers needs no entry",
+}
+
+
+def _allowed_from_outside() -> tuple[str, ...] | None:
+    modules = [module.strip() for module in knobs.ALLOWED_MODULES.get().split(",")]
+    return tuple(module for module in modules if module) or None
 
 
 @dataclass
@@ -26,11 +40,26 @@ class RpcBackendOptions:
             without keys of an earlier group.
         init_timeout: Seconds to wait for all workers to join.
         listen: Address of this machine on which other hosts can reach this worker. By default
-            that of ``WEFT_LISTEN``, and without it none: workers of this host only.
+            that of ``WEFT_LISTEN``, and without it none: workers of this host only. Needs a
+            ``secret``.
+        secret: What all workers of the group share and nobody else has. By default that of
+            ``WEFT_SECRET_FILE`` or ``WEFT_SECRET``. Without one, workers of one user on one host
+            find each other, and nobody else.
+        tls: How TCP connections are secured; give it to all workers. By default what the
+            ``WEFT_TLS_...`` variables say.
+        detection_time: Seconds without an answer of another worker's machine after which that
+            worker is lost. A busy worker's machine answers.
+        reconnect_time: Seconds within which a broken connection is made again; the worker at its
+            other end is lost after them.
         reference_type: Class of the references that this worker makes and receives; a subclass
             of ``RRef``.
         copy_to_self: Whether tensors in calls of this worker to itself are copied, as those to
             others are. By default both sides have the same tensors.
+        allowed_modules: Modules, with all below them, whose functions and classes others may call
+            here or send to here; ``"torch"`` means the parts of it that compute. By default those
+            of ``WEFT_ALLOWED_MODULES``, and without it, None: all.
+        strict: Whether this worker refuses all pickles: it takes tensors, numbers, texts,
+            references and containers of them. See the page on callables for both.
     """
 
     num_worker_threads: int = field(default_factory=knobs.WORKER_THREADS.get)
@@ -39,8 +68,14 @@ class RpcBackendOptions:
     store: Any = None
     init_timeout: float = field(default_factory=knobs.INIT_TIMEOUT_S.get)
     listen: str = field(default_factory=knobs.LISTEN.get)
+    secret: Secret | None = field(default_factory=Secret.from_environment)
+    tls: TlsOptions | None = field(default_factory=TlsOptions.from_environment)
+    detection_time: float = field(default_factory=knobs.DETECTION_S.get)
+    reconnect_time: float = field(default_factory=knobs.RECONNECT_S.get)
     reference_type: type[RRef[Any]] = RRef
     copy_to_self: bool = False
+    allowed_modules: Sequence[str] | None = field(default_factory=_allowed_from_outside)
+    strict: bool = False
 
     @property
     def default_timeout_s(self) -> float:
@@ -61,8 +96,51 @@ class RpcBackendOptions:
             raise ConfigurationError(
                 f"init_timeout is {self.init_timeout!r}; it must be a positive number of seconds"
             )
+        for name in ("detection_time", "reconnect_time"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0.5 <= value < math.inf:
+                raise ConfigurationError(f"{name} is {value!r}; it must be 0.5 seconds at least")
+        self._check_protection()
         if self.store is not None and self.init_method is not None:
             raise ConfigurationError("give init_method or store, not both")
+        self._check_modules()
+
+    def _check_modules(self) -> None:
+        modules = self.allowed_modules
+        if modules is None:
+            return
+        if isinstance(modules, str) or not isinstance(modules, Iterable):
+            raise ConfigurationError(
+                f"allowed_modules is {modules!r}; pass a tuple of names like ('my_package', "
+                "'torch'), or None for all"
+            )
+        for module in modules:
+            if not isinstance(module, str) or not all(map(str.isidentifier, module.split("."))):
+                raise ConfigurationError(
+                    f"allowed_modules has {module!r}, which is no name of a module"
+                )
+            if module in _GIVES_EVERYTHING:
+                raise ConfigurationError(
+                    f"allowed_modules must not have {module!r}: {_GIVES_EVERYTHING[module]}"
+                )
+
+    def _check_protection(self) -> None:
+        if self.secret is not None and not isinstance(self.secret, Secret):
+            # Not its value: it may be the secret.
+            raise ConfigurationError(
+                f"secret is a {type(self.secret).__name__}; pass weft.Secret.from_file(path)"
+            )
+        if self.tls is not None:
+            if not isinstance(self.tls, TlsOptions):
+                raise ConfigurationError(f"tls is {self.tls!r}; pass weft.TlsOptions(...)")
+            self.tls.check()
+        if self.secret is None and not is_loopback(self.listen):
+            raise ConfigurationError(
+                f"this worker is to listen on {self.listen!r}, where other machines reach it, but "
+                "there is no secret: whoever finds it could run anything here. Make one with "
+                "'weft secret new FILE', copy it to every host, and set "
+                f"{knobs.SECRET_FILE.variable}=FILE there (or pass secret=...)"
+            )
 
 
 def _is_number(value: object) -> bool:

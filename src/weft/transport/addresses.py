@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import secrets
 import socket
 from typing import NamedTuple
@@ -20,13 +21,17 @@ class UnixAddress(NamedTuple):
 
 
 class TcpAddress(NamedTuple):
-    """A TCP endpoint."""
+    """A TCP endpoint; a secure one speaks TLS."""
 
     host: str
     port: int
+    is_secure: bool = False
 
     def __str__(self) -> str:
-        return f"tcp:{self.host}:{self.port}"
+        return f"{_SCHEMES[self.is_secure]}:{self.host}:{self.port}"
+
+
+_SCHEMES = ("tcp", "tls")
 
 
 Address = UnixAddress | TcpAddress
@@ -38,8 +43,8 @@ def parse(text: str) -> Address:
     if scheme == "unix" and rest.startswith("@"):
         return UnixAddress(rest[1:])
     host, _, port = rest.rpartition(":")
-    if scheme == "tcp" and host and port.isdecimal() and int(port) <= 0xFFFF:
-        return TcpAddress(host, int(port))
+    if scheme in _SCHEMES and host and port.isdecimal() and int(port) <= 0xFFFF:
+        return TcpAddress(host, int(port), scheme == _SCHEMES[True])
     raise ConfigurationError(f"{text!r} is no address; one looks like tcp:127.0.0.1:4000")
 
 
@@ -52,7 +57,15 @@ def listen_unix() -> tuple[socket.socket, UnixAddress]:
     return listener, address
 
 
-def listen_tcp(host: str) -> tuple[socket.socket, TcpAddress]:
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen_tcp(host: str, *, is_secure: bool = False) -> tuple[socket.socket, TcpAddress]:
     """Opens a listening socket on a free port of ``host``.
 
     Raises:
@@ -69,7 +82,7 @@ def listen_tcp(host: str) -> tuple[socket.socket, TcpAddress]:
             f"cannot listen on {host!r}: {error}; choose an address of this machine, "
             "or leave the option out to listen on loopback"
         ) from error
-    return listener, TcpAddress(host, listener.getsockname()[1])
+    return listener, TcpAddress(host, listener.getsockname()[1], is_secure)
 
 
 def dial(address: Address, timeout_s: float) -> socket.socket:

@@ -64,7 +64,7 @@ class Link:
         self._writing = threading.Lock()
         self._is_full = False
         self._is_closed = False
-        _tune(connection)
+        tune(connection)
         self.read_fd = connection.fileno()
         self._write_socket = connection.dup()
         self.write_fd = self._write_socket.fileno()
@@ -171,7 +171,7 @@ class Link:
             except BlockingIOError:
                 return parts
             self.bytes_sent += size
-            parts = _advance(parts, size)
+            parts = advance(parts, size)
         return parts
 
     def receive(self, *, may_block: bool) -> list[Frame]:
@@ -235,6 +235,11 @@ class Link:
         except OSError:
             pass  # The other side was faster.
 
+    def abandon(self) -> None:
+        """Frees the descriptors, in a forked process, and leaves the connection to its parent."""
+        self._socket.close()
+        self._write_socket.close()
+
     def close(self) -> None:
         """Frees the descriptors. Only when nobody reads or writes any more."""
         self.hang_up()
@@ -242,7 +247,8 @@ class Link:
         self._write_socket.close()
 
 
-def _tune(connection: socket.socket) -> None:
+def tune(connection: socket.socket) -> None:
+    """Sets what a link needs of its socket."""
     connection.setblocking(True)
     tick = struct.pack("ll", 0, int(READ_TICK_S * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
@@ -252,7 +258,7 @@ def _tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _advance(parts: list[Buffer], size: int) -> list[Buffer]:
+def advance(parts: list[Buffer], size: int) -> list[Buffer]:
     """Drops the first ``size`` bytes of ``parts``."""
     for index, part in enumerate(parts):
         length = len(part)

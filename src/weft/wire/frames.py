@@ -86,7 +86,8 @@ class FrameParser:
     ) -> None:
         self._allocate = allocate
         self._capacity = receive_bytes
-        self._control_limit_bytes = control_limit_bytes
+        # A frame without buffers is its control part.
+        self._control_limit_bytes = min(control_limit_bytes, frame_limit_bytes - HEADER_BYTES)
         self._frame_limit_bytes = frame_limit_bytes
         self._view = memoryview(bytearray(receive_bytes))
         self._whole_view = [self._view]
@@ -115,12 +116,13 @@ class FrameParser:
             frame, self._large = self._large.frame(), None
             return [frame]
         self._end = end = self._end + size_bytes
-        view, start = self._view, self._start
+        view, start, limit_bytes = self._view, self._start, self._control_limit_bytes
         frames: list[Frame] = []
         while end - start >= HEADER_BYTES:
             kind, flags, count, control_bytes, frame_id = HEADER.unpack_from(view, start)
             body_start = start + HEADER_BYTES
-            if not count and (body_end := body_start + control_bytes) <= end:
+            body_end = body_start + control_bytes
+            if not count and body_end <= end and control_bytes <= limit_bytes:
                 # Small and complete: what nearly all frames are.
                 control = bytes(view[body_start:body_end])
                 frames.append(_new_frame(Frame, (kind, flags, frame_id, control, ())))

@@ -39,6 +39,12 @@ class Kind(enum.IntEnum):
     RELEASE_CONTEXT = 11
     SHUTDOWN = 12
     VERDICT = 13
+    CHALLENGE = 14
+    ACKNOWLEDGED = 15
+    GOODBYE = 16
+    ARRIVED = 17
+    UNSENT = 18
+    DATA_BROKEN = 19
 
 
 VALUE_REPLY = 0
@@ -211,11 +217,16 @@ def decode_compact_call(control: Buffer) -> tuple[float, int, int, int, bytes, i
     Returns:
         Seconds the caller will wait, number of the reference to create, context, message, name of
         the function, and where the values begin.
+
+    Raises:
+        ProtocolError: It is cut short.
     """
     if len(control) < _COMPACT_CALL_HEAD.size:
         raise ProtocolError(f"a compact call of {len(control)} bytes is shorter than its own head")
     remaining_s, creation, context_id, message_id, size = _COMPACT_CALL_HEAD.unpack_from(control)
     start = _COMPACT_CALL_HEAD.size + size
+    if start > len(control):
+        raise ProtocolError("the name of the function in a compact call is cut short")
     name = bytes(control[_COMPACT_CALL_HEAD.size : start])
     return remaining_s, creation, context_id, message_id, name, start
 
@@ -246,7 +257,7 @@ def _decode_references(data: Buffer, start: int, count: int) -> tuple[HandedRefe
         return ()
     return tuple(
         HandedReference(ReferenceId(*entry[:3]), entry[3])
-        for entry in _REFERENCE.iter_unpack(data[start:])
+        for entry in _REFERENCE.iter_unpack(bytes(data[start:]))
     )
 
 

@@ -10,26 +10,41 @@ from __future__ import annotations
 import socket
 import threading
 from _thread import allocate_lock
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from weft.errors import ProtocolError
-from weft.transport.striped.pump import NOTHING, READABLE
+from weft.protocol.tombstones import Tombstones
+from weft.transport.striped.pump import NOTHING, READABLE, forget_nothing
 from weft.transport.striped.stripes import HEADER_BYTES, Stripe, TransferKey, decode_stripe
 from weft.wire.frames import Allocate
 
 _TURN_BYTES = 4 << 20
+_TAKEN_LIMIT = 4096
 _NOWHERE = memoryview(b"")
+
+
+class NotComing(Exception):
+    """The connection that was to bring a transfer has broken: it is to be asked for."""
 
 
 class _Arrival:
     """One transfer: its memory, and how much of it is missing."""
 
-    __slots__ = ("_memory", "_memory_lock", "done", "is_wanted", "missing_bytes", "size_bytes")
+    __slots__ = (
+        "_memory",
+        "_memory_lock",
+        "done",
+        "is_given_up",
+        "is_wanted",
+        "missing_bytes",
+        "size_bytes",
+    )
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.missing_bytes = size_bytes
         self.is_wanted = True
+        self.is_given_up = False
         self.done = allocate_lock()
         self.done.acquire()
         self._memory: memoryview | None = None
@@ -56,6 +71,8 @@ class Arrivals:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._under_way: dict[TransferKey, _Arrival] = {}
+        self._given_up: set[int] = set()
+        self._taken = Tombstones(_TAKEN_LIMIT)
         self._error: Callable[[], Exception] | None = None
         self.bytes_received = 0
 
@@ -70,6 +87,7 @@ class Arrivals:
         Raises:
             TimeoutError: The peer has sent nothing for so long.
             ProtocolError: Its stripes announce another size.
+            NotComing: It was given up.
             Exception: What ``fail`` was given.
         """
         arrival = self._arrival(key, size_bytes)
@@ -82,9 +100,14 @@ class Arrivals:
         with self._lock:
             self._under_way.pop(key, None)
             error = self._error if arrival.missing_bytes else None
-        if error is not None:
+            is_coming = not arrival.missing_bytes
+        if not is_coming:
             del arrival, memory  # The error's traceback would keep them.
-            raise error()
+            raise (
+                NotComing(f"the connection broke before all of {key} had come")
+                if (error is None)
+                else error()
+            )
         return memory
 
     def is_here(self, key: TransferKey) -> bool:
@@ -100,8 +123,38 @@ class Arrivals:
             return  # Lost, or nonsense: then the connection that brings it ends.
         with self._lock:
             arrival.is_wanted = False
-            if not arrival.missing_bytes:
+            self._taken.add(key.token)
+            if not arrival.missing_bytes or arrival.is_given_up:
                 self._under_way.pop(key, None)
+                self._given_up.discard(key.token)
+
+    def give_up(self, tokens: Iterable[int]) -> None:
+        """Notes that of some messages nothing comes any more: who waits is told ``NotComing``.
+
+        What is here in full stays. The connections that brought them are closed by now.
+        """
+        with self._lock:
+            given_up = {token for token in tokens if token not in self._taken}
+            self._given_up |= given_up
+            ended = [
+                (key, arrival)
+                for key, arrival in self._under_way.items()
+                if key.token in given_up and arrival.missing_bytes and not arrival.is_given_up
+            ]
+            for key, arrival in ended:
+                arrival.is_given_up = True
+                if not arrival.is_wanted:
+                    self._under_way.pop(key)
+        for _, arrival in ended:
+            arrival.done.release()
+
+    def forget(self, keys: Iterable[TransferKey]) -> None:
+        """Forgets the transfers of a message: they were taken, or are asked for another way."""
+        with self._lock:
+            for key in keys:
+                self._under_way.pop(key, None)
+                self._given_up.discard(key.token)
+                self._taken.add(key.token)
 
     def fail(self, error: Callable[[], Exception]) -> None:
         """Has all who wait, now and in future, raise what ``error`` returns; drops the rest."""
@@ -111,7 +164,7 @@ class Arrivals:
             self._error = error
             failed, self._under_way = list(self._under_way.values()), {}
         for arrival in failed:
-            if arrival.missing_bytes:
+            if arrival.missing_bytes and not arrival.is_given_up:
                 arrival.done.release()
 
     @property
@@ -150,6 +203,9 @@ class Arrivals:
             arrival = self._under_way.get(key)
             if arrival is None:
                 arrival = self._under_way[key] = _Arrival(size_bytes)
+                if key.token in self._given_up:
+                    arrival.is_given_up = True
+                    arrival.done.release()
         if arrival.size_bytes != size_bytes:
             raise ProtocolError(f"{key} has {arrival.size_bytes} bytes once and {size_bytes} then")
         return arrival
@@ -165,8 +221,8 @@ class ReceivingConnection:
     Args:
         connection: A connected socket; owned from here on.
         arrivals: Where they belong.
-        on_end: Called with the cause when the connection ends; the cause is empty where the peer
-            has closed it between two stripes.
+        on_end: Called when the connection ends: with the cause where what came over it makes no
+            sense, or has no room; with nothing where it only ended.
     """
 
     def __init__(
@@ -193,11 +249,10 @@ class ReceivingConnection:
             try:
                 self._read(_TURN_BYTES)
                 return READABLE
-            except EOFError:
-                is_between = self._arrival is None and not self._header_end
-                cause = "" if is_between else "a data connection ended within a tensor"
-            except (OSError, ProtocolError) as error:
-                cause = f"a data connection broke: {error}"
+            except (EOFError, OSError):
+                cause = ""
+            except ProtocolError as error:
+                cause = f"a data connection makes no sense: {error}"
             except MemoryError:
                 cause = "there is no memory for a tensor of it"
             except Exception as error:  # what those who wait are told: the peer was lost
@@ -239,9 +294,17 @@ class ReceivingConnection:
             self._stripe = self._arrivals.read_header(self._header)
             self._arrival, self._missing = self._arrivals.begin(self._stripe)
 
-    def close(self) -> None:
-        """Ends the connection, frees its descriptor and lets go of the memory being filled."""
+    def close(self, forget: Callable[[int], None] = forget_nothing) -> None:
+        """Ends the connection, frees its descriptor and lets go of the memory being filled.
+
+        Args:
+            forget: Called with the descriptor before it is freed, unless that was done before:
+                another connection may have it by then.
+        """
         with self._lock:
+            if self._is_closed:
+                return
             self._is_closed = True
             self._arrival, self._missing = None, _NOWHERE
+            forget(self.fd)
             self._socket.close()

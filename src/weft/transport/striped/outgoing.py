@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from weft.transport.striped.pump import NOTHING, WRITABLE
+from weft.transport.striped.pump import NOTHING, WRITABLE, forget_nothing
 from weft.transport.striped.stripes import Stripe
 from weft.wire.frames import Buffer
 
@@ -161,11 +161,19 @@ class SendingConnection:
             self._parts = _advance(self._parts, size)
         return WRITABLE
 
-    def close(self) -> None:
-        """Ends the connection and frees its descriptor; what it was writing is dropped."""
+    def close(self, forget: Callable[[int], None] = forget_nothing) -> None:
+        """Ends the connection and frees its descriptor; what it was writing is dropped.
+
+        Args:
+            forget: Called with the descriptor before it is freed, unless that was done before:
+                another connection may have it by then.
+        """
         with self._lock:
+            if self._is_closed:
+                return
             self._is_closed = True
             parts, self._parts = self._parts, []
+            forget(self.fd)
             self._socket.close()
         del parts
 

@@ -24,6 +24,10 @@ Handler = Callable[[], int]
 """Moves what it can without waiting; returns what to wait for before it is called again."""
 
 
+def forget_nothing(fd: int) -> None:
+    """Does nothing: for connections that no pump watches."""
+
+
 class Pump:
     """Calls handlers when their connections are ready. Its threads start with the first one.
 
@@ -107,7 +111,10 @@ class Pump:
             for fd, _ in epoll.poll(-1, 1):
                 handler = self._handlers.get(fd)
                 if handler is not None:
-                    self.arm(fd, _guarded(handler))
+                    interest = _guarded(handler)
+                    # If not, it was closed meanwhile, and another one may have its number.
+                    if self._handlers.get(fd) is handler:
+                        self.arm(fd, interest)
 
 
 def _guarded(handler: Handler) -> int:

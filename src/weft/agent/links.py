@@ -1,0 +1,173 @@
+"""The connections of one worker once they are made: from a socket to something that is read."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from weft import knobs
+from weft.agent.connector import Terms
+from weft.agent.peers import Peer
+from weft.agent.protection import Patience
+from weft.errors import ProtocolError
+from weft.transport.hearing import keep_alive
+from weft.transport.link import Link, LinkClosed
+from weft.transport.resumable import ResumableLink, position_in
+from weft.wire.frames import Frame, FrameParser
+from weft.wire.messages import Kind
+
+if TYPE_CHECKING:
+    from weft.agent.agent import Agent
+
+
+class Links:
+    """All connections for messages of one worker. Thread-safe.
+
+    Args:
+        agent: The worker's agent.
+        patience: How long contact with another worker may be lost.
+    """
+
+    def __init__(self, agent: Agent, patience: Patience) -> None:
+        self.patience = patience
+        self._agent = agent
+        self._limit_bytes = knobs.SESSION_LIMIT_BYTES.get()
+        self._lock = threading.Lock()
+        self._links: list[Link] = []
+        self._is_closed = False
+        agent.on(Kind.ACKNOWLEDGED, _on_acknowledged, inline=True)
+        agent.on(Kind.GOODBYE, _on_goodbye, inline=True)
+
+    def all(self) -> list[Link]:
+        """Returns all that there ever were."""
+        with self._lock:
+            return list(self._links)
+
+    def make_link(self, connection: socket.socket, peer: Peer, terms: Terms | None) -> Link:
+        """Wraps a connected socket; with terms, in a session."""
+        parser = FrameParser(
+            self._agent.pool.lease,
+            knobs.RECEIVE_BUFFER_BYTES.get(),
+            knobs.CONTROL_LIMIT_BYTES.get(),
+            knobs.FRAME_LIMIT_BYTES.get(),
+        )
+        if terms is None:
+            return Link(connection, parser, self._when_full)
+        keep_alive(connection, self.patience.detection_s)
+        on_break = functools.partial(self._agent.contacts.on_break, peer)
+        return ResumableLink(
+            connection, parser, self._when_full, on_break, *terms, self._limit_bytes
+        )
+
+    def _when_full(self, link: Link) -> None:
+        self._agent.reactor.resume_writing(link.write_fd)
+
+    def adopt(self, peer: Peer, link: Link) -> None:
+        """Makes a new link that of a peer, and begins to read it.
+
+        Raises:
+            LinkClosed: It comes too late; it has been closed.
+        """
+        # It may break at once, and be resumed before it is even watched.
+        resuming = link.resuming if isinstance(link, ResumableLink) else contextlib.nullcontext()
+        with resuming:
+            obstacle = self._give(peer, link)
+            if obstacle:
+                link.close()
+                raise LinkClosed(obstacle)
+            self._watch(peer, link)
+
+    def _give(self, peer: Peer, link: Link) -> str:
+        """Makes a link that of a peer; returns why that cannot be, or nothing."""
+        with self._lock, peer.state_lock:
+            if self._is_closed:
+                return "this worker has shut down"
+            if peer.lost is not None:
+                return "the peer is lost"
+            if peer.link is not None:
+                return "an earlier greeting of the peer was slower to be taken"
+            self._links.append(link)
+            if isinstance(link, ResumableLink):
+                self._agent.contacts.watch(peer, link)
+            peer.link = link
+            peer.is_accepting = False
+        return ""
+
+    def resume(
+        self, peer: Peer, link: ResumableLink, connection: socket.socket, position: int
+    ) -> None:
+        """Has a session go on over a new connection; the peer has received up to ``position``.
+
+        Raises:
+            LinkClosed: The session has ended meanwhile.
+            ProtocolError: It cannot go on there: the peer is lost.
+        """
+        self.pause(link)
+        keep_alive(connection, self.patience.detection_s)
+        try:
+            link.resume(connection, position)
+        except ProtocolError as error:
+            self._agent.lose(peer, f"its session cannot go on: {error}")
+            raise
+        self._agent.contacts.on_resumed(peer, link)
+        self._watch(peer, link)
+        link.write_held()
+
+    def _watch(self, peer: Peer, link: Link) -> None:
+        bound, agent = functools.partial, self._agent
+        agent.reactor.watch_writing(link.write_fd, bound(agent.on_writable, peer, link))
+        agent.reactor.watch_reading(
+            link.read_fd,
+            bound(agent.on_readable, peer, link),
+            bound(agent.after_tasks, peer, link),
+        )
+        if isinstance(link, ResumableLink) and link.is_broken:
+            self.pause(link)  # It broke at once, and was paused before it was watched.
+
+    def pause(self, link: Link) -> None:
+        """Waits no more for events of a link, which has no connection now."""
+        self._agent.reactor.forget(link.read_fd)
+        self._agent.reactor.forget(link.write_fd)
+
+    def end(self, link: Link) -> None:
+        """Ends a link for good; whoever reads it comes to an end."""
+        self.pause(link)
+        link.hang_up()
+
+    def say_goodbye(self, timeout_s: float) -> None:
+        """Makes no more links, and waits, at most ``timeout_s``, until all has been written."""
+        end_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._is_closed = True
+        for link in self._links:
+            if isinstance(link, ResumableLink):
+                link.say_goodbye()
+        for link in self._links:
+            link.drain(end_s - time.monotonic())
+
+    def abandon(self) -> None:
+        """Frees all descriptors, in a forked process: the connections are the parent's."""
+        for link in self._links:
+            link.abandon()
+
+    def close(self, *, is_in_use: bool) -> None:
+        """Ends all links, and frees their descriptors unless some thread still uses them."""
+        for link in self._links:
+            if is_in_use:
+                link.hang_up()
+            else:
+                link.close()
+
+
+def _on_acknowledged(peer: Peer, frame: Frame) -> None:
+    if isinstance(peer.link, ResumableLink):
+        peer.link.acknowledged(position_in(frame.control))
+
+
+def _on_goodbye(peer: Peer, frame: Frame) -> None:
+    if isinstance(peer.link, ResumableLink):
+        peer.link.is_ending = True

@@ -1,0 +1,131 @@
+"""A network that breaks: connections go through a process that cuts them at random bytes.
+
+Run as a program, this is that process. It prints its port. A connection to it begins with the
+address to go on to, as a line. When its standard input ends, it prints how many connections it has
+cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from weft.transport import addresses
+from weft.transport.addresses import Address, TcpAddress
+
+_PIECE_BYTES = 1 << 16
+_RESET = struct.pack("ii", 1, 0)
+LIMIT_S = 20.0
+
+
+class CuttingNetwork:
+    """Takes what this process dials by TCP through a process that cuts it.
+
+    Args:
+        seed: Of the cuts.
+        mean_bytes: How many bytes a connection carries before it is cut, on average.
+        most_cuts: After how many the network is perfect.
+    """
+
+    def __init__(self, seed: int, mean_bytes: int, most_cuts: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(seed), str(mean_bytes), str(most_cuts)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+
+    def close(self) -> dict[str, int]:
+        """Ends the network; returns how many connections there were, and how many it cut."""
+        found, _ = self._process.communicate(timeout=LIMIT_S)
+        counts: dict[str, int] = json.loads(found)
+        return counts
+
+
+def dial_through(port: int | None) -> None:
+    """Has this process dial through the network that listens on ``port``; None for directly."""
+    addresses.dial = _dial if port is None else _dialler_through(port)
+
+
+_dial = addresses.dial
+
+
+def _dialler_through(port: int) -> Callable[[Address, float], socket.socket]:
+    def dial(address: Address, timeout_s: float) -> socket.socket:
+        if not isinstance(address, TcpAddress):
+            return _dial(address, timeout_s)
+        connection = _dial(TcpAddress("127.0.0.1", port), timeout_s)
+        connection.sendall(f"{address.host} {address.port}\n".encode())
+        return connection
+
+    return dial
+
+
+class _Cutter:
+    def __init__(self, seed: int, mean_bytes: int, most_cuts: int) -> None:
+        self._chance = random.Random(seed)
+        self._mean_bytes = mean_bytes
+        self._most_cuts = most_cuts
+        self.cuts = 0
+        self.connections = 0
+
+    async def carry(self, near: asyncio.StreamReader, to_near: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            host, port = (await near.readline()).decode().split()
+            far, to_far = await asyncio.open_connection(host, int(port))
+        except (OSError, ValueError):
+            to_near.close()
+            return
+        left = [int(self._chance.expovariate(1 / self._mean_bytes))]
+        ways = [self._pump(near, to_far, left), self._pump(far, to_near, left)]
+        tasks = [asyncio.ensure_future(way) for way in ways]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in (to_near, to_far):
+            self._end(writer)
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, left: list[int]
+    ) -> None:
+        while True:
+            data = await reader.read(_PIECE_BYTES)
+            if not data:
+                return
+            if left[0] <= len(data) and self.cuts < self._most_cuts:
+                self.cuts += 1
+                writer.write(data[: left[0]])
+                return
+            left[0] -= len(data)
+            writer.write(data)
+            await writer.drain()
+
+    def _end(self, writer: asyncio.StreamWriter) -> None:
+        """Ends one side: politely, or with a reset that loses what was on its way."""
+        if self._chance.random() < 0.5:
+            end: Any = writer.get_extra_info("socket")
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        writer.close()
+
+
+async def _serve(cutter: _Cutter) -> None:
+    server = await asyncio.start_server(cutter.carry, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    print(json.dumps({"connections": cutter.connections, "cuts": cutter.cuts}))
+
+
+if __name__ == "__main__":
+    cutting = _Cutter(*map(int, sys.argv[1:]))
+    asyncio.run(_serve(cutting))
