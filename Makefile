@@ -4,7 +4,7 @@
 #   PYTHON=...       the interpreter for a new .venv (default: the first found that is new enough)
 #   TORCH=...        the torch to install, for instance TORCH=torch==2.7.1
 #   TORCH_INDEX=...  the package index to take torch from, for instance one with CPU builds only
-#   ARGS=...         further arguments for `make demo`, `test`, `conformance` and `bench...`
+#   ARGS=...         further arguments for `make demo`, `test`, `conformance`, `fuzz` and `bench...`
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -22,6 +22,7 @@ help:
 	@echo "make test    unit, simulation and multi-process tests"
 	@echo "make conformance      PyTorch's own RPC tests, all of them, on Weft"
 	@echo "make check   all that CI runs: format, lint, types, layers, tests, documentation"
+	@echo "make fuzz    made-up bytes on everything that decodes some"
 	@echo "make bench   Weft and torch.distributed.rpc side by side, in five minutes"
 	@echo "make bench-peers      small calls, with Ray and Monarch where they are installed"
 	@echo "make bench-endurance  a million calls and 10,000 autograd contexts: does anything grow?"
@@ -50,6 +51,10 @@ endif
 .PHONY: conformance
 conformance: $(VENV)/.installed-conformance
 	@$(PY) -m tests.conformance.run $(ARGS)
+
+.PHONY: fuzz
+fuzz: $(VENV)/.installed-fuzz
+	@$(PY) -m tests.fuzz $(or $(ARGS),all)
 
 .PHONY: format
 format: $(VENV)/.installed-dev

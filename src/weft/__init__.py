@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft import autograd, errors, launch, memory, nn, optim, rpc
+    from weft import autograd, checkpoint, errors, launch, memory, nn, optim, rpc
     from weft.errors import WeftError
     from weft.ids import WorkerInfo
     from weft.launch import cluster
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         rpc_sync,
         shutdown,
     )
+    from weft.secret import Secret
+    from weft.transport.secure import TlsOptions
 
 __version__ = "0.1.0"
 
@@ -33,9 +35,12 @@ __all__ = [
     "Future",
     "RRef",
     "RpcBackendOptions",
+    "Secret",
+    "TlsOptions",
     "WeftError",
     "WorkerInfo",
     "autograd",
+    "checkpoint",
     "cluster",
     "errors",
     "get_worker_info",
@@ -51,8 +56,14 @@ __all__ = [
     "shutdown",
 ]
 
-_FOLDERS = ("autograd", "errors", "launch", "memory", "nn", "optim", "rpc")
-_HOME = {"WeftError": "weft.errors", "WorkerInfo": "weft.ids", "cluster": "weft.launch"}
+_FOLDERS = ("autograd", "checkpoint", "errors", "launch", "memory", "nn", "optim", "rpc")
+_HOME = {
+    "Secret": "weft.secret",
+    "TlsOptions": "weft.transport.secure",
+    "WeftError": "weft.errors",
+    "WorkerInfo": "weft.ids",
+    "cluster": "weft.launch",
+}
 
 
 def __getattr__(name: str) -> Any:

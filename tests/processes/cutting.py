@@ -8,6 +8,7 @@ cut.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -115,7 +116,8 @@ class _Cutter:
         """Ends one side: politely, or with a reset that loses what was on its way."""
         if self._chance.random() < 0.5:
             end: Any = writer.get_extra_info("socket")
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            with contextlib.suppress(OSError):  # It may have ended by itself.
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         writer.close()
 
 

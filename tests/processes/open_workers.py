@@ -5,6 +5,7 @@ A warm process forks them; run as a program, this is that process.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
@@ -20,13 +21,18 @@ LIMIT_S = 20.0
 
 
 class OpenWorkers:
-    """Starts workers and has them run functions; ends all that is left at ``close``."""
+    """Starts workers and has them run functions; ends all that is left at ``close``.
 
-    def __init__(self) -> None:
+    Args:
+        modules: What the warm process imports, so that no worker has to.
+    """
+
+    def __init__(self, *modules: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+                [sys.executable, "-m", __name__, str(theirs.fileno()), *modules],
+                pass_fds=[theirs.fileno()],
             )
         self._connection = Connection(ours.detach())
 
@@ -127,4 +133,6 @@ def _serve(commands: Connection) -> None:
 
 
 if __name__ == "__main__":
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     _serve(Connection(int(sys.argv[1])))

@@ -24,14 +24,16 @@ FUNCTIONS = {
     "one tensor": (43, 43),
     "sixteen tensors": (46, 46),
     "a tensor in a context": (73, 71),
-    "4 MiB": (144, 144),
+    "4 MiB": (144, 145),
 }
+# One of them at the caller, three at the callee, are for deadlines and cancelling: which call the
+# code serves, and when a call arrived.
 FUNCTIONS_IN_C = {
-    "nothing": (48, 53),
-    "one tensor": (54, 59),
-    "sixteen tensors": (229, 234),
-    "a tensor in a context": (79, 76),
-    "4 MiB": (156, 158),
+    "nothing": (49, 56),
+    "one tensor": (55, 62),
+    "sixteen tensors": (230, 238),
+    "a tensor in a context": (80, 79),
+    "4 MiB": (156, 163),
 }
 SYSTEM_CALLS = 4.1
 BYTES_OF_PYTHON = {

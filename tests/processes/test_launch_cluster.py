@@ -126,7 +126,7 @@ def kill_one(group: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
         return told.endswith("its last lines:\n    LAST WORDS\n")
 
     wait_until(is_told, PROMPT_S)
-    assert "weft: worker 'worker1' (rank 2, pid " in told
+    assert "worker 'worker1' (rank 2, pid " in told
     assert "was killed by SIGKILL" in told
     assert "worker1 (ended)" in repr(group)
 

@@ -4,77 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PROMPT_S = 2.0
-"""How soon everything must have ended after a Ctrl-C."""
-
-LIMIT_S = 20.0
-
-Start = Callable[..., "subprocess.Popen[str]"]
+from tests.processes.weft_run import (
+    LIMIT_S,
+    PROMPT_S,
+    Start,
+    finish,
+    is_running,
+    read_pids,
+    running,
+    wait_until_gone,
+)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts ``weft run`` with a script; ends what the test does not."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start_run(body: str, *options: str, count: int = 3) -> subprocess.Popen[str]:
-        script = tmp_path / "script.py"
-        script.write_text("import os, signal, sys, time\n" + textwrap.dedent(body))
-        command = [sys.executable, "-m", "weft", "run", "-n", str(count), *options, str(script)]
-        environment = {**os.environ, "NO_COLOR": "1"}
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        started.append(process)
-        return process
-
-    yield start_run
-    for process in started:
-        with process:
-            process.kill()
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
-    out, err = process.communicate(timeout=LIMIT_S)
-    return process.returncode, out.splitlines(), err.splitlines()
-
-
-def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
-    """Returns the numbers that the workers print; they are up by then."""
-    assert process.stdout is not None
-    return [
-        int(pid) for _ in range(count) for pid in process.stdout.readline().split("]")[1].split()
-    ]
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process lives; one that has ended may still wait for a parent to notice."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
-def wait_until_gone(pids: list[int], limit_s: float) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while alive := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline_s, f"still running after {limit_s} s: {alive}"
-        time.sleep(0.01)
+    yield from running(tmp_path)
 
 
 def test_three_workers_print_behind_their_names(start: Start) -> None:
@@ -115,9 +64,12 @@ def test_a_worker_that_fails_ends_the_run_and_its_traceback_comes_last(start: St
     """
     status, _, err = finish(start(body))
     assert status == 1
-    summary = next(index for index, line in enumerate(err) if line.startswith("weft run:"))
+    at_once = next(line for line in err if line.startswith("weft run:"))
+    assert "worker 'worker1' (rank 1, pid " in at_once
+    assert at_once.endswith(" s; ending the other 2")
+    summary = next(index for index, line in enumerate(err) if line.endswith("its last lines:"))
     assert "worker 'worker1' (rank 1, pid " in err[summary]
-    assert err[summary].endswith("ended with exit code 1; its last lines:")
+    assert "ended with exit code 1" in err[summary]
     assert err[summary + 1] == "    Traceback (most recent call last):"
     assert err[-1] == "    ValueError: boom"
 
@@ -125,7 +77,8 @@ def test_a_worker_that_fails_ends_the_run_and_its_traceback_comes_last(start: St
 def test_exit_codes_and_signals_are_passed_on(start: Start) -> None:
     status, _, err = finish(start("sys.exit(41)", count=1))
     assert status == 41
-    assert err[-1].endswith("ended with exit code 41; it wrote nothing to standard error")
+    assert "ended with exit code 41 after " in err[-1]
+    assert err[-1].endswith(" s; it wrote nothing to standard error")
     status, _, err = finish(start("os.kill(os.getpid(), signal.SIGSEGV)", count=1))
     assert status == 128 + signal.SIGSEGV
     assert "was killed by SIGSEGV" in err[-1]

@@ -7,7 +7,9 @@ calm moments whether each owner's list of users is exactly right (G1, G3) and no
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,21 @@ class Carrier:
 
 
 @dataclass(frozen=True)
+class Homecoming:
+    """A call to the owner of a value; the caller keeps its handle until the answer."""
+
+    reference: ReferenceId
+    number: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end of a call that a reference came home in."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Loss:
     """What membership tells a worker of another."""
 
@@ -79,7 +96,12 @@ class World:
         self._released: set[ReferenceId] = set()
         self._taken_back: set[ReferenceId] = set()
         self._under_way: set[Carrier] = set()
-        self._lost: set[int] = set()
+        self._lost_pairs: set[frozenset[int]] = set()
+        self._losses: set[tuple[int, int]] = set()
+        self._calls_home: dict[int, tuple[int, ReferenceId]] = {}
+        self._home_numbers = itertools.count()
+        self._strays: set[ReferenceId] = set()
+        self._closed: set[int] = set()
         self._touched: dict[ReferenceId, set[int]] = defaultdict(set)
 
     # What users do.
@@ -139,8 +161,31 @@ class World:
         self.machines[worker].handle_dropped(reference)
         self._done(worker, "drops", reference)
 
+    def bring_home(self, worker: int, reference: ReferenceId) -> int:
+        """Calls the owner of a value with it; returns the number of the call, which is open now."""
+        self.copy(worker, reference)
+        number = next(self._home_numbers)
+        self._calls_home[number] = (worker, reference)
+        home = Homecoming(reference, number)
+        self.network.send(worker, reference.owner, home, is_reliable=True)
+        if (worker, reference.owner) in self._losses:
+            self.end_call_home(number)
+        return number
+
+    def end_call_home(self, number: int) -> None:
+        """Ends a call, answered or given up; the caller lets go of the handle that it kept."""
+        worker, reference = self._calls_home.pop(number, (None, None))
+        if worker is not None and reference is not None and self.handles[worker][reference]:
+            self.drop(worker, reference)
+
+    def calls_home(self) -> list[int]:
+        """Returns the open calls."""
+        return list(self._calls_home)
+
     def drop_all(self, worker: int) -> None:
+        self._closed.add(worker)
         self.handles[worker].clear()
+        self._forget_calls_home(lambda caller, _: caller == worker)
         # What a worker sends to itself counts as a handle, so it is dropped as well.
         mine = {c for c in self._under_way if c.sender == c.receiver == worker}
         self._under_way -= mine
@@ -148,18 +193,41 @@ class World:
         self._done(worker, "drops all")
 
     def holdings(self) -> list[tuple[int, ReferenceId]]:
-        """Returns the workers and what they have handles to, in an order of its own."""
-        return [(w, reference) for w, counter in self.handles.items() for reference in counter]
+        """Returns the workers and what they may drop, in an order of its own."""
+        kept = Counter(self._calls_home.values())
+        return [
+            (worker, reference)
+            for worker, counter in self.handles.items()
+            for reference, count in counter.items()
+            if count > kept[worker, reference]
+        ]
 
     # What the world does.
 
-    def kill(self, worker: int) -> None:
-        """Ends a worker; the others learn of it each in its own time."""
+    def join(self, worker: int) -> None:
+        """Begins another worker; its number was never used."""
+        self.machines[worker] = References(worker, RESEND_S)
+        self.handles[worker] = Counter()
+
+    def kill(self, worker: int, is_announced: bool = True) -> None:
+        """Ends a worker; the others learn of it each in its own time, or by the caller."""
         del self.machines[worker], self.handles[worker]
-        self._lost.add(worker)
+        self._forget_calls_home(lambda caller, _: caller == worker)
         for other in self.machines:
-            self.network.send(other, other, Loss(worker), is_reliable=True)
+            self._lost_pairs.add(frozenset((worker, other)))
+            if is_announced:
+                self.network.send(other, other, Loss(worker), is_reliable=True)
         self.trace.append(("worker", worker, "dies"))
+
+    def lose(self, worker: int, lost: int) -> None:
+        """Has a worker give another one up, which may well live."""
+        self._lost_pairs.add(frozenset((worker, lost)))
+        self._losses.add((worker, lost))
+        self.machines[worker].peer_lost(lost)
+        self._done(worker, "loses", lost)
+        for number, (caller, reference) in list(self._calls_home.items()):
+            if caller == worker and reference.owner == lost:
+                self.end_call_home(number)
 
     def tick(self, worker: int, now_s: float) -> None:
         self.machines[worker].tick(now_s)
@@ -176,8 +244,12 @@ class World:
             self._arrive_call(target, payload)
         elif isinstance(payload, Carrier):
             self._arrive_carrier(source, target, payload)
+        elif isinstance(payload, Homecoming):
+            self._arrive_homecoming(source, target, payload)
+        elif isinstance(payload, Answer):
+            self.end_call_home(payload.number)
         elif isinstance(payload, Loss):
-            self.machines[target].peer_lost(payload.worker)
+            self.lose(target, payload.worker)
         else:
             payload = wire.decode(payload)
             for message in payload:
@@ -198,11 +270,29 @@ class World:
             self.machines[worker].refused(reference, carrier.token, sender)
         elif self.machines[worker].received(reference, carrier.token, sender):
             self._gain(worker, reference)
-            if self._is_sheltered(reference):
+            if self._is_sheltered(reference) and reference not in self._strays:
                 assert reference not in self._released, f"G2: {reference} arrives after its end"
 
+    def refuse(self, worker: int, carrier: Carrier) -> None:
+        """Notes that a message arrived which nobody reads any more."""
+        self._under_way.discard(carrier)
+        self.machines[worker].refused(carrier.reference, carrier.token, carrier.sender)
+        self._done(worker, "refuses", carrier)
+
+    def _arrive_homecoming(self, caller: int, worker: int, home: Homecoming) -> None:
+        reference = home.reference
+        if home.number not in self._calls_home:
+            if reference in self._released:
+                self._strays.add(reference)  # A handle of no use, which may be handed on.
+        elif self._is_sheltered(reference) and reference not in self._taken_back | self._strays:
+            assert reference not in self._released, f"G2: {reference} comes home after its end"
+        if self.machines[worker].came_home(reference):
+            self._gain(worker, reference)
+        self.network.send(worker, caller, Answer(home.number), is_reliable=True)
+
     def _gain(self, worker: int, reference: ReferenceId) -> None:
-        self.handles[worker][reference] += 1
+        if worker not in self._closed:
+            self.handles[worker][reference] += 1
         self._touched[reference].add(worker)
 
     def _done(self, worker: int, *what: Any) -> None:
@@ -230,18 +320,29 @@ class World:
                 self._check_nobody_needs(reference)
         elif isinstance(action, Confirmed):
             is_made = reference in self.values | self._released
-            assert is_made or reference.owner in self._lost, f"{reference} is not made yet"
+            assert is_made or self._has_lost(worker, reference), f"{reference} is not made yet"
         elif isinstance(action, ValueGone):
-            is_excused = reference in self._taken_back or not self._is_sheltered(reference)
+            is_known = reference in self._taken_back | self._strays
+            is_excused = is_known or not self._is_sheltered(reference)
             assert is_excused, f"G2: {reference} is gone for worker {worker}"
             self.ended[worker].add(reference)
         elif isinstance(action, OwnerLost):
-            assert reference.owner in self._lost, f"the owner of {reference} lives"
+            assert self._has_lost(worker, reference), f"the owner of {reference} lives"
             self.ended[worker].add(reference)
 
     def _is_sheltered(self, reference: ReferenceId) -> bool:
-        """Returns whether no worker that is lost ever had to do with ``reference``."""
-        return self._lost.isdisjoint(self._touched[reference] | {reference.owner})
+        """Returns whether no two that ever had to do with ``reference`` have lost each other."""
+        touched = self._touched[reference] | {reference.owner}
+        return not any(pair <= touched for pair in self._lost_pairs)
+
+    def _has_lost(self, worker: int, reference: ReferenceId) -> bool:
+        """Returns whether a worker and the owner of a value have lost each other."""
+        return frozenset((worker, reference.owner)) in self._lost_pairs
+
+    def _forget_calls_home(self, is_meant: Callable[[int, ReferenceId], bool]) -> None:
+        for number, call in list(self._calls_home.items()):
+            if is_meant(*call):
+                del self._calls_home[number]
 
     def _check_nobody_needs(self, reference: ReferenceId) -> None:
         holders = [worker for worker, counter in self.handles.items() if counter[reference]]
@@ -257,7 +358,8 @@ class World:
             if reference.owner in self.machines:
                 self._check_users(reference)
         for worker, reference in self.holdings():
-            is_usable = reference in self.values and reference.owner in self.machines
+            is_there = reference in self.values and reference.owner in self.machines
+            is_usable = is_there and not self._has_lost(worker, reference)
             assert is_usable != (reference in self.ended[worker]), (
                 f"worker {worker} is wrong about {reference}"
             )
@@ -266,7 +368,9 @@ class World:
         expected = {
             worker
             for worker, counter in self.handles.items()
-            if counter[reference] and worker != reference.owner
+            if counter[reference]
+            and worker != reference.owner
+            and not self._has_lost(worker, reference)
         }
         if reference not in self.values:
             expected = set()
@@ -281,7 +385,7 @@ class World:
         assert not left, f"G1: nobody needs {left}, but it is not released"
         for worker, machine in self.machines.items():
             assert machine.leaks() == [], f"G4: worker {worker} still has {machine.leaks()}"
-            if not self._lost:
+            if not self._lost_pairs:
                 self._check_forgotten(machine)
 
     def _check_forgotten(self, machine: References) -> None:

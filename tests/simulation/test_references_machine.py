@@ -49,6 +49,19 @@ class ReferenceAdversary(RuleBasedStateMachine):
     def drop(self, choice: int) -> None:
         self.world.drop(*self._choose(choice))
 
+    @precondition(lambda self: self.world.holdings())
+    @rule(choice=choices)
+    def bring_home(self, choice: int) -> None:
+        worker, reference = self._choose(choice)
+        if worker != reference.owner:
+            self.world.bring_home(worker, reference)
+
+    @precondition(lambda self: self.world.calls_home())
+    @rule(choice=choices)
+    def give_up_call_home(self, choice: int) -> None:
+        calls = self.world.calls_home()
+        self.world.end_call_home(calls[choice % len(calls)])
+
     @precondition(lambda self: self.network.packets)
     @rule(choice=choices)
     def arrive(self, choice: int) -> None:

@@ -7,7 +7,6 @@ runs that alone and prints what happened. ``WEFT_SEEDS`` sets how many are tried
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 
@@ -15,9 +14,10 @@ import pytest
 
 from tests.simulation.network import Faults, Network
 from tests.simulation.reference_world import RESEND_S, World
+from tests.simulation.seeds import batches, name_of, try_seeds
+from weft.ids import ReferenceId
 
-SEEDS = int(os.environ.get("WEFT_SEEDS", "300"))
-BATCH = 100
+SEEDS = 300
 MOST_ROUNDS = 500
 """Intervals of resending after which a world that is still not calm never will be."""
 
@@ -71,8 +71,10 @@ class Run:
             world.hand_on(worker, chance.choice(held), other, *usual)
         elif kind < 0.52 and held:
             world.copy(worker, chance.choice(held))
+        elif kind < 0.6 and held:
+            self._call_home_or_give_up(worker, chance.choice(held))
         elif kind < 0.85 and held:
-            world.drop(worker, chance.choice(held))
+            self._drop_any()
         elif kind < 0.95:
             self.network.now_s += RESEND_S / 2
             world.tick(worker, self.network.now_s)
@@ -80,6 +82,17 @@ class Run:
             self.network.cut(worker, other)
         else:
             self.network.heal()
+
+    def _call_home_or_give_up(self, worker: int, reference: ReferenceId) -> None:
+        world = self.world
+        if reference.owner != worker:
+            world.bring_home(worker, reference)
+        if self.chance.random() < 0.3 and (calls := world.calls_home()):
+            world.end_call_home(self.chance.choice(calls))
+
+    def _drop_any(self) -> None:
+        if holdings := self.world.holdings():
+            self.world.drop(*self.chance.choice(holdings))
 
     def _is_usual(self) -> bool:
         return self.chance.random() < 0.9
@@ -133,6 +146,34 @@ def pass_around(run: Run) -> None:
     run.world.check_empty()
 
 
+def go_home(run: Run) -> None:
+    """Calls owners with their own values; some calls are given up while they are under way."""
+    for owner in run.world.machines:
+        run.world.own(owner)
+    for _ in range(60):
+        worker, reference = run.chance.choice(run.world.holdings())
+        other = run.chance.randrange(len(run.world.machines))
+        kind = run.chance.random()
+        if kind < 0.3:
+            run.world.hand_on(worker, reference, other)
+        elif kind < 0.5 and worker == reference.owner:
+            run.world.call(worker, other)
+        elif kind < 0.9 and worker != reference.owner:
+            run._call_home_or_give_up(worker, reference)
+        elif len(run.world.holdings()) > 1:
+            run.world.drop(worker, reference)
+        for _ in range(run.chance.choice((0, 1, 2, 6))):
+            run._deliver()
+    run.calm()
+    assert not run.world.calls_home(), "a call is never answered"
+    run.world.check_calm()
+    run.drop_everything()
+    run.calm()
+    run.drop_everything()
+    run.calm()
+    run.world.check_empty()
+
+
 def shut_down(run: Run) -> None:
     """Works, and then drops everything by force, whatever is still under way."""
     run.act(steps=20)
@@ -157,25 +198,19 @@ def lose_workers(run: Run) -> None:
     run.world.check_empty()
 
 
-def seeds() -> list[range]:
-    chosen = os.environ.get("WEFT_SEED")
-    if chosen is not None:
-        return [range(int(chosen), int(chosen) + 1)]
-    return [range(first, min(first + BATCH, SEEDS)) for first in range(0, SEEDS, BATCH)]
+PROGRAMS = [live_and_let_go, pass_around, go_home, shut_down, lose_workers]
 
 
-@pytest.mark.parametrize("program", [live_and_let_go, pass_around, shut_down, lose_workers])
-@pytest.mark.parametrize("batch", seeds(), ids=lambda batch: f"from-seed-{batch.start}")
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("batch", batches(SEEDS), ids=name_of)
 def test_no_value_dies_early_or_stays(batch: range, program: Callable[[Run], None]) -> None:
-    for seed in batch:
-        run = Run(seed)
-        try:
-            program(run)
-        except Exception as error:
-            if len(batch) == 1:
-                for line in run.world.trace:
-                    print(*line)
-            pytest.fail(f"seed {seed}: {error!r}; replay it with WEFT_SEED={seed}")
+    runs: list[Run] = []
+
+    def start(seed: int) -> Callable[[], None]:
+        runs[:] = [Run(seed)]
+        return lambda: program(runs[0])
+
+    try_seeds(batch, start, lambda: runs[0].world.trace)
 
 
 def test_a_seed_tells_the_whole_run() -> None:

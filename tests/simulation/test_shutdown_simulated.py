@@ -8,17 +8,16 @@ a lost worker has left behind; and everybody who lives must be let go, once, aft
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass, field
 
 import pytest
 
 from tests.simulation.network import Faults, Network, Packet
+from tests.simulation.seeds import batches, name_of, try_seeds
 from weft.protocol.shutdown import Action, Closed, Leader, ProbeLater, Report, Send, Step
 
-SEEDS = int(os.environ.get("WEFT_SEEDS", "300"))
-BATCH = 100
+SEEDS = 300
 DEEPEST = 2
 
 
@@ -256,25 +255,14 @@ class Group:
         assert lost >= self.lost_before_close, "somebody lost is not named"
 
 
-def seeds() -> list[range]:
-    chosen = os.environ.get("WEFT_SEED")
-    if chosen is not None:
-        return [range(int(chosen), int(chosen) + 1)]
-    return [range(first, min(first + BATCH, SEEDS)) for first in range(0, SEEDS, BATCH)]
-
-
-@pytest.mark.parametrize("batch", seeds(), ids=lambda batch: f"from-seed-{batch.start}")
+@pytest.mark.parametrize("batch", batches(SEEDS), ids=name_of)
 def test_all_stay_until_the_group_is_quiet_and_all_are_let_go(batch: range) -> None:
-    for seed in batch:
-        try:
-            Group(seed).run()
-        except Exception as error:
-            pytest.fail(f"seed {seed}: {error!r}; replay it with WEFT_SEED={seed}")
+    try_seeds(batch, lambda seed: Group(seed).run)
 
 
 def test_the_seeds_lose_workers_in_every_phase() -> None:
     phases: set[Step] = set()
-    for seed in range(2 * BATCH):
+    for seed in range(200):
         group = Group(seed)
         group.run()
         phases |= group.phases_of_loss

@@ -26,17 +26,23 @@ BUILT_IN = {
     "UnknownFunction": (RuntimeError, AttributeError),
     "WorkerLost": (RuntimeError, ConnectionError),
     "OwnerLost": (RuntimeError, ConnectionError),
+    "SnapshotNotFound": (RuntimeError, FileNotFoundError),
+    "StateMismatch": (RuntimeError, ValueError),
 }
 
 WITH_FIELDS = [
     errors.RendezvousTimeout("two are missing", missing=(1, 3), elapsed_s=2.5),
     errors.CallError("failed", worker="ps", call="module.f", elapsed_s=0.5),
     errors.CallTimeout("no answer", worker="ps", call="module.f", elapsed_s=60.0),
+    errors.NotAllowed("no", worker="ps", refused="os:system"),
     errors.RemoteError("boom", type_name="module.Boom", worker="ps"),
     errors.WorkerLost("ps is gone", worker="ps", since=1e9, cause="end of file"),
     errors.OwnerLost("ps is gone", worker="ps", since=1e9, cause="end of file"),
     errors.AutogradError("backward failed", worker="ps", operation="MulBackward0"),
     errors.OptimizerError("step failed", worker="ps", others=("trainer0",)),
+    errors.CheckpointError("disk full", directory="/runs", step=3, worker="ps"),
+    errors.SnapshotCorrupt("a bit flipped", step=3, file="1-ps.pt", alternatives=(2, 1)),
+    errors.StateMismatch("other", missing=("a",), unexpected=("b",), differing=("c: shape",)),
     errors.LaunchError("worker 2 died", worker="ps", exit_code=-9),
 ]
 

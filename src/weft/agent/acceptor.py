@@ -249,10 +249,13 @@ class Acceptor:
     def _take_session(
         self, connection: socket.socket, handshake: Handshake, peer: Peer, facts: dict[str, Any]
     ) -> None:
+        is_begun = peer.is_accepting or peer.is_dialling
         link = peer.link
         is_known = isinstance(link, ResumableLink) and link.name == facts.get(SESSION)
         if peer.lost is not None:
             self._answer(connection, handshake, _lost_before(peer))
+        elif is_begun and link is None:
+            raise ProtocolError("this side is not done yet: it is to be tried again")
         elif facts[PURPOSE] == PROBE and link is None and peer.is_dialling:
             # This side has not heard yet that the session stands, and dials it again.
             self._answer(connection, handshake, "")

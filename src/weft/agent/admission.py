@@ -29,7 +29,7 @@ class Admission(NamedTuple):
     """This worker's place in an open group.
 
     Attributes:
-        token: The secret of the run.
+        token: What names this run; see ``Protection``.
         me: This worker's registration.
         place: Its place in the order of those who came.
         earlier: Those who came earlier and have not left, by place.
@@ -62,7 +62,7 @@ def enter(store: Any, registration: Registration, timeout_s: float) -> Admission
     deadline_s = time.monotonic() + timeout_s
     try:
         make_open(store)
-        token = store.compare_set("secret", "", secrets.token_hex(16)).decode()
+        token = store.compare_set("token", "", secrets.token_hex(16)).decode()
         me = _with_id(store, registration)
         place = store.add("members", 1)
         store.set(_member(place), me.encode())

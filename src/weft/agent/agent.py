@@ -386,11 +386,15 @@ class Agent:
         except LinkClosed as error:
             self.lose(peer, str(error))
         except ProtocolError as error:
-            _log.error("closing the connection to worker %r: %s", peer.name, error)
-            self.lose(peer, f"it sent what no worker sends: {error}")
+            self.turn_away(peer, error)
         except MemoryError:
             self.lose(peer, "there is no memory for a message of it")
         return False
+
+    def turn_away(self, peer: Peer, error: ProtocolError) -> None:
+        """Declares a worker lost that sent what no worker sends."""
+        _log.error("closing the connection to worker %r: %s", peer.name, error)
+        self.lose(peer, f"it sent what no worker sends: {error}")
 
     def _dispatch(self, peer: Peer, frame: Frame, awaited: PendingCall | None) -> None:
         if frame.kind == _REPLY:

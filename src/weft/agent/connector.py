@@ -221,8 +221,9 @@ class Connector:
 
     def probe(self, peer: Peer, link: ResumableLink, timeout_s: float) -> None:
         """Tells the side that dialled a session that it has broken. Raises as ``resume``."""
+        # Before anything that takes time: meanwhile it may be resumed, and whole again.
+        facts = {SESSION: link.name, ATTEMPT: link.last_attempt}
         with self._greeted(peer, timeout_s) as (connection, handshake):
-            facts = {SESSION: link.name, ATTEMPT: link.last_attempt}
             self._ask(peer, handshake, PROBE, facts)
             connection.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -120,8 +119,7 @@ class Contacts:
             due_s = min(due_s, self._look_at(each, now_s))
         if watched and now_s >= self._acknowledge_at_s:
             for each in watched:
-                with contextlib.suppress(LinkClosed):
-                    each.link.acknowledge()
+                each.link.acknowledge()
             self._acknowledge_at_s = now_s + _ACKNOWLEDGE_S
         elif watched and math.isinf(self._acknowledge_at_s):
             self._acknowledge_at_s = now_s + _ACKNOWLEDGE_S
@@ -161,11 +159,13 @@ class Contacts:
         is_final = is_there = False
         try:
             with self._agent.reactor.idling():
+                # Where it is not, the session was resumed while this waited for its turn.
                 if link.was_dialled:
                     with link.resuming:
-                        self._connector.resume(peer, link, self._timeout_s())
-                else:
-                    self._connector.probe(peer, link, self._timeout_s())
+                        if contact.is_dialling:
+                            self._connector.resume(peer, link, self._timeout_s(link))
+                elif contact.is_dialling:
+                    self._connector.probe(peer, link, self._timeout_s(link))
                     with self._lock:
                         contact.dialled(time.monotonic())
             return
@@ -183,5 +183,7 @@ class Contacts:
             contact.dial_failed(now_s, cause, is_final=is_final, is_there=is_there)
         self._nudge(self._look_at(watched, now_s))
 
-    def _timeout_s(self) -> float:
-        return min(self._connector.timeout_s, _DIAL_LIMIT_S)
+    def _timeout_s(self, link: ResumableLink) -> float:
+        # Who is suspected of being gone must have been tried before it is given up.
+        limit_s = _DIAL_LIMIT_S if link.is_broken else self._patience.detection_s / 4
+        return min(self._connector.timeout_s, _DIAL_LIMIT_S, limit_s)

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from weft.agent.peers import Peer
+from weft.errors import ProtocolError
 from weft.wire.frames import Frame
 from weft.wire.messages import Kind, decode_ints
 
@@ -62,6 +63,8 @@ class ServedCall:
         self.was_cancelled = self.has_ended = self.has_nested = False
         self._on_cancel: Callable[[], object] | None = None
         if frame.id:
+            if frame.id in peer.served:
+                raise ProtocolError(f"two calls have the number {frame.id}")
             peer.served[frame.id] = self
 
     def end(self) -> None:

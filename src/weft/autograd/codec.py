@@ -146,7 +146,8 @@ def _read_failed(integers: tuple[int, ...], data: Buffer) -> Failed:
         raise ProtocolError("the report of a failed backward pass is too short")
     worker, operation_bytes, error_bytes = integers
     texts = bytes(data[_FAILED_HEAD_BYTES:])
-    if operation_bytes < 0 or len(texts) != operation_bytes + error_bytes:
+    is_negative = operation_bytes < 0 or error_bytes < 0
+    if is_negative or len(texts) != operation_bytes + error_bytes:
         raise ProtocolError("the report of a failed backward pass does not add up to its length")
     operation = texts[:operation_bytes].decode(errors="replace")
     return Failed(worker, operation, texts[operation_bytes:])

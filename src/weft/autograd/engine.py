@@ -39,7 +39,6 @@ from weft.protocol.backward import (
     Tell,
 )
 from weft.protocol.tombstones import Tombstones
-from weft.serialize.exceptions import unpack_error
 from weft.wire.frames import Frame
 from weft.wire.messages import Kind, decode_ints
 
@@ -178,7 +177,7 @@ class Engine:
 
     def _failure(self, fail: Fail) -> AutogradError:
         if isinstance(fail.error, bytes):
-            fail = fail._replace(error=unpack_error(fail.error))
+            fail = fail._replace(error=self._envelopes.error_of(fail.error))
         name = self._agent.peers[fail.worker].name
         if isinstance(fail.error, WorkerLost):
             name = fail.error.worker or name  # Another worker may have noticed first.
@@ -194,11 +193,12 @@ class Engine:
             self._agent.reactor.tasks.append((self._take_part, part, None), peer.id)
 
     def _new_part(self, pass_id: int) -> Part | None:
-        """Returns this worker's part in a pass, made now; None if the pass is over."""
+        """Returns this worker's part in a pass, made now; None if it is over or not led."""
         driver = worker_of(pass_id)
         with self._lock:
             is_over = pass_id in self._ended or driver == self._me
-            if is_over or self._agent.peers[driver].lost is not None:
+            leader = self._agent.peers.get(driver)
+            if is_over or leader is None or leader.lost is not None:
                 return None
             return self._parts.setdefault(pass_id, Part(Participant(self._me, driver), pass_id))
 
@@ -320,7 +320,7 @@ class Engine:
     # The world outside
 
     def _on_release(self, peer: Peer, frame: Frame) -> None:
-        (context_id,) = decode_ints(frame.control)
+        context_id, *_ = decode_ints(frame.control, least=1)
         # The end of a graph may run any code, and takes its time.
         # Not ``submit``: the thread that reads this does it next, no other need wake for it.
         self._agent.reactor.tasks.append((self.release, context_id, peer.id), peer.id)

@@ -16,7 +16,8 @@ from weft.autograd.codec import COMPACT, PassName
 from weft.protocol.backward import Failed, Gradients, Message
 from weft.serialize import compact
 from weft.serialize.exceptions import pack_error
-from weft.serialize.objects import pack, unpack
+from weft.serialize.objects import pack, pack_plain
+from weft.serialize.reading import TRUSTING, Reader
 from weft.wire.frames import Buffer, Frame, encode_frame
 from weft.wire.messages import Kind
 
@@ -34,6 +35,7 @@ class Envelopes:
     def __init__(self, agent: Agent, parcels: ParcelService) -> None:
         self._worker_name = agent.info.name
         self._parcels = parcels
+        self._reader: Reader = agent.parts.get(Reader, TRUSTING)
 
     def seal(self, peer: Peer, name: PassName, messages: Sequence[Message]) -> list[Buffer]:
         """Returns what to write for messages to another worker."""
@@ -43,7 +45,8 @@ class Envelopes:
                 buffers += self._seal_gradients(peer, name, message)
                 continue
             if isinstance(message, Failed) and isinstance(message.error, BaseException):
-                message.error = pack_error(message.error, self._worker_name)
+                is_strict = peer.registration.is_strict
+                message.error = pack_error(message.error, self._worker_name, is_plain=is_strict)
             control = codec.encode(name, message)
             buffers += encode_frame(Kind.BACKWARD, name.flags, name.pass_id, control)
         return buffers
@@ -55,7 +58,8 @@ class Envelopes:
         if values is not None:
             flags = name.flags | COMPACT
             return encode_frame(Kind.GRADIENTS, flags, name.pass_id, head + values)
-        packed = pack(gradients, main_by_name=True)
+        is_strict = peer.registration.is_strict
+        packed = (pack_plain if is_strict else pack)(gradients, main_by_name=True)
         sealed = self._parcels.seal(
             peer, Kind.GRADIENTS, name.flags, name.pass_id, head, packed.payload, packed.tensors
         )
@@ -79,8 +83,13 @@ class Envelopes:
         parcel = self._parcels.open(peer, frame)
         name, message, _ = codec.decode_head(frame.id, flags, parcel.head)
         tensors = parcel.tensors(detached=True)
-        message.gradients = cast(list[Tensor | None], unpack(parcel.payload, tensors, ()))
+        gradients = self._reader.unpack(parcel.payload, tensors, ())
+        message.gradients = cast(list[Tensor | None], gradients)
         return name, message
+
+    def error_of(self, content: bytes) -> BaseException:
+        """Returns the error in a message that a pass has failed."""
+        return self._reader.unpack_error(content)
 
     def discard(self, peer: Peer, frame: Frame) -> None:
         """Has the sender of gradients that nobody needs any more let go of them."""

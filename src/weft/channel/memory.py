@@ -44,6 +44,8 @@ STEPS_PER_DOUBLING = 4
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _POPULATED_AT_ONCE_BYTES = 4 << 20
+_POPULATED_LIMIT_BYTES = 64 << 20
+"""Beyond it, pages come as they are written: a peer may announce what it never sends."""
 
 
 class PoolStatistics(NamedTuple):
@@ -189,7 +191,10 @@ def slab_size(size_bytes: int) -> int:
 
 
 def _map(size_bytes: int) -> Bytes:
-    """Maps private memory and has the kernel back all of it with pages, large ones if it can."""
+    """Maps private memory; the kernel backs it with pages, large ones if it can.
+
+    It does so at once, unless the memory is so large that it had better be seen to be used.
+    """
     is_huge = size_bytes >= HUGE_PAGE_BYTES
     # A huge page starts at a multiple of its size. What is mapped beyond the slab to get there
     # is never touched, and so costs addresses only.
@@ -201,19 +206,22 @@ def _map(size_bytes: int) -> Bytes:
     whole: Bytes = np.frombuffer(mapping, dtype=np.uint8)
     start = -whole.ctypes.data % HUGE_PAGE_BYTES if is_huge else 0
     memory = whole[start : start + size_bytes]
-    if not (sys.platform == "linux" and _populate(memory.ctypes.data, size_bytes, is_huge)):
+    address = memory.ctypes.data
+    if is_huge and sys.platform == "linux":
+        _madvise(address, size_bytes, _MADV_HUGEPAGE)
+    if size_bytes <= _POPULATED_LIMIT_BYTES and not _populate(address, size_bytes):
         memory[::PAGE_BYTES] = 0
     return memory
 
 
-def _populate(address: int, size_bytes: int, is_huge: bool) -> bool:
+def _populate(address: int, size_bytes: int) -> bool:
     """Faults memory in; returns False where the kernel has no call for that.
 
     In pieces: while a call is under way, whatever else maps memory in this process waits, and
     behind that every page fault. For a gigabyte that were seconds without any call served.
     """
-    if is_huge:
-        _madvise(address, size_bytes, _MADV_HUGEPAGE)
+    if sys.platform != "linux":
+        return False
     for start in range(0, size_bytes, _POPULATED_AT_ONCE_BYTES):
         piece_bytes = min(_POPULATED_AT_ONCE_BYTES, size_bytes - start)
         code = _madvise(address + start, piece_bytes, _MADV_POPULATE_WRITE)

@@ -102,7 +102,9 @@ def decode_table(
     token, count = _HEAD.unpack_from(data)
     if len(data) != _HEAD.size + count * _ENTRY.size:
         raise ProtocolError(f"a buffer table of {len(data)} bytes announces {count} buffers")
-    body = memoryview(data)[_HEAD.size :]
+    # Bytes: an iterator over a view that an error keeps, in its traceback, crashes Python before
+    # 3.12.7 when the garbage collector finds the two in a cycle (python/cpython#77894).
+    body = bytes(memoryview(data)[_HEAD.size :])
     entries = tuple([_entry(*fields) for fields in _ENTRY.iter_unpack(body)])
     _check_sizes(entries, following_bytes, limit_bytes)
     return BufferTable(token, entries)

@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import NoReturn
 
-from weft.cli import run
+from weft.cli import run, secret
 from weft.errors import ConfigurationError
 
-SUBCOMMANDS: tuple[ModuleType, ...] = (run,)
+SUBCOMMANDS: tuple[ModuleType, ...] = (run, secret)
 
 USAGE_STATUS = 2
 

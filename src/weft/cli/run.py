@@ -8,9 +8,11 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from weft import knobs
 from weft.errors import ConfigurationError
 from weft.launch.console import command_console
 from weft.launch.job import Job, module_job, program_job, script_job
+from weft.launch.restarts import GROUP, SCOPES, RestartPolicy
 from weft.launch.run import run_workers
 from weft.launch.worker import worker_names
 
@@ -21,13 +23,21 @@ DESCRIPTION = """\
 Starts workers on this machine, each running the same script. A script joins its group with
 weft.init_rpc(), which finds RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and WEFT_WORKER_NAME in
 the environment. Output lines are marked with the worker's name. When a worker fails, the others
-are stopped, and its last lines are printed at the end."""
+are stopped, and its last lines are printed at the end.
+
+With --restarts, workers that die are started again; WEFT_RESTART_COUNT tells them how often that
+was. Of a group (the default), all are: when one has died, the others are ended, and the whole
+group begins anew, at another port. With --restart worker, only the one that died is, and the
+others work on. That is for open groups, which one can join later: the workers find no WORLD_SIZE
+and no port, but meet at the launcher, so any of them may die."""
 
 EXAMPLES = """\
 examples:
   weft run -n 4 train.py --epochs 3
   weft run --names ps,trainer0,trainer1 train.py
-  weft run -n 2 -m package.train"""
+  weft run -n 2 -m package.train
+  weft run -n 4 --restarts 3 train.py
+  weft run -n 4 --restarts 10 --restart worker serve.py"""
 
 
 def add_parser(subcommands: Subparsers) -> argparse.ArgumentParser:
@@ -59,9 +69,39 @@ def add_parser(subcommands: Subparsers) -> argparse.ArgumentParser:
         help="fork the workers from a process that has imported torch; they start sooner, but "
         "what a script changes in the environment before it imports torch comes too late",
     )
+    _add_restarts(parser)
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def _add_restarts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        metavar="N",
+        help="how often what died is started again, within the window (default: not at all)",
+    )
+    parser.add_argument(
+        "--restart",
+        choices=SCOPES,
+        help=f"what is started again when a worker dies (default: {GROUP})",
+    )
+    parser.add_argument(
+        "--backoff",
+        type=float,
+        metavar="S",
+        help="seconds before the first restart, at most; each further one in a row waits twice "
+        f"as long, up to {knobs.RESTART_BACKOFF_LIMIT_S.default:g} "
+        f"(default: {knobs.RESTART_BACKOFF_S.default:g})",
+    )
+    parser.add_argument(
+        "--restart-window",
+        type=float,
+        metavar="S",
+        help="seconds within which restarts count "
+        f"(default: {knobs.RESTART_WINDOW_S.default:g}; inf: for good)",
+    )
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -77,7 +117,20 @@ def execute(options: argparse.Namespace) -> int:
         console=command_console(),
         master_port=options.master_port,
         is_warm=options.warm,
+        restarts=_restarts(options),
     )
+
+
+def _restarts(options: argparse.Namespace) -> RestartPolicy:
+    given = {
+        "scope": options.restart,
+        "backoff_s": options.backoff,
+        "window_s": options.restart_window,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if options.restarts is None and chosen:
+        raise ConfigurationError("say how many restarts there may be, for instance: --restarts 3")
+    return RestartPolicy(limit=options.restarts or 0, **chosen)
 
 
 def _names(options: argparse.Namespace) -> list[str]:

@@ -126,7 +126,7 @@ class _RemoteModule(weft.nn.RemoteModule):
         worker, device = weft.nn.placement.read_placement(remote_device)
         made = cls.from_module_rref(module_rref, device)
         assert isinstance(made, _RemoteModule)
-        if get_worker_info(worker).id != module_rref.id.owner:
+        if get_worker_info(worker) != module_rref.owner():
             warnings.warn(
                 f"remote_device {remote_device!r} names another worker than {made.on!r}, where "
                 "the module is; the remote module calls it where it is",

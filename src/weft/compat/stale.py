@@ -62,6 +62,7 @@ def _program_modules() -> Iterator[tuple[str, Mapping[str, Any]]]:
             continue
         if (package in OWN and not name.startswith(TESTS)) or name.startswith(GENERATED):
             continue
-        if isinstance(module, ModuleType):
+        # By its type: libraries of cffi say that they are modules, and have no dictionary.
+        if issubclass(type(module), ModuleType):
             # Not by attribute: that would load a module which waits for its first use.
             yield name, dict(object.__getattribute__(module, "__dict__"))

@@ -6,6 +6,7 @@ run`` that do without torch start without it.
 
 from weft.launch.local_cluster import Cluster, cluster
 from weft.launch.nursery import Nursery
+from weft.launch.restarts import RestartPolicy
 from weft.launch.run import run_workers
 
-__all__ = ["Cluster", "Nursery", "cluster", "run_workers"]
+__all__ = ["Cluster", "Nursery", "RestartPolicy", "cluster", "run_workers"]

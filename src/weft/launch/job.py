@@ -12,6 +12,7 @@ import base64
 import os
 import pickle
 import runpy
+import signal
 import sys
 import threading
 import types
@@ -70,6 +71,28 @@ def serve_job(
     }
 
 
+def serve_open_job(
+    name: str, rank: int, *, options: RpcBackendOptions, init_method: str, path: Sequence[str]
+) -> Job:
+    """Joins an open group and serves calls until it is asked to end, by ``SIGTERM``.
+
+    Args:
+        name: The worker's name.
+        rank: Its rank.
+        options: Options of the worker, without a way to find the others.
+        init_method: How it finds them.
+        path: The caller's ``sys.path``, so that the worker can import what the caller can.
+    """
+    return {
+        "kind": "serve open",
+        "name": name,
+        "rank": rank,
+        "options": base64.b64encode(pickle.dumps(options)).decode(),
+        "init_method": init_method,
+        "path": list(path),
+    }
+
+
 def run_job(job: Job, own_path: Sequence[str]) -> None:
     """Does what ``job`` says; ``own_path`` is ``sys.path`` as the interpreter made it."""
     _JOBS[str(job["kind"])](job, own_path)
@@ -123,6 +146,22 @@ def _serve(job: dict[str, Any], own_path: Sequence[str]) -> None:
     _end_at_once()
 
 
+def _serve_open(job: dict[str, Any], own_path: Sequence[str]) -> None:
+    is_told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: is_told.set())
+    sys.path[:] = job["path"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    from weft import rpc
+    from weft.rpc.joining import join_group
+
+    options = pickle.loads(base64.b64decode(job["options"]))
+    options.init_method = job["init_method"]
+    join_group(job["name"], job["rank"], None, options)
+    is_told.wait()
+    rpc.shutdown()
+    _end_at_once()
+
+
 def _end_at_once() -> NoReturn:
     """Ends the process as a program ends, but does not take the interpreter apart first.
 
@@ -165,4 +204,5 @@ _JOBS: dict[str, Callable[[dict[str, Any], Sequence[str]], None]] = {
     "script": _run_script,
     "module": _run_module,
     "serve": _serve,
+    "serve open": _serve_open,
 }

@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from weft.errors import (
     ConfigurationError,
     LaunchError,
     RendezvousError,
+    RendezvousTimeout,
     ShutdownError,
     WeftError,
 )
@@ -33,7 +35,7 @@ from weft.launch.console import session_console
 from weft.launch.control import Ladder
 from weft.launch.job import serve_job
 from weft.launch.nursery import Nursery
-from weft.launch.report import describe_worker, failure_report
+from weft.launch.report import describe_death, describe_worker, failure_report
 from weft.launch.supervisor import Supervisor
 from weft.launch.worker import WorkerExit, WorkerSpec, compute_environment, worker_names
 
@@ -45,6 +47,9 @@ STOP_LADDER: Ladder = [(signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
 STOP_LIMIT_S = 1.5
 LEAVE_LIMIT_S = 30.0
 """How long workers may take to end after a graceful shutdown."""
+
+WATCH_S = 0.01
+"""How often a wait for a worker looks for it."""
 
 NOTICE_S = 0.5
 """How much later than the end of its connections the end of a worker may be known."""
@@ -58,6 +63,7 @@ def cluster(
     rpc_backend_options: RpcBackendOptions | None = None,
     nursery: Nursery | None = None,
     check: bool = True,
+    restarts: int = 0,
 ) -> Cluster:
     """Makes worker processes that serve the calling program within a ``with`` block.
 
@@ -77,9 +83,12 @@ def cluster(
         rpc_backend_options: Options for every worker and the caller; the init method is replaced.
         nursery: A warm process to fork from; by default one is made, and ended with the cluster.
         check: Whether leaving the block raises if a worker ended within it.
+        restarts: How often each worker that dies is started again, within the time and after the
+            waits of ``RestartPolicy``. The group is an open one then: calls to a worker that died
+            fail, what it owned is lost, and ``Cluster.wait_for`` waits for its next life.
 
     Raises:
-        ConfigurationError: The names or the number of workers cannot be used.
+        ConfigurationError: The names, or the number of workers or restarts, cannot be used.
     """
     if workers is None and names is None:
         raise ConfigurationError("say how many workers to start, for instance cluster(workers=2)")
@@ -89,6 +98,11 @@ def cluster(
         raise ConfigurationError(
             f"{name!r} names both the caller and a worker; choose another with name="
         )
+    if restarts:
+        # It builds on what is below.
+        from weft.launch.restarting_cluster import RestartingCluster
+
+        return RestartingCluster(checked, name, rpc_backend_options, nursery, check, restarts)
     return Cluster(checked, name, rpc_backend_options, nursery, check)
 
 
@@ -121,6 +135,7 @@ class Cluster:
         self._supervisor: Supervisor | None = None
         self._follower: threading.Thread | None = None
         self._directory = ""
+        self._environment: dict[str, str] = {}
         self._owner_pid = os.getpid()
         self._store: ClusterStore | None = None
         self._is_closing = False
@@ -188,6 +203,28 @@ class Cluster:
         atexit.register(self.abandon)
         return self
 
+    def wait_for(self, name: str, timeout_s: float = 60.0) -> None:
+        """Blocks until a worker is there, such as one that is started again.
+
+        Args:
+            name: The worker's name.
+            timeout_s: How long to wait for it, in seconds.
+
+        Raises:
+            LaunchError: It is not coming any more.
+            RendezvousTimeout: It did not come in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not _is_there(name):
+            failure = self._failure()
+            if failure is not None:
+                raise failure
+            if time.monotonic() > deadline_s:
+                raise RendezvousTimeout(
+                    f"worker {name!r} did not join within {timeout_s:.1f} s", elapsed_s=timeout_s
+                )
+            time.sleep(WATCH_S)
+
     def close(self) -> None:
         """Shuts the group down gracefully and waits until every worker has ended.
 
@@ -243,17 +280,22 @@ class Cluster:
         environment = compute_environment(os.environ, len(self.names))
         if self._shared_nursery is None:
             self._nursery = Nursery(environment=environment)
-        workers = [
-            WorkerSpec(name, rank, self._job(name, rank), environment)
-            for rank, name in enumerate(self.names, start=1)
-        ]
+        self._environment = environment
+        workers = [self._spec(name) for name in self.names]
         nursery = self._shared_nursery or self._nursery
         assert nursery is not None
         nursery.remove_at_end(self._directory)
-        self._supervisor = Supervisor(nursery, self._console, workers, self._worker_ended)
+        self._supervisor = Supervisor(
+            nursery, self._console, workers, self._worker_ended, self._worker_started
+        )
         self._supervisor.start()
         self._follower = threading.Thread(target=self._follow, name="weft-cluster", daemon=True)
         self._follower.start()
+
+    def _spec(self, name: str, restarts: int = 0) -> WorkerSpec:
+        rank = self.names.index(name) + 1
+        counted = {"WEFT_RESTART_COUNT": str(restarts)}
+        return WorkerSpec(name, rank, self._job(name, rank), self._environment | counted)
 
     def _job(self, name: str, rank: int) -> dict[str, object]:
         return serve_job(
@@ -292,13 +334,19 @@ class Cluster:
         supervisor = self._supervisor
         assert supervisor is not None
         try:
-            while not supervisor.is_done:
-                supervisor.poll()
+            self._follow_workers(supervisor)
         except LaunchError as error:
             self._lost_nursery = error
             self._has_failed.set()
             if not self._is_closing:
                 self._console.announce(f"weft: {error}")
+
+    def _follow_workers(self, supervisor: Supervisor) -> None:
+        while not supervisor.is_done:
+            supervisor.poll()
+
+    def _worker_started(self, name: str, pid: int) -> None:
+        """Takes note that a worker process has begun."""
 
     def _worker_ended(self, ended: WorkerExit) -> None:
         self._ended.add(ended.name)
@@ -311,7 +359,7 @@ class Cluster:
         is_first = len(self._failed) == 1
         tail = self._supervisor.tail(ended.name)
         self._console.announce(
-            f"weft: {failure_report(ended, tail) if is_first else describe_worker(ended)}"
+            f"weft: {failure_report(ended, tail) if is_first else describe_death(ended)}"
         )
 
     def _failure(self) -> LaunchError | None:
@@ -338,6 +386,13 @@ class Cluster:
         shutil.rmtree(self._directory, ignore_errors=True)
         self._supervisor = self._follower = self._nursery = self._store = None
         self._directory = ""
+
+
+def _is_there(name: str) -> bool:
+    from weft.agent import current
+
+    present = current.current().members.present()
+    return any(peer.name == name and peer.lost is None for peer in present)
 
 
 def _leave_group() -> None:

@@ -47,4 +47,8 @@ class ReservedPort:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the port; harmless when repeated."""
         self._socket.close()

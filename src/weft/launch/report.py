@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections import deque
 
 from weft.launch.worker import WorkerExit
@@ -21,11 +22,23 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def describe_exit(exit_code: int) -> str:
-    """Says how a process ended, as the end of a sentence that starts with its name."""
+_KILL_HINTS = {
+    None: " (out of memory, or killed by hand)",
+    True: " (out of memory)",
+    False: " (not for want of memory)",
+}
+
+
+def describe_exit(exit_code: int, is_memory_kill: bool | None = None) -> str:
+    """Says how a process ended, as the end of a sentence that starts with its name.
+
+    Args:
+        exit_code: Its exit status; the negative number of a signal that killed it.
+        is_memory_kill: Whether the kernel killed it for want of memory, where that is known.
+    """
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
-    hint = " (out of memory, or killed by hand)" if exit_code == -signal.SIGKILL else ""
+    hint = _KILL_HINTS[is_memory_kill] if exit_code == -signal.SIGKILL else ""
     return f"was killed by {signal_name(-exit_code)}{hint}"
 
 
@@ -38,8 +51,22 @@ def describe_worker(ended: WorkerExit) -> str:
     """Names a worker that ended, and how it did."""
     return (
         f"worker {ended.name!r} (rank {ended.rank}, pid {ended.pid}) "
-        f"{describe_exit(ended.exit_code)}"
+        f"{describe_exit(ended.exit_code, ended.is_memory_kill)}"
     )
+
+
+def describe_death(ended: WorkerExit) -> str:
+    """Says when a worker ended, which one, how, and how long it had run."""
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended.ended_at))
+    return f"{moment}: {describe_worker(ended)} after {describe_duration(ended.ran_s)}"
+
+
+def describe_duration(seconds: float) -> str:
+    """Returns a length of time with the units that a person would use for it."""
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 class ErrorTail:
@@ -63,5 +90,5 @@ class ErrorTail:
 def failure_report(ended: WorkerExit, tail: str) -> str:
     """Returns the message about a worker that failed; its last lines come last."""
     if not tail:
-        return f"{describe_worker(ended)}; it wrote nothing to standard error"
-    return f"{describe_worker(ended)}; its last lines:\n{tail}"
+        return f"{describe_death(ended)}; it wrote nothing to standard error"
+    return f"{describe_death(ended)}; its last lines:\n{tail}"

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+import time
+from collections.abc import Sequence
+from contextlib import closing
 
 from weft import knobs
-from weft.errors import LaunchError
+from weft.errors import ConfigurationError, LaunchError
 from weft.launch.console import Console
 from weft.launch.control import Ladder
 from weft.launch.job import Job
+from weft.launch.meeting import INIT_METHOD_VARIABLE, Meeting, PortMeeting, StoreMeeting
 from weft.launch.nursery import WARM_MODULES, Nursery
-from weft.launch.port import ReservedPort
 from weft.launch.report import failure_report, shell_status, signal_name
+from weft.launch.restart_plan import RestartPlan
+from weft.launch.restarts import GROUP, RestartPolicy
+from weft.launch.run_report import RunReport
+from weft.launch.signals import watched_signals
 from weft.launch.supervisor import KILL_LADDER, Supervisor
-from weft.launch.worker import (
-    WorkerExit,
-    WorkerSpec,
-    compute_environment,
-    rendezvous_environment,
-)
+from weft.launch.worker import WorkerExit, WorkerSpec, compute_environment, identity_environment
 
 INTERRUPT_LADDER: Ladder = [(signal.SIGINT, 1.0), (signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
 """After Ctrl-C a worker may tidy up, but the person who pressed it gets the prompt back soon."""
@@ -40,69 +37,121 @@ def run_workers(
     console: Console,
     master_port: int = 0,
     is_warm: bool = False,
+    restarts: RestartPolicy | None = None,
 ) -> int:
-    """Runs ``job`` in one worker for each name, until all have ended or one has failed.
+    """Runs ``job`` in one worker for each name, until all have ended or one has failed for good.
 
     Call it from the main thread: it handles signals while it runs.
 
     Args:
         names: The workers' names, in order of their ranks.
         job: What each of them does.
-        console: Where their output goes.
+        console: Where their output goes, and what is said of them.
         master_port: The port at which they meet; 0 has a free one chosen.
         is_warm: Whether workers are forked from a process that has imported torch.
+        restarts: What is done when a worker dies; by default, the others are ended.
 
     Returns:
-        An exit status as shells report it: that of the first worker that failed, 130 after
-        Ctrl-C, 0 when all went well.
+        An exit status as shells report it: that of the worker whose death ended the run, 130
+        after Ctrl-C, 0 when all went well.
+
+    Raises:
+        ConfigurationError: An argument cannot work.
     """
-    with ReservedPort(master_port) as port:
-        environment = compute_environment(os.environ, len(names))
-        workers = [
-            WorkerSpec(
-                name,
-                rank,
-                job,
-                environment | rendezvous_environment(name, rank, len(names), port.number),
+    policy = RestartPolicy() if restarts is None else restarts
+    policy.check()
+    meeting = _meeting(len(names), master_port, policy)
+    environment = compute_environment(os.environ, len(names))
+    preload = WARM_MODULES if is_warm else ()
+    with closing(meeting), Nursery(preload=preload, environment=environment) as nursery:
+        return _Run(nursery, console, names, job, environment, meeting, policy).to_the_end()
+
+
+def _meeting(count: int, master_port: int, policy: RestartPolicy) -> Meeting:
+    if policy.scope == GROUP:
+        if policy.limit and INIT_METHOD_VARIABLE in os.environ:
+            raise ConfigurationError(
+                f"a group that is started again meets at a new place, but {INIT_METHOD_VARIABLE} "
+                "names one; unset it"
             )
-            for rank, name in enumerate(names)
-        ]
-        preload = WARM_MODULES if is_warm else ()
-        with Nursery(preload=preload, environment=environment) as nursery:
-            return _Run(nursery, console, workers).to_the_end()
+        return PortMeeting(count, master_port)
+    if master_port:
+        raise ConfigurationError(
+            "workers that are started again one by one meet at the launcher, not at a port of the "
+            "first worker, which may die; leave --master-port away"
+        )
+    return StoreMeeting()
 
 
 class _Run:
-    """The state of one run: what ended it, and with which status."""
+    """The state of one run: who is to be started again, what ended it, and with which status."""
 
-    def __init__(self, nursery: Nursery, console: Console, workers: Sequence[WorkerSpec]) -> None:
+    def __init__(
+        self,
+        nursery: Nursery,
+        console: Console,
+        names: Sequence[str],
+        job: Job,
+        environment: dict[str, str],
+        meeting: Meeting,
+        policy: RestartPolicy,
+    ) -> None:
         self._nursery = nursery
-        self._console = console
-        self._supervisor = Supervisor(nursery, console, workers, self._worker_ended)
+        self._ranks = {name: rank for rank, name in enumerate(names)}
+        self._job = job
+        self._base = environment
+        self._meeting = meeting
+        self._plan = RestartPlan(policy, names, time.monotonic())
+        self._report = RunReport(console, policy, names)
+        workers = [self._spec(name) for name in names]
+        self._supervisor = Supervisor(
+            nursery, console, workers, self._worker_ended, self._report.started
+        )
+        if isinstance(meeting, StoreMeeting):
+            self._supervisor.watch(meeting.server.fileno(), meeting.server.serve)
         self._status = 0
         self._is_ending = False
         self._failure: WorkerExit | None = None
-        self._signals: deque[int] = deque()
         self._signal_count = 0
 
     def to_the_end(self) -> int:
         try:
-            with self._signals_watched():
+            with watched_signals(self._supervisor.watch, self._signalled):
                 self._supervisor.start()
-                while not self._supervisor.is_done:
-                    self._supervisor.poll()
+                while not self._supervisor.is_done or self._plan.is_waiting:
+                    self._supervisor.poll(self._plan.wait_s(time.monotonic()))
+                    self._start_again()
         except BrokenPipeError:
             return self._output_closed()
         except LaunchError as error:
-            self._console.announce(f"weft run: {error}")
+            self._report.say(str(error))
             return self._status or 1
         finally:
             self._nursery.close()
             self._supervisor.close()
+        self._report.summarize(self._plan.total())
         if self._failure is not None:
             tail = self._supervisor.tail(self._failure.name)
-            self._console.announce(f"weft run: {failure_report(self._failure, tail)}")
+            self._report.say(failure_report(self._failure, tail))
         return self._status
+
+    def _spec(self, name: str) -> WorkerSpec:
+        rank = self._ranks[name]
+        identity = identity_environment(name, rank, len(self._ranks), self._plan.count(name))
+        environment = self._meeting.environment(self._base) | identity
+        return WorkerSpec(name, rank, self._job, environment)
+
+    def _start_again(self) -> None:
+        """Starts those whose time has come."""
+        if self._plan.is_regrouping and self._supervisor.is_done:
+            attempt = self._plan.all_ended(time.monotonic())
+            assert attempt is not None
+            self._report.group_waits(attempt)
+        due = self._plan.take_due(time.monotonic())
+        if due and self._plan.is_of_group:
+            self._meeting.renew()
+        for name in due:
+            self._supervisor.start_again(self._spec(name))
 
     def _output_closed(self) -> int:
         """Ends quietly, as a program does whose output goes to ``head``."""
@@ -113,49 +162,31 @@ class _Run:
         return BROKEN_PIPE_STATUS
 
     def _worker_ended(self, ended: WorkerExit) -> None:
-        if ended.exit_code != 0 and not self._is_ending:
+        if ended.exit_code == 0 or self._is_ending or self._plan.is_regrouping:
+            return  # it did what it should, or what it was told to
+        attempt = self._plan.died(ended.name, time.monotonic())
+        others = self._supervisor.running_count
+        self._report.died(ended, attempt, others)
+        if attempt is None:
             self._failure = ended
             self._end(shell_status(ended.exit_code), _ladder(signal.SIGTERM))
+        elif self._plan.is_of_group:
+            self._supervisor.stop(_ladder(signal.SIGTERM))
 
     def _end(self, status: int, ladder: Ladder) -> None:
         if not self._is_ending:
             self._status = status
         self._is_ending = True
+        self._plan.cancel()
         self._supervisor.stop(ladder)
-
-    @contextmanager
-    def _signals_watched(self) -> Iterator[None]:
-        wake_read, wake_write = socket.socketpair()
-        wake_read.setblocking(False)
-        wake_write.setblocking(False)
-        self._supervisor.watch(wake_read.fileno(), lambda: self._handle_signals(wake_read))
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        handlers = {number: signal.signal(number, self._note_signal) for number in numbers}
-        wake_fd = signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wake_fd)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            wake_read.close()
-            wake_write.close()
-
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
-
-    def _handle_signals(self, wake: socket.socket) -> None:
-        wake.recv(4096)
-        while self._signals:
-            self._signalled(self._signals.popleft())
 
     def _signalled(self, number: int) -> None:
         self._signal_count += 1
         is_repeated = self._signal_count > 1
-        self._console.announce(
-            f"weft run: {signal_name(number)}, "
-            + ("killing the workers" if is_repeated else "ending the workers")
-        )
+        what = "killing the workers" if is_repeated else "ending the workers"
+        if not self._supervisor.running_count:
+            what = "no worker runs, and none is started again"
+        self._report.say(f"{signal_name(number)}, {what}")
         if is_repeated:
             self._end(128 + number, KILL_LADDER)
         else:

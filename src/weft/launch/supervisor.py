@@ -15,6 +15,7 @@ from weft.errors import LaunchError
 from weft.launch.console import Console, Label
 from weft.launch.control import Ladder, Message
 from weft.launch.lines import LineAssembler
+from weft.launch.memory_kills import MemoryKills
 from weft.launch.nursery import Nursery
 from weft.launch.report import ErrorTail
 from weft.launch.worker import WorkerExit, WorkerSpec
@@ -31,7 +32,7 @@ DRAIN_LIMIT_S = 2.0
 """How long output is awaited from processes that outlive the worker that started them."""
 
 _READ_BYTES = 1 << 16
-_run_numbers = itertools.count()
+_keys = itertools.count()
 
 
 @dataclass(eq=False)
@@ -53,6 +54,7 @@ class _Worker:
     tail: ErrorTail = field(default_factory=ErrorTail)
     streams: list[_Stream] = field(default_factory=list)
     pid: int = 0
+    started_s: float = 0.0
     has_ended: bool = False
 
 
@@ -66,6 +68,7 @@ class Supervisor:
         console: Where the workers' output goes.
         workers: The workers, in order of their ranks.
         on_exit: Called within ``poll`` when a worker has ended and its output has been written.
+        on_start: Called within ``poll`` with name and process id of a worker that has started.
     """
 
     def __init__(
@@ -74,18 +77,21 @@ class Supervisor:
         console: Console,
         workers: Sequence[WorkerSpec],
         on_exit: Callable[[WorkerExit], None],
+        on_start: Callable[[str, int], None] = lambda name, pid: None,
     ) -> None:
         self._nursery = nursery
         self._console = console
         self._on_exit = on_exit
-        run = next(_run_numbers)
+        self._on_start = on_start
+        self._memory_kills = MemoryKills()
         width = max(len(worker.name) for worker in workers)
-        self._workers = {
-            f"{run}/{index}": _Worker(spec, Label(spec.name, index, width))
-            for index, spec in enumerate(workers)
-        }
-        self._unstarted = deque(self._workers)
+        self._workers: dict[str, _Worker] = {}
+        self._latest: dict[str, _Worker] = {}
+        self._unstarted: deque[str] = deque()
+        self._starting = 0
         self._running: set[str] = set()
+        for index, spec in enumerate(workers):
+            self._add(spec, Label(spec.name, index, width))
         self._drain_until_s: float | None = None
         self._selector = selectors.DefaultSelector()
         self.watch(nursery.fileno(), self._read_events)
@@ -93,7 +99,12 @@ class Supervisor:
     @property
     def pids(self) -> dict[str, int]:
         """Process ids by worker name, of the workers that have been started."""
-        return {worker.spec.name: worker.pid for worker in self._workers.values() if worker.pid}
+        return {name: worker.pid for name, worker in self._latest.items() if worker.pid}
+
+    @property
+    def running_count(self) -> int:
+        """How many workers have been started, or are being started, and have not ended."""
+        return len(self._running)
 
     @property
     def is_done(self) -> bool:
@@ -109,8 +120,16 @@ class Supervisor:
 
     def start(self) -> None:
         """Asks for the first workers; the others follow within ``poll``."""
-        for _ in range(STARTS_AT_ONCE):
+        while self._unstarted and self._starting < STARTS_AT_ONCE:
             self._start_next()
+
+    def start_again(self, worker: WorkerSpec) -> None:
+        """Starts a worker that has ended; its pid and its last lines are of its new life now."""
+        former = self._latest[worker.name]
+        self._forget_drained()
+        self._drain_until_s = None
+        self._add(worker, former.label)
+        self.start()
 
     def poll(self, timeout_s: float | None = None) -> None:
         """Waits until something happens, or for ``timeout_s``, and deals with it.
@@ -130,9 +149,7 @@ class Supervisor:
 
     def tail(self, name: str) -> str:
         """Returns the last lines that a worker wrote to standard error."""
-        return next(
-            worker.tail.text() for worker in self._workers.values() if worker.spec.name == name
-        )
+        return self._latest[name].tail.text()
 
     def close(self) -> None:
         """Gives the pipes back; output that comes later is lost."""
@@ -141,9 +158,18 @@ class Supervisor:
                 self._end_stream(worker, stream)
         self._selector.close()
 
+    def _add(self, spec: WorkerSpec, label: Label) -> None:
+        key = str(next(_keys))
+        self._workers[key] = self._latest[spec.name] = _Worker(spec, label)
+        self._unstarted.append(key)
+
+    def _forget_drained(self) -> None:
+        """Drops former lives of which no output can come any more."""
+        for key, worker in list(self._workers.items()):
+            if key not in self._running and key not in self._unstarted and not worker.streams:
+                del self._workers[key]
+
     def _start_next(self) -> None:
-        if not self._unstarted:
-            return
         key = self._unstarted.popleft()
         worker = self._workers[key]
         out_read, out_write = os.pipe()
@@ -152,6 +178,7 @@ class Supervisor:
             self._add_stream(worker, out_read, is_error=False)
             self._add_stream(worker, err_read, is_error=True)
             self._running.add(key)
+            self._starting += 1
             self._nursery.start(key, worker.spec, out_write, err_write)
         finally:
             os.close(out_write)
@@ -216,7 +243,10 @@ class Supervisor:
     def _handle(self, event: Message, worker: _Worker) -> None:
         if event["event"] == "started":
             worker.pid = event["pid"]
-            self._start_next()
+            worker.started_s = time.monotonic()
+            self._starting -= 1
+            self.start()
+            self._on_start(worker.spec.name, worker.pid)
         elif event["event"] == "ended":
             self._worker_ended(event, worker)
         else:
@@ -232,7 +262,17 @@ class Supervisor:
         for stream in list(worker.streams):
             while self._read_stream(worker, stream):
                 pass
-        self._drain_until_s = None if self._running else time.monotonic() + DRAIN_LIMIT_S
+        now_s = time.monotonic()
+        self._drain_until_s = None if self._running else now_s + DRAIN_LIMIT_S
+        is_killed = event["exit_code"] == -signal.SIGKILL
         self._on_exit(
-            WorkerExit(worker.spec.name, worker.spec.rank, worker.pid, event["exit_code"])
+            WorkerExit(
+                worker.spec.name,
+                worker.spec.rank,
+                worker.pid,
+                event["exit_code"],
+                ended_at=time.time(),
+                ran_s=now_s - worker.started_s,
+                is_memory_kill=self._memory_kills.take_one() if is_killed else None,
+            )
         )

@@ -37,12 +37,19 @@ class WorkerExit:
         rank: Its rank.
         pid: Its process id.
         exit_code: Its exit status; the negative number of a signal that killed it.
+        ended_at: When that was, in seconds since the epoch.
+        ran_s: How long it had run.
+        is_memory_kill: Whether the kernel killed it for want of memory; None where that is not
+            known.
     """
 
     name: str
     rank: int
     pid: int
     exit_code: int
+    ended_at: float = 0.0
+    ran_s: float = 0.0
+    is_memory_kill: bool | None = None
 
 
 def worker_names(count: int, names: Sequence[str] | None, prefix: str = "worker") -> list[str]:
@@ -91,16 +98,20 @@ def compute_environment(base: Mapping[str, str], count: int) -> dict[str, str]:
     return environment
 
 
-def rendezvous_environment(
-    name: str, rank: int, world_size: int, master_port: int
-) -> dict[str, str]:
-    """Returns the variables by which a worker of ``weft run`` finds its group."""
+def identity_environment(name: str, rank: int, count: int, restarts: int = 0) -> dict[str, str]:
+    """Returns the variables by which one of ``count`` workers knows who it is.
+
+    Args:
+        name: Its name.
+        rank: Its rank.
+        count: How many workers are started on this machine.
+        restarts: How often it has been started again.
+    """
     return {
         "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(master_port),
+        "LOCAL_WORLD_SIZE": str(count),
         "WEFT_WORKER_NAME": name,
+        "WEFT_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),  # what scripts for torchrun look at
     }

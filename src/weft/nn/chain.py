@@ -18,6 +18,7 @@ from weft.errors import ArgumentTypeError, ConfigurationError
 from weft.nn import owner
 from weft.nn.owner import Step
 from weft.rpc import Future, RRef, remote, rpc_async, rpc_sync
+from weft.rpc.lives import info_of
 
 
 class Chain:
@@ -72,18 +73,18 @@ class Chain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with these arguments, then the rest; returns the end. Blocks."""
-        creator, owner_rank, number = self._module.id
-        address = (creator, owner_rank, number)
+        creator, owner_id, number = self._module.id
+        address = (creator, owner_id, number)
         call = (address, self._device, self._steps, args, kwargs)
-        return rpc_sync(owner_rank, owner.run_at, call)
+        return rpc_sync(info_of(owner_id), owner.run_at, call)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Starts the chain and returns a future of its end."""
-        return rpc_async(self._module.id.owner, owner.run, self._call(args, kwargs))
+        return rpc_async(info_of(self._module.id.owner), owner.run, self._call(args, kwargs))
 
     def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Starts the chain and returns a reference to its end, which stays on the owner."""
-        return remote(self._module.id.owner, owner.run, self._call(args, kwargs))
+        return remote(info_of(self._module.id.owner), owner.run, self._call(args, kwargs))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         return self._module, self._device, self._steps, args, kwargs

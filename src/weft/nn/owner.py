@@ -13,7 +13,8 @@ from weft.agent.references import ReferenceKeeper
 from weft.errors import ArgumentTypeError
 from weft.ids import ReferenceId
 from weft.rpc import RRef
-from weft.rpc.serving import WhenReady
+from weft.rpc.outcomes import WhenReady
+from weft.rpc.serving import method_of
 
 HOST = "cpu"
 
@@ -94,10 +95,14 @@ def _run(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    value = module(*to_device(args, device), **to_device(kwargs, device))
+    call = method_of(module, "__call__")
+    value = call(*to_device(args, device), **to_device(kwargs, device))
     for step in steps:
         function = step.function
-        target = function.local_value() if isinstance(function, RRef) else function
+        if isinstance(function, RRef):
+            target = method_of(function.local_value(), "__call__")
+        else:
+            target = function
         value = target(value, *to_device(step.args, device), **to_device(step.kwargs, device))
     return value
 

@@ -118,7 +118,7 @@ class RemoteModule(nn.Module):
         placement = read_placement(remote_device)
         made = cls.from_module_rref(module_rref, placement.device)
         worker = _worker_at(placement)
-        if worker.id != module_rref.id.owner:
+        if worker != module_rref.owner():
             raise ConfigurationError(
                 f"remote_device names worker {worker.name!r}, but {module_rref!r} is elsewhere; "
                 "pass the worker that owns it"

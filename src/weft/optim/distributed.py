@@ -156,6 +156,10 @@ class DistributedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: every context begins with no gradients, and ``.grad`` is the user's."""
 
+    def local_optimizers(self) -> list[RRef[local.LocalOptimizer]]:
+        """Returns references to what runs on the owners."""
+        return list(self._locals.values())
+
     def _addresses(self) -> dict[int, Address]:
         return {owner: address_of(optimizer) for owner, optimizer in self._locals.items()}
 
@@ -176,6 +180,22 @@ class DistributedOptimizer(Optimizer):
             if changed:
                 changes[number] = _snapshot(changed)
         return changes
+
+    def tell_changes(self) -> None:
+        """Tells the owners of hyper-parameters that were changed after the last step. Blocks.
+
+        A step does so by itself.
+
+        Raises:
+            OptimizerError: Not all owners could be told.
+            WorkerLost: An owner is lost.
+        """
+        changes = self._changes()
+        if changes:
+            arguments = {owner: (address, changes) for owner, address in self._addresses().items()}
+            _, failures = run_on_owners(local.change, arguments)
+            raise_failures("changing hyper-parameters", failures)
+            self._note_told(changes)
 
     def _note_told(self, changes: Mapping[int, Options]) -> None:
         for number, changed in changes.items():
@@ -228,6 +248,10 @@ class DistributedOptimizer(Optimizer):
         }
         _, failures = run_on_owners(local.load, arguments)
         raise_failures("loading the optimizer's state", failures)
+        self.adopt(options)
+
+    def adopt(self, options: Sequence[Options]) -> None:
+        """Takes over the hyper-parameters of all groups, which the owners have already."""
         for group, loaded in zip(self.param_groups, options, strict=True):
             parameters = group["params"]
             group.clear()

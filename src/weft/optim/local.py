@@ -137,13 +137,26 @@ class LocalOptimizer:
         """Returns a copy of the state, after ``changes`` of hyper-parameters."""
         with self._lock:
             self._change(changes)
-            numbers = self._numbers_in_order()
-            state = {
-                numbers[key] if isinstance(key, int) else key: value
-                for key, value in self._optimizer.state_dict()["state"].items()
-            }
             # The answer is put into bytes after the lock is free again.
-            return copy.deepcopy(Saved(self._options(), state))
+            return copy.deepcopy(self.content())
+
+    def content(self) -> Saved:
+        """Returns the state itself, for who has the lock and makes a copy."""
+        numbers = self._numbers_in_order()
+        state = {
+            numbers[key] if isinstance(key, int) else key: value
+            for key, value in self._optimizer.state_dict()["state"].items()
+        }
+        return Saved(self._options(), state)
+
+    def parameters(self) -> dict[int, Tensor]:
+        """Returns the parameters by their numbers."""
+        return {number: parameter for parameter, number in self._numbers.items()}
+
+    def change(self, changes: Mapping[int, Options]) -> None:
+        """Takes over hyper-parameters that have changed, by the number of their group."""
+        with self._lock:
+            self._change(changes)
 
     def load(self, saved: Saved) -> None:
         """Goes on from what ``save`` returned, here or on other workers."""
@@ -204,6 +217,11 @@ def step(optimizer: Address, context_id: int, changes: dict[int, Options]) -> No
     _local(optimizer).step(get_gradients(context_id), changes)
 
 
+def change(optimizer: Address, changes: dict[int, Options]) -> None:
+    """Has a local optimizer of this worker take over changed hyper-parameters."""
+    _local(optimizer).change(changes)
+
+
 def save(optimizer: Address, changes: dict[int, Options]) -> Saved:
     """Returns the state of a local optimizer of this worker."""
     return _local(optimizer).save(changes)
@@ -215,7 +233,9 @@ def load(optimizer: Address, saved: Saved) -> None:
 
 
 def _local(optimizer: Address) -> LocalOptimizer:
-    local: LocalOptimizer = value_at(optimizer)
+    local = value_at(optimizer)
+    if not isinstance(local, LocalOptimizer):
+        raise ConfigurationError(f"this is no local optimizer, but a {type(local).__name__}")
     return local
 
 

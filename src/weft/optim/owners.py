@@ -15,6 +15,7 @@ from weft.agent.references import ReferenceKeeper
 from weft.errors import CallTimeout, OptimizerError, WorkerLost
 from weft.ids import ReferenceId
 from weft.rpc import RRef, rpc_async, rpc_sync
+from weft.rpc.lives import info_of
 
 Address = tuple[int, int, int]
 Arguments = tuple[Any, ...]
@@ -60,7 +61,7 @@ def run_on_owners(
     if len(arguments) == 1 and me not in arguments:
         # A caller that waits in the call itself is woken sooner than one that waits for a future.
         ((only, args),) = arguments.items()
-        waits[only] = lambda: rpc_sync(only, function, args)
+        waits[only] = lambda: rpc_sync(info_of(only), function, args)
     else:
         waits = {
             owner: _started(owner, function, args)
@@ -74,7 +75,7 @@ def run_on_owners(
 
 def _started(owner: int, function: Callable[..., Any], args: Arguments) -> Callable[[], Any]:
     try:
-        return rpc_async(owner, function, args).wait
+        return rpc_async(info_of(owner), function, args).wait
     except Exception as error:
         failure = error
 

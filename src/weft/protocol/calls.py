@@ -47,10 +47,6 @@ class CallTable(Generic[Entry]):
         """Removes and returns an entry; None where it was taken before, or never was."""
         return self._entries.pop(number, None)
 
-    def take_entry(self, entry: Entry) -> bool:
-        """Removes an entry; returns False where it was taken before."""
-        return bool(self._take_where(lambda other: other is entry))
-
     def take_expired(self, now_s: float) -> tuple[list[Entry], float]:
         """Removes the entries whose deadline has passed.
 
@@ -68,13 +64,14 @@ class CallTable(Generic[Entry]):
 
     def take_of_worker(self, worker: int) -> list[Entry]:
         """Removes and returns all entries that wait for ``worker``."""
-        return self._take_where(lambda entry: entry.worker == worker)
+        return self.take_where(lambda entry: entry.worker == worker)
 
     def take_all(self) -> list[Entry]:
         """Removes and returns all entries."""
-        return self._take_where(lambda entry: True)
+        return self.take_where(lambda entry: True)
 
-    def _take_where(self, is_meant: Callable[[Entry], bool]) -> list[Entry]:
+    def take_where(self, is_meant: Callable[[Entry], bool]) -> list[Entry]:
+        """Removes and returns the entries that are meant; looks at all."""
         numbers = [number for number, entry in self._entries.copy().items() if is_meant(entry)]
         taken = [self.take(number) for number in numbers]
         return [entry for entry in taken if entry is not None]

@@ -33,8 +33,8 @@ class Contact:
     one, which may be the reason of the silence.
 
     Time in which this side was kept from trying, because its process was stopped or held up, does
-    not count towards ``reconnect_s``: the shell asks at least once a second while there is no
-    connection, and what is longer than that between two questions is not held against the other.
+    not count: when the shell asks more than a second later than ``due_s`` said, all limits move on
+    by that. Otherwise who was stopped with a dead connection would give up as soon as it goes on.
 
     Args:
         now_s: The time now; contact has just been made.
@@ -62,6 +62,11 @@ class Contact:
         """Whether there is no connection now."""
         return self._is_broken
 
+    @property
+    def is_dialling(self) -> bool:
+        """Whether somebody was told to dial, has not reported yet, and should do so still."""
+        return self._is_dialling
+
     def silence_s(self, now_s: float) -> float:
         """Returns for how long nothing was heard."""
         return now_s - self._heard_s
@@ -70,7 +75,7 @@ class Contact:
         """Notes that the other side, or the system that it runs on, answered at ``at_s``."""
         self._heard_s = max(self._heard_s, at_s)
         if not self._is_broken:
-            self._limit_s = self._heard_s + self._detection_s
+            self._limit_s = max(self._limit_s, at_s + self._detection_s)
 
     def broke(self, now_s: float, cause: str, *, is_answer: bool) -> None:
         """Notes that the connection ended: it is dialled again at once.
@@ -95,7 +100,8 @@ class Contact:
         self._is_broken = self._is_dialling = False
         self._dial_at_s = math.inf
         self._pause_s = FIRST_PAUSE_S
-        self.heard(now_s)
+        self._heard_s = now_s
+        self._limit_s = now_s + self._detection_s
 
     def dial_failed(
         self, now_s: float, cause: str, *, is_final: bool = False, is_there: bool = False
@@ -107,12 +113,15 @@ class Contact:
             cause: What went wrong.
             is_final: Whether the answer shows that the other side is not there any more.
             is_there: Whether the system of the other side says that it listens, though it does
-                not speak: it may be busy. It is given ``reconnect_s`` from now on.
+                not speak: it may be busy. The time that it has begins anew.
         """
         self._is_dialling, self._has_dialled = False, True
-        if is_there and self._is_broken:
+        if is_there:
+            # Also where a connection stands: when its peer does not read what waits for it, the
+            # kernel probes it more and more rarely.
             self.heard(now_s)
-            self._limit_s = now_s + self._reconnect_s
+            if self._is_broken:
+                self._limit_s = now_s + self._reconnect_s
         if is_final:
             ended = f"its connection ended ({self._break_cause}): " if self._is_broken else ""
             self._fatal = ended + cause
@@ -131,8 +140,9 @@ class Contact:
         """Returns what to do now."""
         if self.cause:
             return Step.NOTHING
-        if self._is_broken:
-            self._limit_s += max(0.0, now_s - self._asked_s - LONGEST_PAUSE_S)
+        late_s = now_s - self.due_s()
+        if late_s > LONGEST_PAUSE_S and not self._fatal:
+            self._limit_s += late_s
         self._asked_s = now_s
         self.cause = self._end(now_s)
         if self.cause:
@@ -153,8 +163,9 @@ class Contact:
             return math.inf
         if self._fatal:
             return -math.inf
-        due_s = self._limit_s
-        if self._is_broken:
+        # The limit is none yet for whoever has not dialled: it would be due all the time.
+        due_s = math.inf if self._is_broken and not self._has_dialled else self._limit_s
+        if self._is_broken or self._is_dialling or not math.isinf(self._dial_at_s):
             due_s = min(due_s, self._asked_s + LONGEST_PAUSE_S)
         if not self._is_dialling:
             due_s = min(due_s, self._dial_at_s)

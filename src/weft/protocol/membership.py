@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from weft.errors import ProtocolError
 from weft.ids import WorkerInfo
+
+STRICT = "strict"
+"""The fact that a worker reads no pickles."""
 
 # What comes of JSON that is none, or of another shape, or nested without end.
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -22,7 +26,7 @@ class Registration:
         id: What the protocols name it by; in a closed group its rank.
         addresses: Where it listens, best first.
         main: What its ``__main__`` is, or empty where no other worker can have the same.
-        facts: What its channels can do.
+        facts: What its channels can do, and whether it reads pickles.
         later_rank: Its rank where that is not its id: in an open group, once the rank was used.
     """
 
@@ -37,6 +41,11 @@ class Registration:
     def rank(self) -> int:
         """Its number for programs."""
         return self.id if self.later_rank is None else self.later_rank
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether it reads no pickles."""
+        return self.facts.get(STRICT) is True
 
     @property
     def info(self) -> WorkerInfo:
@@ -56,7 +65,15 @@ class Registration:
         """Reads what ``encode`` wrote; raises ProtocolError where it makes no sense."""
         try:
             fields = data if isinstance(data, dict) else json.loads(data)
-            return Registration(**{**fields, "addresses": tuple(fields["addresses"])})
+            registration = Registration(**{**fields, "addresses": tuple(fields["addresses"])})
+            _check(registration.name, str)
+            _check_number(registration.id)
+            _check_all(registration.addresses, str)
+            _check(registration.main, str)
+            _check(registration.facts, dict)
+            if registration.later_rank is not None:
+                _check_number(registration.later_rank)
+            return registration
         except _NONSENSE as error:
             raise ProtocolError(f"a worker's registration makes no sense: {error}") from error
 
@@ -66,7 +83,7 @@ class Directory:
     """All workers of a group.
 
     Attributes:
-        token: The secret of this run; a connection starts by proving that one knows it.
+        token: What names this run: the key of connections is made of it.
         workers: One registration a rank, in order.
         refusal: Why there is no group, where there is none; empty otherwise.
         missing: Ranks that never came, where that is the reason.
@@ -90,9 +107,29 @@ class Directory:
             fields = json.loads(data)
             workers = tuple(Registration.decode(worker) for worker in fields.pop("workers"))
             missing = tuple(fields.pop("missing"))
-            return Directory(workers=workers, missing=missing, **fields)
+            directory = Directory(workers=workers, missing=missing, **fields)
+            _check_all((directory.token, directory.refusal), str)
+            _check_all(missing, int)
+            _check(directory.has_duplicates, bool)
+            return directory
         except _NONSENSE as error:
             raise ProtocolError(f"the directory of the group makes no sense: {error}") from error
+
+
+def _check(value: object, wanted: type) -> None:
+    if type(value) is not wanted:
+        raise TypeError(f"it has {value!r} where a {wanted.__name__} belongs")
+
+
+def _check_all(values: Iterable[object], wanted: type) -> None:
+    for value in values:
+        _check(value, wanted)
+
+
+def _check_number(value: int) -> None:
+    _check(value, int)
+    if value < 0:
+        raise ValueError(f"no worker has the number {value}")
 
 
 def assemble(

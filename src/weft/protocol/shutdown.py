@@ -52,6 +52,13 @@ class Closed(NamedTuple):
 Action = Send | ProbeLater | Closed
 
 
+class Missing(NamedTuple):
+    """What a shutdown waits for: ``workers``, of whom ``what`` is true."""
+
+    what: str
+    workers: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """How one worker looked when probed: whether it is idle, and how much it has done so far."""
@@ -108,6 +115,22 @@ class Leader:
         self.round += 1
         self._previous, self._reports = self._reports, {}
         return self._tell_all(Step.PROBE, self.round)
+
+    def missing(self) -> Missing:
+        """Returns for whom, and for what, the shutdown waits now."""
+        if self.phase is Step.READY:
+            return Missing("had not called shutdown", tuple(sorted(self.workers - self.ready)))
+        if self.phase is Step.PROBE:
+            known = {**self._previous, **self._reports}
+            busy = [
+                worker for worker in self.workers if worker in known and not known[worker].is_idle
+            ]
+            if busy:
+                return Missing("had calls under way", tuple(sorted(busy)))
+            silent = self.workers - self._reports.keys()
+            return Missing("did not answer", tuple(sorted(silent)))
+        unsettled = self.workers - self.settled if self.phase is Step.SETTLE else set()
+        return Missing("had not let go of all references", tuple(sorted(unsettled)))
 
     def _advance(self) -> list[Action]:
         if self.phase is Step.READY and self.workers <= self.ready:

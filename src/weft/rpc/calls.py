@@ -10,9 +10,11 @@ from weft.agent.agent import Agent
 from weft.agent.calls import PendingCall
 from weft.agent.current import current
 from weft.agent.peers import Peer
-from weft.errors import ArgumentTypeError, NotOwner, WorkerLost
+from weft.agent.served_calls import current_call
+from weft.errors import ArgumentTypeError, CallCancelled, NotOwner, WorkerLost
 from weft.ids import WorkerInfo
 from weft.rpc import serving
+from weft.rpc.current_call import nest
 from weft.rpc.futures import Future
 from weft.rpc.handles import UNSET_RPC_TIMEOUT, RRef
 from weft.rpc.worker import Worker
@@ -40,14 +42,18 @@ def rpc_sync(
             ``async def``, or, by value, a lambda or closure.
         args: Its positional arguments. Tensors travel without being pickled.
         kwargs: Its keyword arguments.
-        timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker.
+        timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker. In a
+            function that another worker has called, at most as long as that one still waits.
 
     Returns:
         What the function returned. Tensors in it own their memory.
 
     Raises:
         UnknownWorker: There is no worker ``to``.
-        CallTimeout: There was no answer in time. The function may still be running.
+        CallTimeout: There was no answer in time. If the function has not begun, it will not; if
+            it runs, ``is_cancelled`` tells it.
+        CallCancelled: The function that makes this call was itself called, and its caller has
+            given up.
         WorkerLost: The worker was lost before it answered.
         SerializationError: The callable, an argument or the result cannot travel.
         Exception: Whatever the function raised, with its remote traceback.
@@ -84,7 +90,16 @@ def remote(
 ) -> RRef[T]:
     """Starts ``func(*args, **kwargs)`` on another worker, which keeps the result.
 
-    Does not wait for the function: whoever asks for the value waits for it.
+    Does not wait for the function: whoever asks for the value waits for it. There is no limit to
+    how long it may take, as the value is wanted for as long as somebody refers to it; give the
+    limit where the value is used.
+
+    Args:
+        to: As for ``rpc_sync``.
+        func: As for ``rpc_sync``.
+        args: As for ``rpc_sync``.
+        kwargs: As for ``rpc_sync``.
+        timeout: Accepted for compatibility.
 
     Returns:
         A reference to the result. If the function raises, using the reference raises that.
@@ -188,12 +203,18 @@ def _call_and_wait(
     worker: Worker, peer: Peer, function: Any, args: Sequence[Any], kwargs: Any, timeout: float
 ) -> Any:
     limit_s = _limit_s(worker.agent, timeout)
+    parent = current_call.get()
+    if parent is not None:
+        parent, limit_s = nest(parent, peer, function, limit_s)
     request = worker.request(peer, function, args, kwargs, limit_s)
-    call = PendingCall(peer.id, peer.name, function, limit_s)
+    call = PendingCall(peer.id, peer.name, function, limit_s, None, parent)
     try:
         worker.agent.calls.ask_and_wait(peer, call, request.message)
     except Exception:
         request.take_back()
+        raise
+    except BaseException:  # Ctrl-C: nobody waits any more.
+        worker.agent.calls.cancel(call, CallCancelled("interrupted", worker=peer.name))
         raise
     return worker.result_of(call)
 
@@ -202,8 +223,11 @@ def _start(
     worker: Worker, peer: Peer, function: Any, args: Sequence[Any], kwargs: Any, timeout: float
 ) -> Future[Any]:
     limit_s = _limit_s(worker.agent, timeout)
+    parent = current_call.get()
+    if parent is not None:
+        parent, limit_s = nest(parent, peer, function, limit_s)
     request = worker.request(peer, function, args, kwargs, limit_s)
-    call = PendingCall(peer.id, peer.name, function, limit_s)
+    call = PendingCall(peer.id, peer.name, function, limit_s, None, parent)
     call.kept = args  # References among them must outlive the call.
     future: Future[Any] = Future(worker, call)
     try:
@@ -217,16 +241,21 @@ def _start(
 def create(
     worker: Worker, peer: Peer, function: Any, args: Sequence[Any], kwargs: Any, timeout: float
 ) -> RRef[Any]:
-    """Starts a call whose result stays on ``peer``; returns the reference to it."""
+    """Starts a call whose result stays on ``peer``; returns the reference to it.
+
+    The value is wanted for as long as somebody refers to it, so ``timeout`` is no limit.
+    """
     references = worker.references
+    parent = current_call.get()
+    if parent is not None:
+        nest(parent, peer, function, math.inf)  # May refuse.
     if peer.is_self:
         reference, _ = references.create_here()
     else:
         reference = references.creating(peer)
     handle = worker.reference_type.from_created(references, reference)
-    limit_s = _limit_s(worker.agent, timeout)
     try:
-        request = worker.request(peer, function, args, kwargs, limit_s, reference.number)
+        request = worker.request(peer, function, args, kwargs, math.inf, reference.number)
         try:
             worker.agent.send(peer, request.message(0))
         except Exception:

@@ -10,6 +10,7 @@ from weft.agent.agent import Agent
 from weft.agent.current import current
 from weft.agent.peers import Peer
 from weft.rpc.calls import Destination
+from weft.rpc.current_call import remaining_time
 from weft.rpc.gathering import Gatherings, Key, Limits, Outcome, Ways
 from weft.rpc.handles import UNSET_RPC_TIMEOUT
 
@@ -82,6 +83,7 @@ def _gather(
 ) -> Outcome:
     agent = current()
     limit_s = agent.default_timeout_s if timeout < 0 else timeout or math.inf
+    limit_s = min(limit_s, remaining_time())  # In a call of another worker, no longer than that.
     limits = Limits(0.0 if math.isinf(limit_s) else limit_s, limit_s)
     return agent.part(Gatherings).gather(value, members(agent, workers), ways, limits)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Generator
@@ -13,7 +14,8 @@ from weft.errors import CallRefused
 
 _log = logging.getLogger("weft")
 
-_CLOSE_TIMEOUT_S = 5.0
+OnDone = Callable[[Any, BaseException | None], None]
+"""Takes the result or the error of a coroutine."""
 
 
 class CoroutineRunner:
@@ -34,15 +36,22 @@ class CoroutineRunner:
         self,
         coroutine: Coroutine[Any, Any, Any],
         context_id: int,
-        on_done: Callable[[Any, BaseException | None], None],
-    ) -> None:
-        """Runs ``coroutine`` in an autograd context; ``on_done`` gets its result or its error."""
+        on_done: OnDone,
+    ) -> Callable[[], None] | None:
+        """Runs ``coroutine`` in an autograd context; ``on_done`` gets its result or its error.
+
+        Returns:
+            What cancels it, from any thread, without blocking. None where the worker shuts down
+            and the coroutine was not begun.
+        """
         loop = self._started()
         if loop is None:
             coroutine.close()
             on_done(None, CallRefused("the worker is shutting down; it starts no coroutine"))
-            return
-        asyncio.run_coroutine_threadsafe(_report(_InContext(coroutine, context_id), on_done), loop)
+            return None
+        running = _Running(loop, coroutine, context_id, on_done)
+        loop.call_soon_threadsafe(running.start)
+        return running.cancel
 
     def _started(self) -> asyncio.AbstractEventLoop | None:
         with self._lock:
@@ -56,15 +65,19 @@ class CoroutineRunner:
                 self._thread.start()
             return self._loop
 
-    def close(self) -> None:
-        """Cancels what still runs, and ends the thread; not one whose coroutine blocks it."""
+    def close(self, limit_s: float) -> None:
+        """Cancels what still runs, and ends the thread; not one whose coroutine blocks it.
+
+        Args:
+            limit_s: How long to wait for it.
+        """
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop, self._thread, self._is_closed = None, None, True
         if loop is None or thread is None:
             return
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(_CLOSE_TIMEOUT_S)
+        thread.join(limit_s)
         if thread.is_alive():
             _log.warning("a coroutine blocks thread %r at shutdown", self._name)
 
@@ -103,17 +116,53 @@ class _InContext:
                 argument, step = error, self._coroutine.throw
 
 
-async def _report(
-    awaitable: _InContext, on_done: Callable[[Any, BaseException | None], None]
-) -> None:
-    try:
-        result = await awaitable
-    except BaseException as error:
-        on_done(None, error)
-        if isinstance(error, asyncio.CancelledError):
-            raise
-    else:
-        on_done(result, None)
+class _Running:
+    """A coroutine on the loop; its outcome is reported once, also where it is never begun."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Coroutine[Any, Any, Any],
+        context_id: int,
+        on_done: OnDone,
+    ) -> None:
+        self._loop = loop
+        self._coroutine = coroutine
+        self._context_id = context_id
+        self._on_done: OnDone | None = on_done
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._ended)
+
+    def cancel(self) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed, and has cancelled it.
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        assert self._task is not None, "it was started before, on the same loop"
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            result = await _InContext(self._coroutine, self._context_id)
+        except BaseException as error:
+            self._report(None, error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        else:
+            self._report(result, None)
+
+    def _ended(self, _: object) -> None:
+        """Reports a task that was cancelled before its first step."""
+        self._coroutine.close()
+        self._report(None, asyncio.CancelledError())
+
+    def _report(self, result: Any, error: BaseException | None) -> None:
+        on_done, self._on_done = self._on_done, None
+        if on_done is not None:
+            on_done(result, error)
 
 
 async def _cancel_others() -> None:

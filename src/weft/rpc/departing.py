@@ -16,6 +16,9 @@ from weft.wire.messages import Kind, decode_ints
 
 _POLL_S = 0.002
 
+_Stage = tuple[Callable[[], bool], Callable[[], tuple[str, tuple[str, ...]]]]
+"""Whether it is over; and if not, what is lacking, and the names of those who are waited for."""
+
 
 class Departing:
     """Takes one worker out of an open group, and notes others that leave.
@@ -48,13 +51,13 @@ class Departing:
             for is_done, lacking in self._stages():
                 while not is_done():
                     if end_s is not None and time.monotonic() > end_s:
-                        return self._late(timeout, lacking())
+                        return self._late(timeout, *lacking())
                     time.sleep(_POLL_S)
         finally:
             note_left(self._store, self._place)
         return None
 
-    def _stages(self) -> list[tuple[Callable[[], bool], Callable[[], str]]]:
+    def _stages(self) -> list[_Stage]:
         """Returns what is to be waited for, in order; each begins when the one before is done."""
         references = self._worker.references
 
@@ -64,8 +67,11 @@ class Departing:
 
         return [
             (self._announced(), self._who_has_not_noted),
-            (self._is_idle, lambda: "calls had not ended"),
-            (_after(references.begin_settling, settle), lambda: "references were not let go"),
+            (self._is_idle, lambda: ("calls had not ended", ())),
+            (
+                _after(references.begin_settling, settle),
+                lambda: ("references were not let go", ()),
+            ),
         ]
 
     def _announced(self) -> Callable[[], bool]:
@@ -86,25 +92,26 @@ class Departing:
         except (WorkerLost, NotInitialized):
             self._on_gone(peer)
 
-    def _who_has_not_noted(self) -> str:
+    def _who_has_not_noted(self) -> tuple[str, tuple[str, ...]]:
         with self._lock:
-            names = [repr(self._agent.peers[worker].name) for worker in sorted(self._unnoted)]
-        return f"these have not answered: {', '.join(names)}"
+            names = tuple(self._agent.peers[worker].name for worker in sorted(self._unnoted))
+        return f"these have not answered: {', '.join(map(repr, names))}", names
 
     def _is_idle(self) -> bool:
         busy = len(self._agent.calls) or self._agent.reactor.busy or self._worker.unfinished
         return not busy
 
-    def _late(self, timeout: float, lacking: str) -> ShutdownError:
+    def _late(self, timeout: float, lacking: str, names: tuple[str, ...]) -> ShutdownError:
         name = self._agent.info.name
         return ShutdownError(
-            f"worker {name!r} left the group without grace, after {timeout:.1f} s; {lacking}"
+            f"worker {name!r} left the group without grace, after {timeout:.1f} s; {lacking}",
+            missing=names,
         )
 
     # What others say
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
-        step, *_ = decode_ints(frame.control)
+        step, *_ = decode_ints(frame.control, least=1)
         if step == Step.LEAVING:
             peer.is_departing = True
             self._agent.members.retire(peer)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from weft.agent.calls import PendingCall
+from weft.agent.served_calls import current_call
 from weft.errors import CallCancelled
 from weft.serialize.exceptions import fresh_copy
 
@@ -39,12 +40,17 @@ class Future(torch.futures.Future[T]):
     def _complete(self, call: PendingCall) -> None:
         call.on_done = None  # It leads back here, and no collector looks into futures.
         call.kept = None
+        # What follows is part of the same call of another worker as what led here.
+        parent, call.parent = call.parent, None
+        before = current_call.set(parent)
         try:
             result = self._worker.result_of(call)
         except BaseException as error:
             self.set_exception(error)
         else:
             self.set_result(result)
+        finally:
+            current_call.reset(before)
 
     def wait(self) -> T:
         """Blocks until the call has ended, at most its timeout; returns its result.
@@ -65,9 +71,11 @@ class Future(torch.futures.Future[T]):
         fail(self, error)
 
     def cancel(self) -> bool:
-        """Gives the call up: the future fails with ``CallCancelled``.
+        """Gives the call up: the future fails with ``CallCancelled``, and the callee is told.
 
-        A function that has begun on the callee runs on; its result is thrown away.
+        A function that has not begun there does not. An ``async def`` is raised
+        ``asyncio.CancelledError``. Any other runs on and may ask ``weft.rpc.is_cancelled``; what
+        it calls ends or is refused, and its result is thrown away.
 
         Returns:
             Whether there was anything to give up.
@@ -94,6 +102,7 @@ class Future(torch.futures.Future[T]):
                 loop.call_soon_threadsafe(_set, waiter, waiter.set_result, result)
 
         self.add_done_callback(pass_on)
+        waiter.add_done_callback(lambda ended: ended.cancelled() and self.cancel())
         return waiter.__await__()
 
 

@@ -11,6 +11,7 @@ from weft.agent.current import current
 from weft.agent.references import ReferenceKeeper
 from weft.errors import CallTimeout, NotOwner, ReferenceGone, SerializationError
 from weft.ids import ReferenceId, WorkerInfo
+from weft.rpc.current_call import remaining_time
 from weft.serialize.exceptions import fresh_copy
 from weft.serialize.objects import register_external
 
@@ -129,6 +130,7 @@ class RRef(Generic[T]):
     def _wait_for_value(self, timeout_s: float) -> T:
         owned = self._keeper.value_of(self.id)
         if not owned.is_ready:
+            timeout_s = min(timeout_s, remaining_time())  # Of the caller, if there is one.
             reactor = self.agent().reactor
             is_counted = reactor.begin_wait()
             try:

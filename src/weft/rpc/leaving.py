@@ -19,6 +19,8 @@ _log = logging.getLogger("weft")
 _LEADER = 0
 _PROBE_PAUSE_S = 0.005
 _SETTLE_POLL_S = 0.002
+_STEPS = frozenset(map(int, Step))
+_LEAST_ARGUMENTS: dict[int, int] = {Step.PROBE: 1, Step.REPORT: 3}
 
 
 class Leaving:
@@ -61,25 +63,31 @@ class Leaving:
             self._agent.reactor.submit(self._watch_leader)
         limit_s = timeout or None
         if not self._done.wait(limit_s):
-            return ShutdownError(
-                f"graceful shutdown of worker {self._agent.info.name!r} took longer than "
-                f"{timeout:.1f} s; {self._missing()}"
-            )
+            return self._late(timeout)
         if not self._lost:
             self._report_leaks()
             return None
         told = "; ".join(str(lost) for lost in self._lost.values())
-        return ShutdownError(f"shut down without every worker: {told}")
+        names = tuple(lost.worker for lost in self._lost.values())
+        return ShutdownError(f"shut down without every worker: {told}", missing=names)
 
-    def _missing(self) -> str:
+    def _late(self, timeout: float) -> ShutdownError:
+        """Returns the error of a shutdown that has no time left; says who is waited for."""
+        began = (
+            f"graceful shutdown of worker {self._agent.info.name!r} took longer than "
+            f"{timeout:.1f} s; "
+        )
         if self._leader is None:
-            return f"worker {self._agent.peers[_LEADER].name!r} has not said that all are done"
+            leader = self._agent.peers[_LEADER].name
+            text = f"worker {leader!r} has not said that all are done"
+            return ShutdownError(began + text, missing=(leader,))
         with self._lock:
-            missing = sorted(self._leader.workers - self._leader.ready)
-        if not missing:
-            return "calls of the group had not ended"
-        names = ", ".join(repr(self._agent.peers[rank].name) for rank in missing)
-        return f"these had not called shutdown: {names}"
+            what, workers = self._leader.missing()
+        names = tuple(self._agent.peers[worker].name for worker in workers)
+        if not names:
+            return ShutdownError(began + "calls of the group had not ended")
+        shown = ", ".join(map(repr, names))
+        return ShutdownError(f"{began}these {what}: {shown}", missing=names)
 
     def _watch_all(self, _: object, __: object) -> None:
         """Connects to everybody: a worker that dies before it calls shutdown is then noticed."""
@@ -100,7 +108,9 @@ class Leaving:
     # Messages
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
-        step, *arguments = decode_ints(frame.control)
+        step, *arguments = decode_ints(frame.control, least=1)
+        if step not in _STEPS or len(arguments) < _LEAST_ARGUMENTS.get(step, 0):
+            raise ProtocolError(f"no shutdown message has step {step} and arguments {arguments}")
         if step == Step.PROBE:
             self._report(peer, arguments[0])
         elif step == Step.SETTLE:
@@ -109,7 +119,7 @@ class Leaving:
         elif step == Step.CLOSE:
             # The leader has others to tell first: it is done when it has told all.
             if self._leader is None:
-                for rank in arguments:
+                for rank in self._agent.peers.keys() & arguments:
                     self._note_lost(self._agent.peers[rank], "rank 0 says so")
                 self._done.set()
         elif self._leader is None:
@@ -123,7 +133,7 @@ class Leaving:
             if step is Step.READY:
                 actions = self._leader.worker_ready(peer.id)
             elif step is Step.REPORT:
-                probe_round, is_idle, activity = arguments
+                probe_round, is_idle, activity = arguments[:3]
                 report = Report(bool(is_idle), activity)
                 actions = self._leader.worker_reported(peer.id, probe_round, report)
             else:

@@ -11,13 +11,9 @@ from weft import knobs
 from weft.errors import ConfigurationError
 from weft.rpc.handles import RRef
 from weft.secret import Secret
+from weft.serialize.allowed import BY_ITSELF, is_part_of_weft
 from weft.transport.addresses import is_loopback
 from weft.transport.secure import TlsOptions
-
-_GIVES_EVERYTHING = {
-    "builtins": "it has eval and __import__; what is harmless in it needs no entry",
-    "weft": "what Weft calls on other workers needs no entry",
-}
 
 
 def _allowed_from_outside() -> tuple[str, ...] | None:
@@ -119,9 +115,15 @@ class RpcBackendOptions:
                 raise ConfigurationError(
                     f"allowed_modules has {module!r}, which is no name of a module"
                 )
-            if module in _GIVES_EVERYTHING:
+            if module == "builtins":
                 raise ConfigurationError(
-                    f"allowed_modules must not have {module!r}: {_GIVES_EVERYTHING[module]}"
+                    "allowed_modules must not have 'builtins': it has eval and __import__; what "
+                    "is harmless in it needs no entry"
+                )
+            if is_part_of_weft(module) and not module.startswith(BY_ITSELF):
+                raise ConfigurationError(
+                    f"allowed_modules must not have {module!r}: what Weft calls on other workers "
+                    f"needs no entry, but for {BY_ITSELF!r}"
                 )
 
     def _check_protection(self) -> None:

@@ -17,7 +17,7 @@ from weft.agent.peers import Peer
 from weft.errors import ProtocolError, ReferenceGone
 from weft.ids import ReferenceId
 from weft.rpc.handles import RRef
-from weft.serialize.functions import name_of, resolve
+from weft.serialize.functions import name_of
 
 if TYPE_CHECKING:
     from weft.rpc.worker import Worker
@@ -46,6 +46,7 @@ def encoder(peer: Peer) -> Callable[[Any], bytes | None]:
 
 def decoder(worker: Worker) -> Callable[[bytes], Any]:
     """Returns what makes such values of their bytes, at ``worker``."""
+    resolve = worker.reader.resolve
 
     def decode(data: bytes) -> Any:
         if data[:1] == _FUNCTION:

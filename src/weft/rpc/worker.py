@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from weft.agent.agent import Agent
 from weft.agent.calls import PendingCall
 from weft.agent.parcels import Parcel, ParcelService
 from weft.agent.peers import Peer
-from weft.agent.references import OwnedValue, ReferenceKeeper
+from weft.agent.references import ReferenceKeeper
 from weft.autograd.contexts import Context, Contexts, current_id
 from weft.autograd.engine import Engine
 from weft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceGone
@@ -26,7 +28,8 @@ from weft.rpc.requests import CompactRequest, Request
 from weft.serialize import compact
 from weft.serialize.exceptions import pack_error, unpack_error
 from weft.serialize.functions import name_of
-from weft.serialize.objects import pack, unpack
+from weft.serialize.objects import Packed, pack, pack_plain, unpack
+from weft.serialize.reading import TRUSTING, Reader, make_reader
 from weft.wire.frames import Buffer, Frame
 from weft.wire.messages import (
     COMPACT,
@@ -58,14 +61,20 @@ class Worker:
         self.agent = agent
         self.reference_type: type[RRef[Any]] = RRef if options is None else options.reference_type
         self.copies_own = options is not None and options.copy_to_self
+        self.reader = TRUSTING
+        """What it makes of messages of others; its own it trusts."""
+        if options is not None:
+            self.reader = make_reader(options.allowed_modules, options.strict, agent.info.name)
+        agent.parts[Reader] = self.reader
         self.parcels = ParcelService(agent)
         self.references = ReferenceKeeper(agent)
         self.engine = Engine(agent, self.parcels)
         self.contexts: Contexts = self.engine.contexts
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
-        self.unfinished: set[OwnedValue] = set()
-        """Values that calls of others are making; a coroutine's call holds no thread meanwhile."""
+        self.unfinished: set[object] = set()
+        """Calls of others that make values; a coroutine's call holds no thread meanwhile."""
         self._encoders: dict[int, Callable[[Any], bytes | None]] = {}
+        self._packers: dict[int, Callable[[object], Packed]] = {}
         agent.members.on_joined(self._learn_to_encode)
         self._decode_other = others.decoder(self)
         self.slow: set[bytes] = set()
@@ -78,11 +87,18 @@ class Worker:
 
     def _learn_to_encode(self, peer: Peer) -> None:
         self._encoders[peer.id] = others.encoder(peer)
+        packer = pack_plain if peer.registration.is_strict and not peer.is_self else pack
+        self._packers[peer.id] = partial(packer, main_by_name=peer.main_by_name)
 
-    def close(self) -> None:
-        """Ends the threads that the parts have; the agent is closed separately."""
-        self.coroutines.close()
-        self.parcels.close()
+    def close(self, limit_s: float) -> None:
+        """Ends the threads that the parts have; the agent is closed separately.
+
+        Args:
+            limit_s: How long to wait for coroutines, and for tensors on their way.
+        """
+        end_s = time.monotonic() + limit_s
+        self.coroutines.close(limit_s)
+        self.parcels.close(end_s - time.monotonic())
 
     # Requests
 
@@ -121,7 +137,7 @@ class Worker:
                     context_id, message_id = self._record_call(context_id, differentiable, peer)
                 return CompactRequest(timeout_s, creation, context_id, message_id, name, values)
         content = (args, kwargs) if name is not None else (args, kwargs, function)
-        packed = pack(content, main_by_name=peer.main_by_name)
+        packed = self._packers[peer.id](content)
         context_id, message_id = self._record_call(current_id(), packed.tensors, peer)
         references = self._hand_on(packed.externals, peer)
         head = encode_call_head(
@@ -202,13 +218,14 @@ class Worker:
     ) -> Any:
         """Returns the object that a message carries, its references and tensors in place."""
         externals: Sequence[object]
+        read = self.reader.unpack
         if parcel.is_local:
             assert parcel.externals is not None
-            externals = parcel.externals
+            externals, read = parcel.externals, unpack
         else:
             externals = [self._receive(handed, peer) for handed in references]
         tensors = self._receive_tensors(peer, parcel, context_id, message_id)
-        return unpack(parcel.payload, tensors, externals)
+        return read(parcel.payload, tensors, externals)
 
     def _receive(self, handed: HandedReference, sender: Peer) -> RRef[Any]:
         if not self.references.received(handed, sender):
@@ -254,7 +271,7 @@ class Worker:
                 _log.debug("the result of call %d goes nowhere: one of the two has left", number)
             return
         try:
-            packed = pack(result, main_by_name=peer.main_by_name)
+            packed = self._packers[peer.id](result)
             context_id, message_id = self._record_send(context_id, packed.tensors, peer)
             references = self._hand_on(packed.externals, peer)
         except Exception as error:
@@ -274,7 +291,12 @@ class Worker:
         """Sends the error of a call."""
         if self.on_failure is not None:
             self.on_failure(peer, error)
-        payload = pack_error(error, self.agent.info.name, main_by_name=peer.main_by_name)
+        payload = pack_error(
+            error,
+            self.agent.info.name,
+            main_by_name=peer.main_by_name,
+            is_plain=peer.registration.is_strict and not peer.is_self,
+        )
         head = encode_reply_head(ReplyHead(0, 0, ()))
         message = self.parcels.seal(peer, Kind.REPLY, ERROR_REPLY, number, head, payload, ())
         try:
@@ -294,7 +316,8 @@ class Worker:
             return self._compact_result(peer, frame)
         parcel = self.parcels.open(peer, frame)
         if frame.flags == ERROR_REPLY:
-            raise unpack_error(bytes(parcel.payload))
+            read = unpack_error if parcel.is_local else self.reader.unpack_error
+            raise read(bytes(parcel.payload))
         head = decode_reply_head(parcel.head)
         return self.open_content(peer, parcel, head.references, head.context_id, head.message_id)
 

@@ -13,6 +13,9 @@ import torch.
 ``table``       the bytes of that table, and the checks before memory is touched
 ``extents``     which bytes of memory travel, so that views go on sharing it
 ``dtypes``      the number that stands for each dtype
+``plain``       values to bytes without pickle, for workers that are strict
+``reading``     what a worker makes of messages: anything, what is allowed, or plain values
+``allowed``     an allow-list of modules, and ``names``, the closed lists behind it
 ``exceptions``  errors, with their cause and the remote traceback
 ==============  ===================================================================
 """

@@ -203,12 +203,15 @@ def decode(
     Raises:
         ProtocolError: These bytes are no such values.
     """
+    size = len(data)
+    if size - position > _MESSAGE_LIMIT_BYTES:
+        raise ProtocolError(f"the values of a message have {size - position} bytes, too many")
     try:
         values, end = _decode(data, position, differentiable, decode_other, 0)
     except (struct.error, IndexError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"the values of a message are malformed: {error}") from None
-    if end != len(data):
-        raise ProtocolError(f"the values of a message have {len(data) - end} bytes too many")
+    if end != size:
+        raise ProtocolError(f"the values of a message have {size - end} bytes too many")
     return values
 
 

@@ -20,14 +20,16 @@ from __future__ import annotations
 import builtins
 import pickle
 import traceback
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any, NamedTuple
 
 import torch
 
 from weft.errors import RemoteError
+from weft.serialize import plain
 from weft.serialize.functions import MAIN_MODULES, find_global
-from weft.serialize.objects import pack, unpack
+from weft.serialize.objects import pack, pack_plain, unpack
 from weft.serialize.tensors import as_memory, describe, rebuild
 
 _CHAIN_LIMIT = 64
@@ -70,32 +72,59 @@ class _Record(NamedTuple):
     is_context_hidden: bool
 
 
-def pack_error(error: BaseException, worker: str, *, main_by_name: bool = True) -> bytes:
+def pack_error(
+    error: BaseException, worker: str, *, main_by_name: bool = True, is_plain: bool = False
+) -> bytes:
     """Turns an exception, with all that led to it, into bytes.
 
     Args:
         error: The exception that a user function or Weft raised on this worker.
         worker: Name of this worker, for the text of the traceback.
         main_by_name: Whether the receiver runs the same main program.
+        is_plain: Whether to leave out what cannot be plain, for a receiver that reads no pickles.
     """
     text = f'On worker "{worker}":\n\n{_traceback_text(error)}'
     try:
-        records = _Packer(main_by_name).pack(error)
-        return pickle.dumps((worker, text, [tuple(record) for record in records]), 5)
+        records = _Packer(main_by_name, is_plain).pack(error)
+        return _dump((worker, text, [tuple(record) for record in records]), is_plain)
     except Exception:
         record = _bare_record(error)
-        return pickle.dumps((worker, text, [tuple(record)]), 5)
+        return _dump((worker, text, [tuple(record)]), is_plain)
 
 
-def unpack_error(content: bytes | bytearray | memoryview) -> BaseException:
+def _dump(content: object, is_plain: bool) -> bytes:
+    return plain.Encoder(True, ()).encode(content) if is_plain else pickle.dumps(content, 5)
+
+
+def _load(content: bytes | bytearray | memoryview) -> Any:
+    if len(content) and content[0] == plain.MARK:
+        return plain.decode(content, (), (), _refuse_name)
+    return _PlainUnpickler(BytesIO(content)).load()
+
+
+def _refuse_name(name: bytes) -> Any:
+    raise pickle.UnpicklingError(f"an error message names {name!r}")
+
+
+def unpack_error(
+    content: bytes | bytearray | memoryview,
+    *,
+    find: Callable[[str, str], object] = find_global,
+    unpack: Callable[[Any, Any, Any], Any] = unpack,
+) -> BaseException:
     """Returns the exception that ``pack_error`` was given on another worker.
 
     The last of its causes is a ``RemoteTraceback``.
+
+    Args:
+        content: What ``pack_error`` returned.
+        find: Returns the class with a module and a name, or raises.
+        unpack: Does as ``objects.unpack``.
     """
     try:
-        worker, text, rows = _PlainUnpickler(BytesIO(content)).load()
+        worker, text, rows = _load(content)
         records = [_Record(*row) for row in rows]
-        error = _Rebuilder(records, worker).rebuild()
+        error = _Rebuilder(records, worker, find, unpack).rebuild()
         _assign(_last_of_chain(error), "__cause__", RemoteTraceback(text))
         return error
     except Exception as failure:
@@ -126,8 +155,9 @@ def fresh_copy(error: BaseException) -> BaseException:
 class _Packer:
     """Makes the records of one exception and all that hang on it."""
 
-    def __init__(self, main_by_name: bool) -> None:
+    def __init__(self, main_by_name: bool, is_plain: bool) -> None:
         self._main_by_name = main_by_name
+        self._is_plain = is_plain
         self._numbers: dict[int, int] = {}
         self._records: list[_Record | None] = []
 
@@ -157,8 +187,8 @@ class _Packer:
         blobs = {name: self._blob(value) for name, value in attributes.items()}
         return _bare_record(error)._replace(
             name=(kind.__module__, kind.__qualname__) if by_name else None,
-            kind=None if by_name else self._blob(kind),
-            whole=self._blob(error) if _has_own_reduce(kind) else None,
+            kind=None if by_name or self._is_plain else self._blob(kind),
+            whole=self._blob(error) if _has_own_reduce(kind) and not self._is_plain else None,
             arguments=() if exceptions else tuple(map(self._argument, arguments)),
             attributes={name: blob for name, blob in blobs.items() if blob is not None},
             members=tuple(number for number in members if number is not None),
@@ -175,7 +205,9 @@ class _Packer:
         if type(value) in _ATOMS:
             return (value,)
         try:
-            packed = pack(value, main_by_name=self._main_by_name)
+            packed = (pack_plain if self._is_plain else pack)(
+                value, main_by_name=self._main_by_name
+            )
             if packed.externals:
                 return None  # a reference needs the layer that counts it
             table, buffers = describe(packed.tensors)
@@ -190,9 +222,17 @@ _ATOMS = (str, int, float, bool, bytes, type(None))
 class _Rebuilder:
     """Makes exceptions out of records."""
 
-    def __init__(self, records: list[_Record], worker: str) -> None:
+    def __init__(
+        self,
+        records: list[_Record],
+        worker: str,
+        find: Callable[[str, str], object],
+        unpack: Callable[[Any, Any, Any], Any],
+    ) -> None:
         self._records = records
         self._worker = worker
+        self._find = find
+        self._unpack = unpack
         self._made: dict[int, BaseException] = {}
 
     def rebuild(self) -> BaseException:
@@ -225,7 +265,7 @@ class _Rebuilder:
 
     def _exact(self, record: _Record) -> BaseException | None:
         try:
-            kind: Any = find_global(*record.name) if record.name else _open(record.kind)
+            kind: Any = self._find(*record.name) if record.name else self._open(record.kind)
             if not _is_exception_type(kind):
                 return None
             error = self._from_whole(record, kind) or self._from_parts(record, kind)
@@ -238,7 +278,7 @@ class _Rebuilder:
         if record.whole is None:
             return None
         try:
-            error = _open(record.whole)
+            error = self._open(record.whole)
         except Exception:
             return None
         return error if isinstance(error, BaseException) and type(error) is kind else None
@@ -249,7 +289,7 @@ class _Rebuilder:
             members = [self._once(number) for number in record.members]
             group: BaseException = native.__new__(kind, record.text, members)
             return group
-        arguments = [_open(blob) for blob in record.arguments]
+        arguments = [self._open(blob) for blob in record.arguments]
         error: BaseException = native.__new__(kind, *arguments)
         native.__init__(error, *arguments)
         return error
@@ -258,7 +298,9 @@ class _Rebuilder:
         text = f"{record.text} [{record.type_name} on worker {self._worker!r}]"
         for module, name in record.bases:
             try:
-                base: Any = find_global(module, name)
+                base: Any = self._find(module, name)
+                if base is Exception:
+                    return None  # RemoteError is one too, and says more.
                 if _is_exception_type(base):
                     error = base(text)
                     return error if isinstance(error, Exception) else None
@@ -268,7 +310,7 @@ class _Rebuilder:
 
     def _set(self, error: BaseException, name: str, blob: Any) -> None:
         try:
-            value = _open(blob)
+            value = self._open(blob)
         except Exception:
             return
         try:
@@ -276,19 +318,19 @@ class _Rebuilder:
         except Exception:  # a property without a setter
             vars(error)[name] = value
 
+    def _open(self, blob: Any) -> Any:
+        if len(blob) == 1:
+            return blob[0]
+        payload, table, buffers = blob
+        tensors = rebuild(table, [bytearray(buffer) for buffer in buffers])
+        return self._unpack(payload, tensors, ())
+
 
 class _PlainUnpickler(pickle.Unpickler):
     """Reads numbers, strings and containers only."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"an error message names {module}.{name}")
-
-
-def _open(blob: Any) -> Any:
-    if len(blob) == 1:
-        return blob[0]
-    payload, table, buffers = blob
-    return unpack(payload, rebuild(table, [bytearray(buffer) for buffer in buffers]), ())
 
 
 def _bare_record(error: BaseException) -> _Record:

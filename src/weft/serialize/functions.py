@@ -106,7 +106,7 @@ def find_global(module: str, path: str) -> object:
     Raises:
         UnknownFunction: That is not possible here.
     """
-    found = _import(module, path)
+    found = import_module(module, path)
     try:
         for part in path.split("."):
             found = getattr(found, part)
@@ -122,14 +122,19 @@ def _locate(name: bytes) -> tuple[object, str]:
     if not separator or not module or not path:
         raise UnknownFunction(f"{name!r} is no name of a function; it should be module:name")
     parent, _, attribute = path.rpartition(".")
-    return (find_global(module, parent) if parent else _import(module, path)), attribute
+    return (find_global(module, parent) if parent else import_module(module, path)), attribute
 
 
 def _text(name: bytes) -> str:
     return bytes(name).decode("utf-8", "backslashreplace")
 
 
-def _import(module: str, path: str) -> object:
+def import_module(module: str, path: str) -> object:
+    """Returns a module; ``path`` is what is wanted in it, for the error message.
+
+    Raises:
+        UnknownFunction: It cannot be imported here.
+    """
     if module in MAIN_MODULES:
         return sys.modules["__main__"]
     try:

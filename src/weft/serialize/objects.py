@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from weft.errors import ProtocolError, SerializationError, WeftError
+from weft.serialize import plain
 from weft.serialize.diagnosis import diagnose
 from weft.serialize.dtypes import CODES
 from weft.serialize.functions import MAIN_MODULES, is_registered_by_value, unknown
@@ -49,7 +50,7 @@ class Packed:
     """An object as bytes, with what was taken out of it.
 
     Attributes:
-        payload: A pickle with numbers in place of ``tensors`` and ``externals``.
+        payload: A pickle, or plain, with numbers in place of ``tensors`` and ``externals``.
         tensors: The tensors in order of first appearance, each once.
         externals: The objects of registered classes in order of first appearance, each once.
     """
@@ -96,6 +97,28 @@ def pack(value: object, *, main_by_name: bool) -> Packed:
             raise diagnose(value, error, lambda part: _why_not(part, main_by_name)) from error
 
 
+def pack_plain(value: object, *, main_by_name: bool) -> Packed:
+    """Does what ``pack`` does without pickle, for a worker that is strict.
+
+    Args:
+        value: Something that can be plain; see ``plain``.
+        main_by_name: Whether the receiver runs the same main program.
+
+    Raises:
+        SerializationError: Some part cannot be plain; says which one, and what to do.
+    """
+    if value is None:
+        return Packed(b"", [], [])
+    if _is_plain(value):
+        return Packed(b"", [value], [])
+    encoder = plain.Encoder(main_by_name, _external_types)
+    try:
+        payload = encoder.encode(value)
+    except Exception as error:
+        raise diagnose(value, error, lambda part: _why_not_plain(part, main_by_name)) from error
+    return Packed(payload, encoder.tensors, encoder.externals)
+
+
 def pack_with(value: object, reducers: Reducers) -> Packed:
     """Does what ``pack`` does, with a program's own functions for some classes.
 
@@ -129,6 +152,8 @@ def unpack(
     """
     if not payload:
         return tensors[0] if tensors else None
+    if payload[0] == plain.MARK:
+        return plain.decode(payload, tensors, externals)
     unpickler = _Unpickler(io.BytesIO(payload))
     unpickler.tensors = tensors
     unpickler.externals = externals
@@ -171,6 +196,10 @@ def _marker_to_memo() -> bytes:
         parts += [pickle.SHORT_BINUNICODE, bytes([len(text)]), text.encode()]
     return b"".join([*parts, pickle.STACK_GLOBAL, pickle.MEMOIZE, pickle.POP])
 
+
+TENSOR_MARKER = (_MARKER_MODULE, _MARKER_NAME)
+EXTERNAL_MARKER = (__name__, _external.__name__)
+"""The globals that stand for what was taken out of a pickle."""
 
 _PREFIX = _marker_to_memo()
 _MEMO: Any = {id(_tensor): (0, _tensor)}
@@ -323,4 +352,12 @@ def _why_not(
             _pack_by_value(part, main_by_name, reducers)
         except Exception as error:
             return error
+    return None
+
+
+def _why_not_plain(part: object, main_by_name: bool) -> Exception | None:
+    try:
+        plain.Encoder(main_by_name, _external_types).encode(part)
+    except Exception as error:
+        return error
     return None

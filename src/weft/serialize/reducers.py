@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weft.errors import SerializationError
+from weft.errors import ProtocolError, SerializationError
 from weft.serialize.dtypes import CODES
 from weft.serialize.functions import name_of, resolve
 
@@ -70,6 +71,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 def set_attributes(target: object, attributes: dict[str, object]) -> None:
     """Puts back what a program had attached to a tensor."""
+    _check_tensor(target, type(target))
     vars(target).update(attributes)
 
 
@@ -105,7 +107,15 @@ def _as_parameter(data: Tensor, requires_grad: bool) -> Parameter:
     return Parameter(data, requires_grad)
 
 
+def _check_tensor(value: object, kind: object) -> None:
+    """Raises where a message has these functions change anything but a tensor."""
+    is_kind = isinstance(kind, type) and issubclass(kind, Tensor)
+    if not is_kind or not isinstance(value, Tensor):
+        raise ProtocolError(f"a message makes a tensor of {kind!r} out of a {type(value).__name__}")
+
+
 def _as_subclass(plain: Tensor, kind: type[Tensor]) -> Tensor:
+    _check_tensor(plain, kind)
     try:
         # The same object, so that a leaf stays a leaf and a placeholder of the autograd layer
         # stays the object that it knows.
@@ -125,6 +135,8 @@ def _reduce_wrapper(tensor: Any) -> Reduced:
 def _wrapper(
     kind: Any, parts: dict[str, Tensor], context: object, shape: object, strides: object
 ) -> Tensor:
+    for part in parts.values():
+        _check_tensor(part, kind)
     made: Tensor = kind.__tensor_unflatten__(parts, context, shape, strides)
     return made
 
@@ -254,6 +266,12 @@ def _reduce_operator(operator: Any) -> Reduced | None:
     return None if name is None else (resolve, (name,))
 
 
+def _reduce_builtin(function: Any) -> Reduced | None:
+    if isinstance(function.__reduce__(), str):
+        return None  # A global by itself. Others call getattr, which no allow-list can let pass.
+    return _reduce_operator(function)
+
+
 def _reduce_script_function(function: Any) -> Reduced:
     name = name_of(function, main_by_name=False)
     if name is not None:
@@ -293,4 +311,7 @@ _REDUCERS: dict[type, Callable[[Any], Reduced | None]] = {
     torch.jit.ScriptFunction: _reduce_script_function,
     OpOverload: _reduce_operator,
     OpOverloadPacket: _reduce_operator,
+    types.BuiltinFunctionType: _reduce_builtin,
+    types.MethodDescriptorType: _reduce_builtin,
+    types.WrapperDescriptorType: _reduce_builtin,
 }

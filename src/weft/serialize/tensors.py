@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     Memory = Buffer | Tensor
     Table = bytes | bytearray | memoryview
 
+SMALLEST_BYTES = ENTRY.size
+"""At least so many bytes of a table describe one tensor."""
+
+NO_LIMIT = 1 << 32
 _EMPTY = memoryview(bytearray())
 _STRIDED_LAYOUT = torch.strided
 
@@ -85,7 +89,12 @@ def describe(
 
 
 def rebuild(
-    table: Table, buffers: Sequence[Memory], *, detached: bool = False, worker: str = ""
+    table: Table,
+    buffers: Sequence[Memory],
+    *,
+    detached: bool = False,
+    worker: str = "",
+    limit: int = NO_LIMIT,
 ) -> list[Tensor]:
     """Makes the tensors that a table describes out of the memory that arrived.
 
@@ -97,14 +106,20 @@ def rebuild(
         buffers: The bytes of the sender's buffers, in order, each at least as long.
         detached: Leave ``requires_grad`` and ``Parameter`` away; see ``grad_flags``.
         worker: Name of this worker, for error messages.
+        limit: How many tensors it accepts in one message.
 
     Raises:
         ProtocolError: The table is malformed, or reaches beyond the buffers.
-        SerializationError: This worker lacks a device or dtype that is needed.
+        SerializationError: This worker lacks a device or dtype that is needed, or there are more
+            tensors than the limit.
     """
+    if len(buffers) > limit:
+        raise too_many(len(buffers), limit, worker)
     simple = _rebuild_simple(table, buffers, detached)
     if simple is not None:
         return simple
+    if len(table) >= HEADER.size and count_of(table) > limit:
+        raise too_many(count_of(table), limit, worker)
     entries, buffer_count = read(table)
     if buffer_count != len(buffers):
         raise ProtocolError(
@@ -116,6 +131,34 @@ def rebuild(
         tensor = memory.tensor(entry, index)
         tensors.append(tensor if detached else _with_flags(tensor, entry.flags))
     return tensors
+
+
+def count_of(table: Table) -> int:
+    """Returns how many tensors a table that is not empty describes, as it says itself.
+
+    Raises:
+        ProtocolError: It is cut short.
+    """
+    if len(table) < HEADER.size:
+        raise ProtocolError(f"a tensor table of {len(table)} bytes is shorter than its own head")
+    count: int = HEADER.unpack_from(table)[0]
+    return count
+
+
+def too_many(count: int, limit: int, worker: str = "") -> SerializationError:
+    """Makes the error for a message of more tensors than it may have.
+
+    Args:
+        count: How many it has.
+        limit: How many it may have.
+        worker: Name of the worker that receives it; none where it is to be sent.
+    """
+    who = f"worker {worker!r} accepts" if worker else "this worker sends"
+    return SerializationError(
+        f"a message has {count} tensors, and {who} at most {limit}; stack some of them, send "
+        "several messages, or raise WEFT_TENSOR_LIMIT on both workers",
+        worker=worker,
+    )
 
 
 def some_require_grad(table: Table) -> bool:
@@ -165,11 +208,12 @@ def _describe_simple(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]] | 
     buffers: list[Tensor] = []
     storages: set[int] = set()
     some_need_grad = False
+    count = len(tensors)
     for number, tensor in enumerate(tensors):
         code = REAL_CODES.get(tensor.dtype)
         if code is None or not _is_simple(tensor):
             return None
-        if len(tensors) > 1:
+        if count > 1:
             storages.add(tensor.untyped_storage().data_ptr())
         shape = tensor.shape
         ndim = len(shape)
@@ -181,17 +225,17 @@ def _describe_simple(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]] | 
         if flags:
             tensor = tensor.detach()
         buffers.append(tensor if ndim == 1 else tensor.view(-1))
-    if len(tensors) > 1 and len(storages) < len(tensors):
+    if count > 1 and len(storages) < count:
         return None
-    parts[0] = HEADER.pack(len(tensors), len(tensors), some_need_grad)
+    parts[0] = HEADER.pack(count, count, some_need_grad)
     return b"".join(parts), buffers
 
 
 def _rebuild_simple(table: Table, buffers: Sequence[Memory], detached: bool) -> list[Tensor] | None:
     """Rebuilds contiguous CPU tensors; None leaves whatever is unusual to the long way."""
-    if len(table) < HEADER.size or HEADER.unpack_from(table)[:2] != (len(buffers),) * 2:
-        return None
     position, end = HEADER.size, len(table)
+    if end < HEADER.size or HEADER.unpack_from(table)[:2] != (len(buffers),) * 2:
+        return None
     tensors: list[Tensor] = []
     for buffer in buffers:
         if position + ENTRY.size > end:

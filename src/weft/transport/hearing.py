@@ -3,6 +3,9 @@
 Keep-alive probes are answered by the kernel of the other side for as long as the process has the
 connection, whatever its threads do. So the time of the last answer tells a silent network, or a
 machine that is gone, from a worker that is busy.
+
+Where only one direction fails, something comes all the same: what the other side, which hears
+nothing, writes again and again. While this side, too, has to write again, nothing counts.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import math
 import socket
 import struct
 
+_RETRANSMITS_OFFSET = 2
+"""Of ``tcpi_retransmits``: how often the oldest data was written again since an answer to any."""
 _LAST_RECEIVED = struct.Struct("=II")
 _LAST_RECEIVED_OFFSET = 52
 """Of ``tcpi_last_data_recv`` and ``tcpi_last_ack_recv`` in Linux's ``struct tcp_info``."""
@@ -48,12 +53,28 @@ def keep_alive(connection: socket.socket, detection_s: float) -> None:
 
 
 def silence_s(connection: socket.socket) -> float | None:
-    """Returns for how many seconds nothing came from the other side; None where unknown."""
-    if not CAN_HEAR:
+    """Returns for how many seconds nothing came from the other side.
+
+    None where that is not known, or says nothing: what this side sends is not answered.
+    """
+    info = _info(connection)
+    if not info or info[_RETRANSMITS_OFFSET]:
         return None
+    return float(min(_LAST_RECEIVED.unpack_from(info, _LAST_RECEIVED_OFFSET))) / 1e3
+
+
+def is_unanswered(connection: socket.socket) -> bool:
+    """Whether the other side does not answer what this side sends, as far as can be known."""
+    info = _info(connection)
+    return bool(info and info[_RETRANSMITS_OFFSET])
+
+
+def _info(connection: socket.socket) -> bytes:
+    """Returns the beginning of ``struct tcp_info``; nothing where there is none."""
+    if not CAN_HEAR:
+        return b""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-        data_ms, acknowledgement_ms = _LAST_RECEIVED.unpack_from(info, _LAST_RECEIVED_OFFSET)
-    except (OSError, struct.error):
-        return None
-    return float(min(data_ms, acknowledgement_ms)) / 1e3
+    except OSError:
+        return b""
+    return info if len(info) == _INFO_BYTES else b""

@@ -26,6 +26,7 @@ from weft.transport.spinning import Spinning
 from weft.wire.frames import Buffer, Frame, FrameParser
 
 READ_TICK_S = 0.1
+SEND_PATIENCE_S = 0.5
 _IOV_LIMIT = 512
 _BATCH = 256
 _DONTWAIT = socket.MSG_DONTWAIT
@@ -101,7 +102,9 @@ class Link:
                 if self._queue and self._writing.acquire(False):
                     self._write([], may_block=False)
                 return
-            parts = [memoryview(part)[size:]]
+            # Before what others have queued meanwhile: it is the rest of a frame.
+            self._write([memoryview(part)[size:]], may_block, is_rest=True)
+            return
         self._write(parts, may_block)
 
     def hold(self, part: Buffer) -> int:
@@ -131,13 +134,18 @@ class Link:
             self._is_full = False
             self._write([], may_block=False)
 
-    def _write(self, parts: list[Buffer], may_block: bool) -> None:
+    def _write(self, parts: list[Buffer], may_block: bool, *, is_rest: bool = False) -> None:
         """Writes what others have queued and ``parts``. This thread has ``_writing``.
 
         It gives that up when all is written, or leaves it to ``flush`` where the socket is full.
+
+        Args:
+            parts: What this thread has to write; comes last.
+            may_block: Whether it may wait for room for that.
+            is_rest: Whether ``parts`` is the rest of what it has begun to write: comes first.
         """
         queue = self._queue
-        if queue:
+        if queue and not is_rest:
             # One thread's messages must not overtake each other.
             queue.extend(parts)
             parts = []
@@ -164,14 +172,23 @@ class Link:
         self._when_full(self)
 
     def _write_some(self, parts: list[Buffer], may_block: bool) -> list[Buffer]:
-        """Writes until done or, unless it may block, the socket is full; returns what is left."""
+        """Writes until done or the socket is full; returns what is left.
+
+        Who may block waits for room, but not for a peer that reads nothing for long.
+        """
+        limit_s = time.monotonic() + SEND_PATIENCE_S if may_block else 0.0
         while parts:
             try:
                 size = self._socket.sendmsg(parts[:_IOV_LIMIT], (), 0 if may_block else _DONTWAIT)
             except BlockingIOError:
-                return parts
+                # Some kernels give up waiting before the time that they were given.
+                if not may_block or time.monotonic() > limit_s:
+                    return parts
+                continue
             self.bytes_sent += size
             parts = advance(parts, size)
+            if may_block:
+                limit_s = time.monotonic() + SEND_PATIENCE_S
         return parts
 
     def receive(self, *, may_block: bool) -> list[Frame]:
@@ -252,6 +269,9 @@ def tune(connection: socket.socket) -> None:
     connection.setblocking(True)
     tick = struct.pack("ll", 0, int(READ_TICK_S * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+    # Who waits for room with a peer that reads nothing leaves the rest to ``flush``.
+    patience = struct.pack("ll", 0, int(SEND_PATIENCE_S * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
     else:

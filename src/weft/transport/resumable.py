@@ -13,6 +13,7 @@ from one connection to the next, so that nobody ever arms or pauses a stranger's
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -23,16 +24,17 @@ from itertools import islice
 from typing import Protocol
 
 from weft.errors import ProtocolError
-from weft.transport.hearing import silence_s
+from weft.transport.hearing import is_unanswered, silence_s
 from weft.transport.link import READ_TICK_S, Link, LinkClosed, advance, tune
 from weft.transport.spinning import Spinning
 from weft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from weft.wire.messages import Kind, decode_ints, encode_ints
-from weft.wire.session import Incoming, Outgoing
+from weft.wire.session import LEAST_BYTES, Incoming, Outgoing
 
 _IOV_LIMIT = 512
 _DONTWAIT = socket.MSG_DONTWAIT
 _ROOM_POLL_S = 1.0
+_DRAIN_POLL_S = 0.001
 
 
 class BreakListener(Protocol):
@@ -178,12 +180,13 @@ class ResumableLink(Link):
             if self._outgoing.kept_bytes <= self._limit_bytes:
                 self._room.notify_all()
 
-    def acknowledge(self) -> None:
+    def acknowledge(self, least_bytes: int = LEAST_BYTES) -> None:
         """Tells the peer how much was received, if that is news. Never blocks."""
-        position = self._incoming.acknowledgement()
+        position = self._incoming.acknowledgement(least_bytes)
         if position is not None and not self._is_broken:
             control = encode_ints(position)
-            self.send(encode_frame(Kind.ACKNOWLEDGED, 0, 0, control), may_block=False)
+            with contextlib.suppress(LinkClosed):
+                self.send(encode_frame(Kind.ACKNOWLEDGED, 0, 0, control), may_block=False)
 
     # Receiving
 
@@ -243,9 +246,11 @@ class ResumableLink(Link):
                 return
             self._is_broken = True
             self._resumed.clear()
-        _shut(self._socket)
-        # The others, as a time that is up, come from this side.
+        # A time that is up comes from this side. And an end that arrives where nothing else is
+        # answered came from a peer that hears nothing: no new connection will be answered, either.
         is_answer = isinstance(error.__cause__ or error, ConnectionError)
+        is_answer = is_answer and not is_unanswered(self._socket)
+        _shut(self._socket)
         self._on_break(self, str(error), is_answer=is_answer)
 
     def stop(self) -> int:
@@ -307,11 +312,15 @@ class ResumableLink(Link):
             self.send(encode_frame(Kind.GOODBYE, 0, 0, b""), may_block=False)
 
     def drain(self, timeout_s: float) -> None:
+        """Waits, for a limited time, until the peer has acknowledged everything.
+
+        What may be left is as short as the last acknowledgement of this side.
+        """
         deadline_s = time.monotonic() + timeout_s
-        while (self._queue or self._unsent) and not (self._is_closed or self._is_broken):
-            if time.monotonic() > deadline_s:
+        while self._queue or self._outgoing.kept_bytes > LEAST_BYTES:
+            if self._is_closed or time.monotonic() > deadline_s:
                 return
-            time.sleep(READ_TICK_S / 100)
+            time.sleep(_DRAIN_POLL_S)
 
     def hang_up(self) -> None:
         with self._room:

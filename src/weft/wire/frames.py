@@ -10,8 +10,9 @@ A frame is a fixed header, the lengths of its buffers, a control part, and the b
 The control part says what is wanted; the buffers are the memory of tensors. A frame that fits
 the receive buffer is parsed out of it. Of a larger one, every part is received straight into
 memory of its own, so that a large tensor is copied once, by the kernel. Lengths are checked
-against the limits before any memory is taken for them. The receive buffer grows where it cannot
-hold a header and its lengths, which are at most half a megabyte.
+against the limits before any memory is taken for them, and it is taken as the frame comes: a
+header that announces much and is followed by nothing costs little. The receive buffer grows where
+it cannot hold a header and its lengths, which are at most half a megabyte.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ HEADER = struct.Struct("<BBHIQ")
 HEADER_BYTES = HEADER.size
 MAX_BUFFERS = 0xFFFF
 _JOIN_LIMIT_BYTES = 4096
+_AHEAD_BYTES = 64 << 20
+_OWN_CONTROL_BYTES = 1 << 20
+"""Larger control parts are received into memory of the same kind as buffers."""
 _LENGTH = struct.Struct("<Q")
 
 Buffer = bytes | bytearray | memoryview
@@ -75,6 +79,7 @@ class FrameParser:
         receive_bytes: Size of the receive buffer; smaller frames are parsed out of it.
         control_limit_bytes: Largest control part accepted.
         frame_limit_bytes: Largest frame accepted, buffers included.
+        ahead_bytes: Memory is taken for no further buffer while so much of it is not filled yet.
     """
 
     def __init__(
@@ -83,12 +88,14 @@ class FrameParser:
         receive_bytes: int,
         control_limit_bytes: int,
         frame_limit_bytes: int,
+        ahead_bytes: int = _AHEAD_BYTES,
     ) -> None:
         self._allocate = allocate
         self._capacity = receive_bytes
         # A frame without buffers is its control part.
         self._control_limit_bytes = min(control_limit_bytes, frame_limit_bytes - HEADER_BYTES)
         self._frame_limit_bytes = frame_limit_bytes
+        self._ahead_bytes = ahead_bytes
         self._view = memoryview(bytearray(receive_bytes))
         self._whole_view = [self._view]
         self._start = 0
@@ -196,11 +203,10 @@ class FrameParser:
         return buffers
 
     def _begin_large(self, head: Frame, control_bytes: int, lengths: Sequence[int]) -> int:
-        """Takes memory for every part of a large frame and moves in what is here already."""
+        """Takes memory for the parts of a large frame and moves in what is here already."""
         header_bytes = HEADER_BYTES + 8 * len(lengths)
-        control = memoryview(bytearray(control_bytes))
-        buffers = [self._allocate(length) if length else memoryview(b"") for length in lengths]
-        large = _LargeFrame(head, control, buffers)
+        sizes = (control_bytes, *lengths)
+        large = _LargeFrame(head, sizes, self._allocate, self._ahead_bytes)
         arrived = self._view[self._start + header_bytes : self._end]
         while arrived:
             part = large.missing[0]
@@ -219,16 +225,44 @@ class FrameParser:
 
 
 class _LargeFrame:
-    """A frame whose parts are being received into their own memory."""
+    """A frame whose parts are being received into their own memory.
 
-    def __init__(self, head: Frame, control: memoryview, buffers: list[memoryview]) -> None:
+    Args:
+        head: The frame without its parts.
+        sizes: Those of the control part and of the buffers.
+        allocate: Gives memory for a part.
+        ahead_bytes: How much of it may be there unfilled before a further part gets its own.
+    """
+
+    def __init__(
+        self, head: Frame, sizes: Sequence[int], allocate: Allocate, ahead_bytes: int
+    ) -> None:
         self._head = head
-        self._control = control
-        self._buffers = buffers
-        self.missing = [part for part in (control, *buffers) if part.nbytes]
+        self._sizes = sizes
+        self._allocate = allocate
+        self._ahead_bytes = ahead_bytes
+        self._unfilled_bytes = 0
+        self._parts: list[memoryview] = []
+        self.missing: list[memoryview] = []
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        """Takes memory for the parts that are next; for one at least, if there is one."""
+        sizes, parts = self._sizes, self._parts
+        while len(parts) < len(sizes):
+            if self.missing and self._unfilled_bytes >= self._ahead_bytes:
+                return
+            size = sizes[len(parts)]
+            is_own = not size or (not parts and size <= _OWN_CONTROL_BYTES)
+            part = memoryview(bytearray(size)) if is_own else self._allocate(size)
+            parts.append(part)
+            if size:
+                self.missing.append(part)
+                self._unfilled_bytes += size
 
     def fill(self, size_bytes: int) -> bool:
         """Takes note of received bytes; returns whether the frame is complete."""
+        self._unfilled_bytes -= size_bytes
         while size_bytes:
             part = self.missing[0]
             if size_bytes < part.nbytes:
@@ -236,7 +270,9 @@ class _LargeFrame:
                 return False
             size_bytes -= part.nbytes
             del self.missing[0]
+        if len(self._parts) < len(self._sizes):
+            self._take_memory()
         return not self.missing
 
     def frame(self) -> Frame:
-        return self._head._replace(control=self._control, buffers=self._buffers)
+        return self._head._replace(control=self._parts[0], buffers=self._parts[1:])

@@ -221,11 +221,12 @@ def decode_compact_call(control: Buffer) -> tuple[float, int, int, int, bytes, i
     Raises:
         ProtocolError: It is cut short.
     """
-    if len(control) < _COMPACT_CALL_HEAD.size:
-        raise ProtocolError(f"a compact call of {len(control)} bytes is shorter than its own head")
+    end = len(control)
+    if end < _COMPACT_CALL_HEAD.size:
+        raise ProtocolError(f"a compact call of {end} bytes is shorter than its own head")
     remaining_s, creation, context_id, message_id, size = _COMPACT_CALL_HEAD.unpack_from(control)
     start = _COMPACT_CALL_HEAD.size + size
-    if start > len(control):
+    if start > end:
         raise ProtocolError("the name of the function in a compact call is cut short")
     name = bytes(control[_COMPACT_CALL_HEAD.size : start])
     return remaining_s, creation, context_id, message_id, name, start
@@ -266,8 +267,16 @@ def encode_ints(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}q", *values)
 
 
-def decode_ints(data: Buffer) -> tuple[int, ...]:
-    """Reads what ``encode_ints`` wrote; raises ProtocolError where it is malformed."""
-    if len(data) % 8:
-        raise ProtocolError(f"{len(data)} bytes are no list of 64-bit integers")
+def decode_ints(data: Buffer, least: int = 0) -> tuple[int, ...]:
+    """Reads what ``encode_ints`` wrote.
+
+    Args:
+        data: The bytes.
+        least: How many integers there must be at least.
+
+    Raises:
+        ProtocolError: They are no integers, or too few.
+    """
+    if len(data) % 8 or len(data) < 8 * least:
+        raise ProtocolError(f"{len(data)} bytes are no list of {least} or more 64-bit integers")
     return struct.unpack(f"<{len(data) // 8}q", data)

@@ -36,9 +36,9 @@ def answer_calls(member: Member) -> None:
     member.agent.on(Kind.CALL, answer, inline=False)
 
 
-@pytest.fixture
-def pair() -> Iterator[list[Member]]:
-    with group_of(2) as members:
+@pytest.fixture(params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[Member]]:
+    with group_of(2, over=request.param) as members:
         for member in members:
             answer_calls(member)
             member.start()
@@ -103,7 +103,7 @@ def test_both_sides_call_each_other_from_many_threads(pair: list[Member]) -> Non
         thread.join(LIMIT_S)
         assert not thread.is_alive()
     assert wrong == []
-    assert all(len(member.agent._links) == 1 for member in pair)
+    assert all(len(member.agent.links.all()) == 1 for member in pair)
 
 
 def test_answers_are_told_to_callbacks_too(pair: list[Member]) -> None:

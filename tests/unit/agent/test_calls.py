@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from typing import Any
 
 import pytest
 
@@ -84,3 +85,31 @@ def test_names_of_functions(function: object, name: str) -> None:
 
 def test_what_has_no_name_is_described() -> None:
     assert "functools.partial" in function_name(functools.partial(len))
+
+
+class Caller:
+    name = "caller"
+
+
+class Parent:
+    """Stands in for the call of another worker in whose course a call is made."""
+
+    peer = Caller()
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+
+
+def test_a_nested_call_that_was_cut_short_says_by_whom() -> None:
+    parent: Any = Parent(0.0)
+    call = PendingCall(1, "callee", "module:function", 5.0, None, parent)
+    assert "the limit was that of worker 'caller'" in str(call.timeout_error())
+    parent.deadline_s = math.inf
+    assert "'caller'" not in str(call.timeout_error())
+
+
+def test_a_nested_call_whose_parent_was_cancelled_says_so() -> None:
+    parent: Any = Parent(math.inf)
+    error = PendingCall(1, "callee", "module:function", 5.0, None, parent).orphan_error()
+    assert "called for worker 'caller', which has given up" in str(error)
+    assert (error.worker, error.call) == ("callee", "module:function")

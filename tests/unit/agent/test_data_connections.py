@@ -2,25 +2,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import random
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.unit.agent.group import Member, group_of
+from tests.unit.agent.group import KEY, Member, group_of, wait_until
 from weft import knobs
-from weft.agent import data_connections
 from weft.agent.data_connections import DataConnections
 from weft.agent.parcels import Parcel
 from weft.agent.peers import Peer
 from weft.channel.table import STRIPED, ChannelKind
 from weft.errors import NotInitialized, WorkerLost
+from weft.secret import Secret
 from weft.transport import addresses
-from weft.transport.handshake import Greeting, receive_greeting, send_greeting
+from weft.transport.handshake import Greeting, Handshake, NotProven
 from weft.transport.striped.outgoing import Outbox, SendingConnection
 from weft.wire.frames import Buffer, Frame
 from weft.wire.messages import Kind
@@ -31,18 +33,24 @@ SIZE = 300_000
 """Of a tensor's elements, four bytes each; several stripes."""
 
 
-@pytest.fixture
-def pair() -> Iterator[list[Member]]:
-    """Two members that share no memory."""
+@contextlib.contextmanager
+def striping(over: str = "unix") -> Iterator[list[Member]]:
+    """Makes two members that share no memory."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(knobs.CMA_FROM_BYTES.override(NEVER_BYTES))
         stack.enter_context(knobs.SHM_FROM_BYTES.override(NEVER_BYTES))
         stack.enter_context(knobs.STRIPED_FROM_BYTES.override(200_000))
         stack.enter_context(knobs.STRIPE_BYTES.override(100_000))
         stack.enter_context(knobs.STRIPE_STALL_S.override(0.2))
-        members = stack.enter_context(group_of(2))
+        members = stack.enter_context(group_of(2, over=over))
         for member in members:
             member.start()
+        yield members
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Member]]:
+    with striping() as members:
         yield members
 
 
@@ -96,13 +104,6 @@ def send(sender: Member, to: Member, *tensors: torch.Tensor) -> None:
     sender.agent.send(peer, sender.parcels.seal(peer, Kind.CALL, 0, 7, b"head", b"", tensors))
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-
-
 def hold_back(monkeypatch: pytest.MonkeyPatch, stripes: int) -> threading.Event:
     """Lets connections take a few stripes, and more only when the event is set."""
     may_go_on, lock = threading.Event(), threading.Lock()
@@ -128,14 +129,16 @@ def test_tensors_arrive_over_connections_made_when_first_needed(pair: list[Membe
     send(first, second, torch.ones(3))
     opened.next()
     data = data_of(first)._of(first.peer(second))
-    assert data.sending == []
+    assert data.sending is None
     sent = [torch.randn(SIZE), torch.arange(5), torch.randn(2 * SIZE)]
     for _ in range(3):
         send(first, second, *sent)
         arrived = opened.next().tensors(detached=False)
         assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
-    assert len(data.sending) == knobs.STRIPE_CONNECTIONS.default
-    wait_until(lambda: data.outbox.is_empty)
+    sending = data.sending
+    assert sending is not None
+    assert len(sending.connections) == knobs.STRIPE_CONNECTIONS.default
+    wait_until(lambda: sending.outbox.is_empty)
 
 
 def test_traffic_counts_them_on_both_sides(pair: list[Member]) -> None:
@@ -168,24 +171,130 @@ def test_the_sender_lets_go_of_what_is_written(pair: list[Member]) -> None:
     wait_until(lambda: gc.collect() >= 0 and is_alive() is None)
 
 
-@pytest.mark.parametrize("stripes", [0, 2])
-def test_data_connections_that_end_are_the_loss_of_the_peer(
+def cut_data(sender: Member, to: Member) -> None:
+    """Ends one of the data connections to another member."""
+    sending = data_of(sender)._of(sender.peer(to)).sending
+    assert sending is not None
+    with contextlib.suppress(OSError):
+        sending.connections[0]._socket.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("stripes", [0, 1, 2, 7])
+def test_a_data_connection_that_breaks_makes_no_loss(
     pair: list[Member], monkeypatch: pytest.MonkeyPatch, stripes: int
 ) -> None:
-    """Also where they end between two stripes, which alone is no fault."""
+    """Between two stripes or within one: what did not come is supplied behind the messages."""
     first, second = pair
     data_of(second)._stall_s = LIMIT_S
     opened = Opened(second)
-    hold_back(monkeypatch, stripes)
-    send(first, second, torch.randn(SIZE))
+    may_go_on = hold_back(monkeypatch, stripes)
+    sent = [torch.randn(SIZE), torch.randn(2 * SIZE)]
+    send(first, second, *sent)
     assert opened.begun.wait(LIMIT_S)
     data = data_of(second)._of(second.peer(first))
     wait_until(lambda: data.arrivals.is_incomplete and len(data.receiving) == 2)
-    for sending in data_of(first)._of(first.peer(second)).sending:
-        sending._socket.shutdown(socket.SHUT_RDWR)
-    assert isinstance(opened.failure(), WorkerLost)
-    assert second.peer(first).lost is not None
-    wait_until(lambda: data.is_closed)
+    cut_data(first, second)
+    arrived = opened.next().tensors(detached=False)
+    assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
+    may_go_on.set()
+    # Later ones take new connections.
+    wait_until(lambda: not data.receiving)
+    send(first, second, *sent)
+    arrived = opened.next().tensors(detached=False)
+    assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
+    assert data_of(first)._of(first.peer(second)).set_count == 2
+    assert first.peer(second).lost is second.peer(first).lost is None
+    assert len(data.receiving) == 2
+    assert data.arrivals.count == 0
+    assert data.arrivals._given_up == set()
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+def test_tensors_come_whatever_breaks_and_nothing_is_left(over: str) -> None:
+    """Data connections, and the session with them, at any moment."""
+    with striping(over=over) as (first, second):
+        choose = random.Random(7)
+        opened = Opened(second)
+        send(first, second, torch.randn(SIZE))
+        opened.next()
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for number in range(40):
+            sent = [torch.full((SIZE,), float(number)), torch.randn(3)]
+            send(first, second, *sent)
+            time.sleep(choose.random() * 0.002)
+            if data_of(first)._of(first.peer(second)).sending is not None:
+                with contextlib.suppress(AssertionError):  # Broken meanwhile.
+                    cut_data(first, second)
+            if over == "tcp" and number % 5 == 0:
+                first.cut(second)
+            arrived = opened.next().tensors(detached=False)
+            assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
+            del sent, arrived
+        opened.parcel = None
+        assert first.peer(second).lost is second.peer(first).lost is None
+        sending, receiving = (
+            data_of(a)._of(a.peer(b)) for a, b in ((first, second), (second, first))
+        )
+        wait_until(lambda: not sending.kept, "that all had been let go of")
+        wait_until(lambda: second.agent.pool.statistics().leased_count == 0)
+        assert receiving.arrivals.count == 0
+        assert receiving.arrivals._given_up == set()
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+
+
+def test_what_cannot_go_over_broken_connections_is_supplied(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They break between the choice of the way and the sending."""
+    first, second = pair
+    opened = Opened(second)
+    send(first, second, torch.randn(SIZE))
+    opened.next()
+    data = data_of(first)._of(first.peer(second))
+    sending = data.sending
+    assert sending is not None
+    monkeypatch.setattr(first.peer(second), "reach_data", lambda: True)
+    data_of(first)._break_sending(first.peer(second), sending.number, "a test")
+    sent = torch.randn(SIZE)
+    send(first, second, sent)
+    assert torch.equal(opened.next().tensors(detached=False)[0], sent)
+    wait_until(lambda: not data.kept)
+
+
+def test_a_break_of_an_earlier_set_ends_no_later_one(pair: list[Member]) -> None:
+    first, second = pair
+    opened = Opened(second)
+    for _ in range(2):
+        send(first, second, torch.randn(SIZE))
+        opened.next()
+        cut_data(first, second)
+        data = data_of(first)._of(first.peer(second))
+        wait_until(lambda data=data: data.sending is None)  # type: ignore[misc]
+    send(first, second, torch.randn(SIZE))
+    opened.next()
+    standing = data.sending
+    assert standing is not None
+    assert standing.number == 3
+    for number in (0, 1, 2):
+        second.agent.post_ints(second.peer(first), Kind.DATA_BROKEN, number)
+    send(first, second, torch.randn(SIZE))
+    opened.next()
+    assert data.sending is standing
+
+
+def test_a_connection_of_a_set_that_has_broken_comes_too_late(pair: list[Member]) -> None:
+    first, second = pair
+    opened = Opened(second)
+    send(first, second, torch.ones(3))
+    opened.next()
+    peer = second.peer(first)
+    data_of(second)._end_receiving(peer, 4)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        assert peer.accept_data is not None
+        peer.accept_data(ours, 4)
+        assert theirs.recv(1) == b""
+    assert data_of(second)._of(peer).receiving == []
 
 
 def test_silence_is_the_loss_of_the_peer(
@@ -218,15 +327,14 @@ def test_the_loss_of_the_peer_ends_the_wait(
 def test_a_close_ends_the_wait(pair: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = pair
     data_of(second)._stall_s = LIMIT_S
-    monkeypatch.setattr(data_connections, "_DRAIN_LIMIT_S", 0.01)
     opened = Opened(second)
     hold_back(monkeypatch, 1)
     send(first, second, torch.randn(SIZE))
     assert opened.begun.wait(LIMIT_S)
-    data_of(second).close()
+    data_of(second).close(0.01)
     # The sender notices as well, and may be the first to hang up.
     assert isinstance(opened.failure(), (NotInitialized, WorkerLost))
-    data_of(first).close()
+    data_of(first).close(0.01)
     assert not [thread for thread in threading.enumerate() if "-data-" in thread.name]
 
 
@@ -255,33 +363,39 @@ def test_where_no_connection_can_be_made_tensors_follow_the_message(
     assert first.peer(second).channels.channel_for(NEVER_BYTES // 2) == ChannelKind.STREAM
 
 
-@pytest.mark.parametrize("token", ["token", "another run"])
-def test_a_data_connection_is_greeted_like_any_other(pair: list[Member], token: str) -> None:
+def greet(member: Member, key: Secret = KEY) -> tuple[socket.socket, Handshake]:
+    """Says to a member that a connection is for the tensors of its peer."""
+    connection = addresses.dial(member.address, LIMIT_S)
+    handshake = Handshake.dial(connection, key, time.monotonic() + LIMIT_S)
+    handshake.send(Kind.HELLO, Greeting(0, facts={"purpose": "data", "set": 1}))
+    return connection, handshake
+
+
+def test_a_data_connection_is_greeted_like_any_other(pair: list[Member]) -> None:
     first, second = pair
-    text = second.agent.peers[1].registration.addresses[0]
-    with addresses.dial(addresses.parse(text), LIMIT_S) as connection:
-        send_greeting(connection, Kind.HELLO, Greeting(0, token, facts={"purpose": "data"}))
-        if token == "token":
-            assert not receive_greeting(connection, Kind.WELCOME, token, LIMIT_S).refusal
-            data = data_of(second)._of(second.peer(first))
-            wait_until(lambda: len(data.receiving) == 1)
-        else:
-            with contextlib.suppress(ConnectionResetError):
-                assert connection.recv(100) == b""
-            assert second.peer(first).id not in data_of(second)._data
-    if token == "token":
-        wait_until(lambda: not data.receiving)
-        assert second.peer(first).lost is None
+    connection, handshake = greet(second)
+    with connection:
+        assert not handshake.receive(Kind.WELCOME).refusal
+        data = data_of(second)._of(second.peer(first))
+        wait_until(lambda: len(data.receiving) == 1)
+    wait_until(lambda: not data.receiving)
+    assert second.peer(first).lost is None
+
+
+def test_a_stranger_makes_no_data_connection(pair: list[Member]) -> None:
+    first, second = pair
+    connection, handshake = greet(second, Secret(b"the key of another run"))
+    with connection, pytest.raises(NotProven):
+        handshake.receive(Kind.WELCOME)
+    assert second.peer(first).id not in data_of(second)._data
 
 
 def test_a_lost_peer_makes_no_data_connection(pair: list[Member]) -> None:
     first, second = pair
     second.peer(first).declare_lost("a test")
-    text = second.agent.peers[1].registration.addresses[0]
-    with addresses.dial(addresses.parse(text), LIMIT_S) as connection:
-        send_greeting(connection, Kind.HELLO, Greeting(0, "token", facts={"purpose": "data"}))
-        answer = receive_greeting(connection, Kind.WELCOME, "token", LIMIT_S)
-        assert "lost worker" in answer.refusal
+    connection, handshake = greet(second)
+    with connection:
+        assert "lost worker" in handshake.receive(Kind.WELCOME).refusal
 
 
 def test_waits_beyond_the_spare_ones_count_as_running(
@@ -308,7 +422,8 @@ def test_waits_beyond_the_spare_ones_count_as_running(
     assert serving() <= 2 + 2 + 2
     may_go_on.set()
     data = data_of(first)._of(first.peer(second))
-    for connection in data.sending:
+    assert data.sending is not None
+    for connection in data.sending.connections:
         data_of(first)._pump.arm(connection.fd, connection.write())
     for _ in range(count):
         opened.next()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,11 +11,11 @@ from torch import Tensor
 from tests.unit.agent.group import Member, group_of
 from weft import knobs
 from weft.agent import pulling
-from weft.agent.parcels import Parcel
+from weft.agent.parcels import Parcel, ParcelService
 from weft.agent.peers import Peer
 from weft.channel.cma import PullError
 from weft.channel.table import CMA
-from weft.errors import ProtocolError
+from weft.errors import ProtocolError, SerializationError
 from weft.wire.frames import Frame
 from weft.wire.messages import Kind
 
@@ -175,3 +176,40 @@ def test_what_cannot_be_pulled_is_streamed(
     check_arrival(received.next(), tensors)
     assert peer.channels.channel_for(1_000_000) != CMA, "it is offered for pulling again"
     assert not peer.held._held
+
+
+def test_a_sender_keeps_to_the_limit_of_tensors(pair: list[Member]) -> None:
+    first, second = pair
+    limited = ParcelService.__new__(ParcelService)
+    vars(limited).update(vars(first.parcels), _tensor_limit=2)
+    to = first.peer(second)
+    with pytest.raises(SerializationError, match="this worker sends at most 2"):
+        limited.seal(to, Kind.CALL, 0, 7, b"", b"", [torch.ones(1) for _ in range(3)])
+    assert limited.seal(to, Kind.CALL, 0, 7, b"", b"", [torch.ones(1), torch.ones(1)])
+
+
+def test_a_receiver_refuses_more_tensors_than_its_limit_and_their_sender_lets_go(
+    pair: list[Member],
+) -> None:
+    first, second = pair
+    second.parcels._tensor_limit = 2
+    received = Received(second)
+    for member in pair:
+        member.start()
+    send(first, first.peer(second), SMALL)  # They connect with it; it comes in one piece.
+    with pytest.raises(SerializationError, match="'worker1' accepts at most 2"):
+        received.next().tensors(detached=False)
+    large = [torch.ones(1 << 16) for _ in range(3)]
+    offered = first.agent.offered_bytes
+    send(first, first.peer(second), large)
+    assert first.agent.offered_bytes > offered
+    assert received._came.acquire(timeout=LIMIT_S)
+    assert isinstance(received.error, SerializationError)
+    assert "'worker1' accepts at most 2" in str(received.error)
+    deadline_s = time.monotonic() + LIMIT_S
+    while first.peer(second).held.statistics().message_count:
+        assert time.monotonic() < deadline_s, first.peer(second).held.statistics()
+        time.sleep(0.001)
+    received.error = None
+    send(first, first.peer(second), large[:2])
+    assert len(received.next().tensors(detached=False)) == 2

@@ -3,23 +3,29 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from weft.agent.connector import Connector
+from weft import knobs
+from weft.agent.acceptor import Acceptor
+from weft.agent.connector import Connector, Terms
 from weft.agent.peers import Peer, Unreachable
 from weft.channel.choice import Capabilities, describe
 from weft.channel.cma import Nonce
-from weft.errors import WorkerLost
+from weft.errors import ProtocolError, WorkerLost
 from weft.protocol.membership import Registration
+from weft.secret import Secret
 from weft.transport.addresses import UnixAddress, dial, listen_unix
-from weft.transport.handshake import Greeting, receive_greeting, send_greeting
+from weft.transport.handshake import Greeting, Handshake
 from weft.transport.link import Link
+from weft.transport.resumable import ResumableLink
 from weft.wire.frames import FrameParser, encode_frame
 from weft.wire.messages import Kind
 
-TOKEN = "secret of this run"
+KEY = Secret(b"the key of this run")
+OTHER_KEY = Secret(b"the key of another run")
 LIMIT_S = 20.0
 
 
@@ -32,9 +38,9 @@ class Side:
         self.links: list[Link] = []
         self.peers: list[Peer] = []
         me = Registration(f"worker{rank}", rank, (str(self.address),), facts={"host": "here"})
-        self.connector = Connector(
-            me, False, TOKEN, capabilities, timeout_s, self._make_link, self._adopt
-        )
+        with knobs.CONNECT_TIMEOUT_S.override(timeout_s):
+            self.connector = Connector(me, False, KEY, capabilities, self, None)
+        self.acceptor = Acceptor(self.connector, self._lookup, has_secret=False)
         self.refusals = 0
 
     def know(self, sides: list[Side]) -> None:
@@ -47,16 +53,25 @@ class Side:
             for side in sides
         ]
 
-    def _make_link(self, connection: socket.socket, peer: Peer) -> Link:
+    def make_link(self, connection: socket.socket, peer: Peer, terms: Terms | None) -> Link:
+        assert terms is None, "over a Unix socket there is no session"
         parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 1 << 20, 1 << 20)
         return Link(connection, parser, lambda link: None)
 
-    def _adopt(self, peer: Peer, link: Link) -> None:
-        self.links.append(link)
+    def adopt(self, peer: Peer, link: Link) -> None:
+        with peer.state_lock:
+            assert peer.link is None
+            self.links.append(link)
+            peer.link = link
+
+    def resume(
+        self, peer: Peer, link: ResumableLink, connection: socket.socket, position: int
+    ) -> None:
+        raise AssertionError("over a Unix socket there is no session")
 
     def accept(self) -> None:
         connection, _ = self.listener.accept()
-        self.connector.accept(connection, self._lookup)
+        self.acceptor.accept(connection)
         self.refusals += connection.fileno() < 0
 
     def _lookup(self, worker: int, registration: Registration | None) -> Peer | None:
@@ -65,6 +80,7 @@ class Side:
 
     def close(self) -> None:
         self.listener.close()
+        self.acceptor.close()
         self.connector.close()
         for link in self.links:
             link.close()
@@ -229,53 +245,56 @@ def test_who_waits_for_a_connection_learns_of_the_loss(make_sides: Make) -> None
         sides[0].connector.connect(peer)
 
 
-def hello(worker: int, token: str) -> Greeting:
-    return Greeting(worker, token, facts={"capabilities": None, "verdict": None})
+def hello(worker: int, **facts: object) -> Greeting:
+    return Greeting(worker, facts={"capabilities": None, "verdict": None, **facts})
 
 
 @pytest.mark.parametrize(
     "said",
-    [
-        hello(1, "another run"),
-        hello(2, TOKEN),
-        hello(-1, TOKEN),
-        hello(0, TOKEN),
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\x01\0\0\0" + (200_000).to_bytes(4, "little") + bytes(8) + b"[" * 200_000,
-        b"",
-    ],
-    ids=["other token", "no rank", "negative rank", "itself", "http", "nested", "silent"],
+    [hello(2), hello(-1), hello(0), hello(1, session="x", attempt=1), hello(1, registration=[])],
+    ids=["no rank", "negative rank", "itself", "a session", "no registration"],
 )
-def test_a_stranger_is_hung_up_on_and_told_nothing(
-    make_sides: Make, said: Greeting | bytes
-) -> None:
+def test_a_member_that_makes_no_sense_is_hung_up_on(make_sides: Make, said: Greeting) -> None:
     side = make_sides()[0]
-    with dial(side.address, LIMIT_S) as stranger:
+    with dial(side.address, LIMIT_S) as member:
         with running(side.accept):
-            if isinstance(said, Greeting):
-                send_greeting(stranger, Kind.HELLO, said)
-            else:
-                stranger.sendall(said)
-                stranger.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(100) == b""
+            handshake = Handshake.dial(member, KEY, time.monotonic() + LIMIT_S)
+            handshake.send(Kind.HELLO, said)
+        with pytest.raises(ConnectionError):
+            handshake.receive(Kind.WELCOME)
     assert side.links == []
     assert not side.peers[1].is_accepting
 
 
 def test_a_peer_of_another_run_is_no_peer(make_sides: Make) -> None:
-    """The address was taken over by a stranger, who answers with a token of its own."""
+    """The address was taken over by a stranger, who answers with a key of its own."""
     sides = make_sides()
 
     def answer() -> None:
         connection, _ = sides[1].listener.accept()
         with connection:
-            receive_greeting(connection, Kind.HELLO, TOKEN, LIMIT_S)
-            send_greeting(connection, Kind.WELCOME, hello(1, "guess"))
+            handshake = Handshake.accept(connection, OTHER_KEY, time.monotonic() + LIMIT_S)
+            with pytest.raises(ProtocolError):
+                handshake.receive(Kind.HELLO)
+            handshake.send(Kind.WELCOME, hello(1))
 
     with running(answer), pytest.raises(Unreachable, match="another run"):
         sides[0].connector.connect(sides[0].peers[1])
     assert sides[0].links == []
+
+
+def test_a_connection_that_breaks_during_the_greeting_is_made_again(make_sides: Make) -> None:
+    sides = make_sides()
+
+    def answer() -> None:
+        for _ in range(2):
+            connection, _ = sides[1].listener.accept()
+            connection.close()
+        sides[1].accept()
+
+    with running(answer):
+        sides[0].connector.connect(sides[0].peers[1])
+    exchange(sides)
 
 
 def test_the_first_address_that_answers_is_taken(make_sides: Make) -> None:

@@ -58,6 +58,31 @@ def test_an_owned_value_is_ready_once_and_calls_back_once() -> None:
     assert told == [owned, owned]
 
 
+def test_who_waits_for_a_value_may_give_up() -> None:
+    owned, told = OwnedValue(), []
+    owned.when_ready(told.append)
+    assert owned.forget(told.append)
+    assert not owned.forget(told.append)
+    owned.when_ready(told.append)
+    owned.resolve(1)
+    assert told == [owned]
+    assert not owned.forget(told.append)
+
+
+def test_who_blocks_for_a_value_is_let_go_and_nobody_is_called_back() -> None:
+    owned, told = OwnedValue(), []
+    owned.when_ready(told.append)
+    error = ValueError("the worker leaves")
+    owned.give_up(error)
+    assert owned.wait(0.0)
+    owned.resolve(1)
+    assert (owned.value, owned.error, told) == (None, error, [])
+    made = OwnedValue()
+    made.resolve(1)
+    made.give_up(error)
+    assert (made.value, made.error) == (1, None)
+
+
 def test_a_value_ends_with_its_last_handle(trio: list[Member]) -> None:
     keeper = trio[0].references
     value = Value()

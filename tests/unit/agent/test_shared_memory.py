@@ -3,17 +3,18 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.agent.group import group_of
+from tests.unit.agent.group import KEY, group_of
 from weft import knobs
 from weft.agent.shared_memory import MemoryExchange, close_all, map_memory
 from weft.channel.choice import Channels
 from weft.channel.table import ChannelKind
-from weft.errors import ProtocolError
-from weft.transport.handshake import Greeting, receive_greeting, send_greeting
+from weft.secret import Secret
+from weft.transport.handshake import Greeting, Handshake, NotProven
 from weft.wire.frames import encode_frame
 from weft.wire.messages import Kind
 
@@ -36,14 +37,26 @@ def exchange() -> Iterator[MemoryExchange]:
     made.close()
 
 
-def hand_over(
-    exchange: MemoryExchange, pair: tuple[socket.socket, socket.socket], token: str = "secret"
-) -> list[int]:
+def hand_over(exchange: MemoryExchange, pair: tuple[socket.socket, socket.socket]) -> list[int]:
     descriptors: list[int] = []
+    dialler, acceptor = greeted(pair)
     with exchange.descriptor_for(pair[0]) as descriptor:
-        send_greeting(pair[0], Kind.WELCOME, Greeting(1, token), descriptor)
-    assert receive_greeting(pair[1], Kind.WELCOME, token, 5.0, descriptors).worker == 1
+        acceptor.send(Kind.WELCOME, Greeting(1), descriptor)
+    assert dialler.receive(Kind.WELCOME, descriptors).worker == 1
     return descriptors
+
+
+def greeted(
+    pair: tuple[socket.socket, socket.socket], dialler_key: Secret = KEY
+) -> tuple[Handshake, Handshake]:
+    """Returns the ends of a connection whose second socket has dialled the first."""
+    deadline_s = time.monotonic() + 5.0
+    acceptor = Handshake.accept(pair[0], KEY, deadline_s)
+    dialler = Handshake.dial(pair[1], dialler_key, deadline_s)
+    dialler.send(Kind.HELLO, Greeting(0))
+    if dialler_key is KEY:
+        acceptor.receive(Kind.HELLO)
+    return dialler, acceptor
 
 
 def test_a_descriptor_comes_with_a_greeting_and_is_mapped(
@@ -81,10 +94,11 @@ def test_a_descriptor_that_comes_with_a_refused_greeting_is_the_caller_s(
     exchange: MemoryExchange, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     descriptors: list[int] = []
+    dialler, acceptor = greeted(pair, dialler_key=Secret(b"the key of another run"))
     with exchange.descriptor_for(pair[0]) as descriptor:
-        send_greeting(pair[0], Kind.WELCOME, Greeting(1, "guess"), descriptor)
-    with pytest.raises(ProtocolError, match="another run"):
-        receive_greeting(pair[1], Kind.WELCOME, "secret", 5.0, descriptors)
+        acceptor.send(Kind.WELCOME, Greeting(1), descriptor)
+    with pytest.raises(NotProven, match="another run"):
+        dialler.receive(Kind.WELCOME, descriptors)
     assert len(descriptors) == 1
     close_all(descriptors)
 

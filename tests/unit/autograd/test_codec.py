@@ -71,6 +71,15 @@ def test_a_message_that_is_cut_is_refused_or_another(message: Message) -> None:
         assert encode(name, shorter) == data[:size], "something was made up"
 
 
+@pytest.mark.parametrize("sizes", [(7, -2), (-2, 7), (4, 2), (2, 2)])
+def test_a_failure_whose_lengths_do_not_add_up_is_refused(sizes: tuple[int, int]) -> None:
+    data = encode(NAME, Failed(3, "ab", b"err"))
+    head = encode_ints(4, NAME.context_id, NAME.oldest_id, 3)
+    assert data == head + encode_ints(2, 3) + b"aberr"
+    with pytest.raises(ProtocolError, match="does not add up"):
+        decode(9, 0, head + encode_ints(*sizes) + b"aberr")
+
+
 @settings(max_examples=80)
 @given(
     st.binary(max_size=80)

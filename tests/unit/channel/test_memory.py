@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import threading
 from types import TracebackType
@@ -203,3 +204,16 @@ def test_slab_sizes_waste_at_most_a_quarter_or_a_page(size_bytes: int) -> None:
     assert slab_bytes % page_bytes == 0
     assert size_bytes <= slab_bytes < size_bytes + max(size_bytes // 4 + 1, page_bytes)
     assert slab_size(slab_bytes) == slab_bytes
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="the system does not say")
+def test_memory_that_may_never_be_filled_is_not_backed_with_pages() -> None:
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as status:
+            return int(status.read().split()[1]) * PAGE_BYTES
+
+    before_bytes = resident_bytes()
+    announced = BufferPool(0).lease(1 << 30)
+    assert resident_bytes() - before_bytes < 64 << 20
+    announced[1 << 29 : (1 << 29) + 4] = b"came"
+    assert bytes(announced[1 << 29 : (1 << 29) + 4]) == b"came"

@@ -96,3 +96,13 @@ def test_every_truncation_is_refused() -> None:
             decode_table(data[:end], [10, 300], LIMIT)
     with pytest.raises(ProtocolError):
         decode_table(data + b"\0", [10, 300], LIMIT)
+
+
+def test_the_error_of_a_refusal_holds_no_view_that_is_in_use() -> None:
+    """Older Pythons crash when the collector clears such a view: python/cpython#77894."""
+    with pytest.raises(ProtocolError) as caught:
+        decode_table(memoryview(struct.pack("<QIBQQQ", 1, 1, 9, 0, 0, 0)), [], LIMIT)
+    for entry in caught.traceback:
+        for value in entry.frame.f_locals.values():
+            if isinstance(value, memoryview):
+                value.release()  # Raises BufferError if somebody is using it.

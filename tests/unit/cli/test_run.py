@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from weft.cli import run
 from weft.cli.main import main
+from weft.launch.restarts import RestartPolicy
 
 
 @pytest.fixture
@@ -67,3 +69,47 @@ def test_warm_workers_are_forked(calls: Calls, script: str) -> None:
         {"kind": "module", "module": "module", "arguments": ["x"]},
     ]
     assert all(call[2]["is_warm"] for call in calls)
+
+
+def test_workers_are_not_started_again_unless_asked_for(calls: Calls, script: str) -> None:
+    main(["run", "-n", "1", script])
+    assert calls[0][2]["restarts"] == RestartPolicy(0)
+
+
+def test_restarts_are_as_asked_for(calls: Calls, script: str) -> None:
+    main(["run", "-n", "1", "--restarts", "3", script, "--restarts", "7"])
+    timing = ["--backoff", "0.5", "--restart-window", "inf"]
+    main(["run", "-n", "1", "--restarts", "5", "--restart", "worker", *timing, script])
+    assert [call[2]["restarts"] for call in calls] == [
+        RestartPolicy(3, "group"),
+        RestartPolicy(5, "worker", backoff_s=0.5, window_s=math.inf),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--restart", "worker"], "say how many restarts there may be"),
+        (["--backoff", "2"], "say how many restarts there may be"),
+        (["--restarts", "-1"], "number of restarts is -1"),
+        (["--restarts", "1", "--backoff", "-2"], "backoff_s of the restarts is -2.0"),
+        (["--restarts", "1", "--restart-window", "0"], "window_s of the restarts is 0.0"),
+        (
+            ["--restarts", "1", "--restart", "worker", "--master-port", "4567"],
+            "leave --master-port away",
+        ),
+    ],
+)
+def test_restarts_that_cannot_work_are_refused(
+    options: list[str], message: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "-n", "1", *options, script]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_group_that_starts_again_has_no_fixed_place(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_INIT_METHOD", "file:///shared/store")
+    assert main(["run", "-n", "1", "--restarts", "1", script]) == 2
+    assert "but WEFT_INIT_METHOD names one; unset it" in capsys.readouterr().err

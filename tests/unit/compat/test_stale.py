@@ -77,3 +77,15 @@ def test_a_module_that_waits_for_its_first_use_is_not_loaded(
     monkeypatch.setitem(sys.modules, "waiting", Waiting("waiting"))
     monkeypatch.setitem(sys.modules, "no module at all", object())  # type: ignore[arg-type]
     assert describe_holders([Stock.rpc]) == ""
+
+
+def test_what_only_says_that_it_is_a_module_is_passed_over(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pretender:
+        __slots__ = ()
+        __class__ = ModuleType  # type: ignore[assignment]
+
+    monkeypatch.setitem(sys.modules, "pretender", Pretender())
+    program("first", rpc=Stock.rpc)
+    assert describe_holders([Stock.rpc]) == "first (rpc)"

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
-from weft.launch.report import TAIL_LINES, ErrorTail, describe_exit, failure_report, shell_status
+from weft.launch.report import (
+    TAIL_LINES,
+    ErrorTail,
+    describe_duration,
+    describe_exit,
+    failure_report,
+    shell_status,
+)
 from weft.launch.worker import WorkerExit
 
 
@@ -25,6 +33,28 @@ def test_an_exit_is_said_in_words_and_as_a_shell_does(
     assert shell_status(exit_code) == status
 
 
+def test_a_kill_is_explained_as_far_as_is_known() -> None:
+    killed = "was killed by SIGKILL"
+    assert describe_exit(-9, True) == f"{killed} (out of memory)"
+    assert describe_exit(-9, False) == f"{killed} (not for want of memory)"
+    assert describe_exit(-15, False) == "was killed by SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (99.9, "99.9 s"),
+        (100.0, "2 min"),
+        (3600.0, "60 min"),
+        (5970.0, "1 h 40 min"),
+        (90000.0, "25 h 00 min"),
+    ],
+)
+def test_lengths_of_time_are_said_in_fitting_units(seconds: float, text: str) -> None:
+    assert describe_duration(seconds) == text
+
+
 def test_the_tail_begins_at_the_traceback() -> None:
     tail = ErrorTail()
     tail.extend([b"a warning", b"Traceback (most recent call last):", b"  File ..."])
@@ -42,8 +72,8 @@ def test_the_tail_is_bounded() -> None:
 
 
 def test_a_report_names_the_worker_and_ends_with_its_last_lines() -> None:
-    ended = WorkerExit("trainer1", 2, 77, 1)
-    assert failure_report(ended, "    boom") == (
-        "worker 'trainer1' (rank 2, pid 77) ended with exit code 1; its last lines:\n    boom"
-    )
-    assert failure_report(ended, "").endswith("exit code 1; it wrote nothing to standard error")
+    moment = time.mktime((2025, 6, 1, 14, 2, 11, 0, 0, -1))
+    ended = WorkerExit("trainer1", 2, 77, 1, ended_at=moment, ran_s=12.34)
+    death = "2025-06-01 14:02:11: worker 'trainer1' (rank 2, pid 77) ended with exit code 1"
+    assert failure_report(ended, "    boom") == f"{death} after 12.3 s; its last lines:\n    boom"
+    assert failure_report(ended, "") == f"{death} after 12.3 s; it wrote nothing to standard error"

@@ -7,7 +7,7 @@ import pytest
 from weft.errors import ConfigurationError
 from weft.launch.worker import (
     compute_environment,
-    rendezvous_environment,
+    identity_environment,
     threads_per_worker,
     worker_names,
 )
@@ -52,13 +52,12 @@ def test_what_the_user_has_set_stays() -> None:
     assert compute_environment(mine, 4) == mine
 
 
-def test_a_worker_finds_its_group_in_the_environment() -> None:
-    assert rendezvous_environment("ps", 1, 3, 4567) == {
+def test_a_worker_knows_from_the_environment_who_it_is() -> None:
+    assert identity_environment("ps", 1, 3, restarts=2) == {
         "RANK": "1",
-        "WORLD_SIZE": "3",
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "3",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "4567",
         "WEFT_WORKER_NAME": "ps",
+        "WEFT_RESTART_COUNT": "2",
+        "TORCHELASTIC_RESTART_COUNT": "2",
     }

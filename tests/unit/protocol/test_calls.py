@@ -21,7 +21,6 @@ def test_an_entry_leaves_once() -> None:
     assert len(table) == 1
     assert table.take(number) is entry
     assert table.take(number) is None
-    assert not table.take_entry(entry)
     assert len(table) == 0
 
 
@@ -35,12 +34,13 @@ def test_numbers_are_never_used_twice() -> None:
     assert table.total == max(numbers)
 
 
-def test_an_entry_is_taken_by_itself() -> None:
+def test_entries_are_taken_by_what_they_are() -> None:
     table: CallTable[Entry] = CallTable()
     one, other = Entry(), Entry()
     table.add(one)
     number = table.add(other)
-    assert table.take_entry(one)
+    assert table.take_where(lambda entry: entry is one) == [one]
+    assert table.take_where(lambda entry: entry is one) == []
     assert table.take(number) is other
 
 

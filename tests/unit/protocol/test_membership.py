@@ -91,3 +91,34 @@ def test_nonsense_is_refused(data: bytes) -> None:
         Directory.decode(data)
     with pytest.raises(ProtocolError):
         Registration.decode(data)
+
+
+WRONG = {
+    "name": [None, 1, ["worker"]],
+    "id": [None, "0", True, 1.0, -1],
+    "addresses": [None, 1, [1], [None]],
+    "main": [None, 0, []],
+    "facts": [None, [], "x"],
+    "later_rank": ["1", False, 1.5, -1],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in WRONG.items() for value in values]
+)
+def test_a_registration_with_a_field_of_another_type_is_refused(field: str, value: object) -> None:
+    told = {**registration(3).as_json(), field: value}
+    with pytest.raises(ProtocolError, match="makes no sense"):
+        Registration.decode(told)
+    with pytest.raises(ProtocolError, match="makes no sense"):
+        Directory.decode(json.dumps({"token": "t", "workers": [told], "missing": []}).encode())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("token", 1), ("refusal", None), ("missing", ["1"]), ("has_duplicates", 0), ("workers", [1])],
+)
+def test_a_directory_with_a_field_of_another_type_is_refused(field: str, value: object) -> None:
+    told = {**json.loads(assemble(group(0), 1, "token", 0.5).encode()), field: value}
+    with pytest.raises(ProtocolError, match="makes no sense"):
+        Directory.decode(json.dumps(told).encode())

@@ -487,6 +487,26 @@ class TestShutdown:
         assert wire.user.is_settled()
         assert wire.owner.leaks() == [Leak(reference, 0, 0, (OTHER,))]
 
+    def test_what_a_late_function_makes_is_let_go_at_once(self, wire: Wire) -> None:
+        wire.user.drop_all()
+        reference = wire.user.creating(OWNER)
+        assert wire.owner.created(reference)
+        assert (OWNER, ReleaseValue(reference)) in wire.flow()
+        own = wire.user.owned()
+        assert wire.flow() == [(USER, ReleaseValue(own))]
+        assert wire.is_clean()
+
+    def test_a_late_function_hands_nothing_on(self, wire: Wire) -> None:
+        reference = wire.create()
+        wire.user.drop_all()
+        wire.flow()
+        wire.user.handle_added(reference)
+        token = wire.user.hand_on(reference, OTHER)
+        assert token == NO_TOKEN
+        assert not wire.other.received(reference, token, USER)
+        assert wire.flow() == []
+        assert wire.is_clean()
+
 
 @pytest.mark.parametrize(
     "message",

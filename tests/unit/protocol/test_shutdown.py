@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from weft.protocol.shutdown import Action, Closed, Leader, ProbeLater, Report, Send, Step
+from weft.protocol.shutdown import Action, Closed, Leader, Missing, ProbeLater, Report, Send, Step
 
 IDLE = Report(is_idle=True, activity=7)
 BUSY = Report(is_idle=False, activity=7)
@@ -132,3 +132,32 @@ def test_a_stranger_who_is_lost_is_not_named() -> None:
     leader = Leader({0, 1})
     leader.worker_lost(5)
     assert leader.lost == set()
+
+
+def test_who_is_waited_for_is_known_at_every_moment() -> None:
+    leader = Leader({0, 1, 2})
+    assert leader.missing() == Missing("had not called shutdown", (0, 1, 2))
+    for worker in (0, 2):
+        leader.worker_ready(worker)
+    assert leader.missing() == Missing("had not called shutdown", (1,))
+    leader.worker_ready(1)
+    leader.worker_reported(0, 1, IDLE)
+    assert leader.missing() == Missing("did not answer", (1, 2))
+    leader.worker_reported(1, 1, BUSY)
+    leader.worker_reported(2, 1, BUSY)
+    assert leader.missing() == Missing("had calls under way", (1, 2))
+    leader.probe_again()
+    leader.worker_reported(2, 2, IDLE)
+    assert leader.missing() == Missing("had calls under way", (1,))
+    leader.worker_reported(0, 2, IDLE)
+    leader.worker_reported(1, 2, IDLE)
+    leader.probe_again()
+    report_all(leader, IDLE, IDLE, IDLE)
+    leader.worker_settled(1)
+    assert leader.missing() == Missing("had not let go of all references", (0, 2))
+
+
+def test_who_is_lost_is_not_waited_for() -> None:
+    leader = Leader({0, 1, 2})
+    leader.worker_lost(1)
+    assert leader.missing().workers == (0, 2)

@@ -4,13 +4,13 @@ import asyncio
 import queue
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import pytest
 
 from weft.autograd.contexts import current_id
 from weft.errors import CallRefused
-from weft.rpc import coroutines
 from weft.rpc.coroutines import CoroutineRunner
 
 LIMIT_S = 20.0
@@ -33,12 +33,16 @@ class Outcomes:
     def next(self) -> Outcome:
         return self._queue.get(timeout=LIMIT_S)
 
+    @property
+    def is_empty(self) -> bool:
+        return self._queue.empty()
+
 
 @pytest.fixture
 def runner() -> Iterator[CoroutineRunner]:
     runner = CoroutineRunner("test-asyncio")
     yield runner
-    runner.close()
+    runner.close(LIMIT_S)
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def outcomes() -> Outcomes:
 
 
 def test_a_runner_that_is_never_used_has_no_thread() -> None:
-    CoroutineRunner("unused").close()
+    CoroutineRunner("unused").close(LIMIT_S)
     assert all(thread.name != "unused" for thread in threading.enumerate())
 
 
@@ -127,14 +131,14 @@ def test_closing_cancels_what_still_runs(outcomes: Outcomes) -> None:
 
     runner.run(function(), 0, outcomes)
     assert has_begun.wait(LIMIT_S)
-    runner.close()
+    runner.close(LIMIT_S)
     assert isinstance(outcomes.next().error, asyncio.CancelledError)
-    runner.close()
+    runner.close(LIMIT_S)
 
 
 def test_nothing_starts_after_the_end(outcomes: Outcomes) -> None:
     runner = CoroutineRunner("test-asyncio")
-    runner.close()
+    runner.close(LIMIT_S)
 
     async def function() -> None:
         raise AssertionError("it runs")
@@ -144,9 +148,8 @@ def test_nothing_starts_after_the_end(outcomes: Outcomes) -> None:
 
 
 def test_a_coroutine_that_blocks_the_thread_does_not_block_the_end(
-    outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    outcomes: Outcomes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(coroutines, "_CLOSE_TIMEOUT_S", 0.01)
     runner = CoroutineRunner("test-asyncio")
     has_begun, may_end = threading.Event(), threading.Event()
 
@@ -156,7 +159,80 @@ def test_a_coroutine_that_blocks_the_thread_does_not_block_the_end(
 
     runner.run(function(), 0, outcomes)
     assert has_begun.wait(LIMIT_S)
-    runner.close()
+    runner.close(0.01)
     assert "blocks thread 'test-asyncio'" in caplog.text
     may_end.set()
     assert outcomes.next() == Outcome(None, None)
+
+
+def test_a_coroutine_is_cancelled_where_it_waits(
+    runner: CoroutineRunner, outcomes: Outcomes
+) -> None:
+    has_begun = threading.Event()
+
+    async def function() -> None:
+        has_begun.set()
+        await asyncio.get_running_loop().create_future()
+
+    cancel = runner.run(function(), 0, outcomes)
+    assert cancel is not None
+    assert has_begun.wait(LIMIT_S)
+    cancel()
+    cancel()
+    assert isinstance(outcomes.next().error, asyncio.CancelledError)
+    assert outcomes.is_empty
+
+
+def test_a_coroutine_that_is_cancelled_before_it_begins_never_does(
+    runner: CoroutineRunner, outcomes: Outcomes
+) -> None:
+    is_blocked, may_go_on = threading.Event(), threading.Event()
+
+    async def block_the_loop() -> None:
+        is_blocked.set()
+        may_go_on.wait(LIMIT_S)
+
+    async def function() -> None:
+        raise AssertionError("it runs")
+
+    runner.run(block_the_loop(), 0, outcomes)
+    assert is_blocked.wait(LIMIT_S)
+    cancel = runner.run(function(), 0, outcomes)
+    assert cancel is not None
+    cancel()
+    may_go_on.set()
+    assert outcomes.next() == Outcome(None, None)
+    assert isinstance(outcomes.next().error, asyncio.CancelledError)
+    assert outcomes.is_empty
+
+
+def test_cancelling_after_the_end_does_nothing(outcomes: Outcomes) -> None:
+    runner = CoroutineRunner("test-asyncio")
+
+    async def function() -> int:
+        return 1
+
+    cancel = runner.run(function(), 0, outcomes)
+    assert cancel is not None
+    assert outcomes.next() == Outcome(1, None)
+    cancel()
+    runner.close(LIMIT_S)
+    cancel()
+    assert outcomes.is_empty
+
+
+def test_a_coroutine_and_its_tasks_have_the_context_of_who_runs_it(
+    runner: CoroutineRunner, outcomes: Outcomes
+) -> None:
+    variable: ContextVar[str] = ContextVar("variable", default="none")
+
+    async def ask() -> str:
+        return variable.get()
+
+    async def function() -> list[str]:
+        return [variable.get(), *await asyncio.gather(ask(), ask())]
+
+    before = variable.set("mine")
+    runner.run(function(), 0, outcomes)
+    variable.reset(before)
+    assert outcomes.next().result == ["mine"] * 3

@@ -124,17 +124,31 @@ def test_the_end_of_a_remote_iterator_does_not_hang_who_awaits_it(is_early: bool
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-def test_awaiting_may_be_given_up_before_the_answer_comes() -> None:
-    future, _ = new_future()
+def test_who_gives_up_awaiting_cancels_the_call() -> None:
+    future, agent = new_future()
 
     async def give_up() -> None:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(future, 0.001)
-        future.set_result(1)
-        await asyncio.sleep(0)
 
     asyncio.run(give_up())
-    assert future.wait() == 1
+    assert [type(error) for error in agent.cancelled] == [CallCancelled]
+    with pytest.raises(CallCancelled):
+        future.wait()
+
+
+def test_a_shield_keeps_the_call_from_being_cancelled() -> None:
+    future, agent = new_future()
+
+    async def give_up() -> int:
+        waiting = asyncio.ensure_future(future)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(waiting), 0.001)
+        future.set_result(1)
+        return await waiting
+
+    assert asyncio.run(give_up()) == 1
+    assert agent.cancelled == []
 
 
 def test_many_coroutines_await_one_future() -> None:

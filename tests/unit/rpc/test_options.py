@@ -35,8 +35,25 @@ def test_zero_means_no_time_limit() -> None:
         ({"init_timeout": math.inf}, "init_timeout"),
         ({"init_timeout": math.nan}, "init_timeout"),
         ({"store": HashStore(), "init_method": "env://"}, "init_method or store"),
+        ({"allowed_modules": "torch"}, "allowed_modules"),
+        ({"allowed_modules": 3}, "allowed_modules"),
+        ({"allowed_modules": ("torch", 3)}, "allowed_modules has 3"),
+        ({"allowed_modules": ("my-package",)}, "'my-package'"),
+        ({"allowed_modules": ("",)}, "allowed_modules"),
+        ({"allowed_modules": ("builtins",)}, "eval"),
+        ({"allowed_modules": ["weft"]}, "needs no entry"),
+        ({"allowed_modules": ["weft.compat"]}, "needs no entry"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
         RpcBackendOptions(**fields).check()
+
+
+def test_allowed_modules_can_be_given_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEFT_ALLOWED_MODULES", raising=False)
+    assert RpcBackendOptions().allowed_modules is None
+    monkeypatch.setenv("WEFT_ALLOWED_MODULES", "my_package, torch ,")
+    assert RpcBackendOptions().allowed_modules == ("my_package", "torch")
+    assert RpcBackendOptions(allowed_modules=()).allowed_modules == ()
+    RpcBackendOptions(allowed_modules=("my_package.part", "weft.checkpoint")).check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import hypothesis.strategies as st
@@ -218,3 +219,9 @@ def test_bytes_that_are_left_over_are_an_error() -> None:
     assert data is not None
     with pytest.raises(ProtocolError, match="too many"):
         decode(data + b"\0")
+
+
+def test_more_bytes_than_are_ever_sent_this_way_are_refused_unread() -> None:
+    many = struct.pack("<BBI", 1, compact.BYTES, 1 << 17) + bytes(1 << 17)
+    with pytest.raises(ProtocolError, match="too many"):
+        decode(many)

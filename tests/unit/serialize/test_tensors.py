@@ -412,3 +412,31 @@ def test_random_bytes_are_no_table(table: bytes) -> None:
     except (ProtocolError, SerializationError):
         return
     assert all(map(lies_inside, tensors))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [torch.ones(1) for _ in range(4)],
+        [torch.empty(0) for _ in range(4)],
+        list(torch.ones(4).unbind()),  # four views of one buffer
+    ],
+)
+def test_more_tensors_than_the_limit_are_refused_before_any_is_made(
+    tensors: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, buffers = describe(tensors)
+    assert len(rebuild(table, copies(buffers), limit=4)) == 4
+    monkeypatch.setattr(torch, "frombuffer", None)
+    monkeypatch.setattr(torch, "empty", None)
+    with pytest.raises(SerializationError, match=r"'ps' accepts at most 3.*WEFT_TENSOR_LIMIT"):
+        rebuild(table, copies(buffers), limit=3, worker="ps")
+
+
+def test_a_count_that_lies_is_refused_too() -> None:
+    table = bytearray(describe([torch.ones(2)])[0])
+    table[:4] = b"\xff\xff\xff\x7f"
+    with pytest.raises(SerializationError, match="2147483647 tensors"):
+        rebuild(table, [bytearray(8)], limit=1000)
+    with pytest.raises(ProtocolError):
+        rebuild(table[:3], [bytearray(8)], limit=1000)

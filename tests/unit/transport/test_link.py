@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from weft.errors import ProtocolError
+from weft.transport import link
 from weft.transport.link import Link, LinkClosed
 from weft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 
@@ -274,3 +275,54 @@ def test_what_is_no_frame_is_refused(ends: tuple[End, End]) -> None:
     one.link.send([b"\xff" * 100], may_block=False)
     with other.link.reading, pytest.raises(ProtocolError):
         other.link.receive(may_block=True)
+
+
+class HalfTaking:
+    """A socket that takes a half of the first piece, and has another thread send meanwhile."""
+
+    def __init__(self, connection: socket.socket, link: Link, meanwhile: list[Buffer]) -> None:
+        self._connection = connection
+        self._link = link
+        self._meanwhile = meanwhile
+        self._is_first = True
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._connection, name)
+
+    def send(self, part: bytes, flags: int) -> int:
+        if not self._is_first:
+            return self._connection.send(part, flags)
+        self._is_first = False
+        size = self._connection.send(part[: len(part) // 2], flags)
+        other = threading.Thread(
+            target=self._link.send, args=(self._meanwhile,), kwargs={"may_block": False}
+        )
+        other.start()
+        other.join(LIMIT_S)
+        return size
+
+
+def test_the_rest_of_a_frame_comes_before_what_others_queued(ends: tuple[End, End]) -> None:
+    one, other = ends
+    taking = HalfTaking(one.link._socket, one.link, frame_parts(2, b"second"))
+    one.link._socket = taking  # type: ignore[assignment]
+    one.link.send(frame_parts(1, b"first"), may_block=False)
+    one.link._socket = taking._connection
+    frames = read_frames(other.link, 2)
+    assert [(frame.id, bytes(frame.control)) for frame in frames] == [(1, b"first"), (2, b"second")]
+
+
+def test_who_may_block_does_not_wait_for_ever_for_a_peer_that_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "SEND_PATIENCE_S", 0.01)
+    for pair in (socket.socketpair(), tcp_pair()):
+        one, other = map(new_end, pair)
+        one.link.send(frame_parts(1, b"z" * BIG_BYTES), may_block=True)
+        assert one.is_full.is_set()
+        reader = Reader(other.link, 1)
+        flush_until_written(one)
+        (frame,) = reader.result()
+        assert bytes(frame.control) == b"z" * BIG_BYTES
+        one.link.close()
+        other.link.close()

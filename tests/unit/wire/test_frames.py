@@ -140,6 +140,35 @@ def test_a_large_frame_goes_straight_into_allocated_memory() -> None:
     assert memory.taken_bytes == 900
 
 
+def test_memory_is_taken_as_a_frame_comes() -> None:
+    memory = Memory()
+    parser = FrameParser(memory.allocate, CAPACITY, CONTROL_LIMIT, FRAME_LIMIT, 250)
+    frame = Frame(1, 0, 0, b"control", [b"a" * 200, b"b" * 100, b"", b"c" * 300, b"d" * 50])
+    stream = encoded(frame)
+    head = HEADER_BYTES + 8 * len(frame.buffers) + len(frame.control)
+    assert feed(parser, stream[:head], [7]) == []
+    assert memory.taken_bytes == 300
+    assert feed(parser, stream[head : head + 200], [7]) == []
+    assert memory.taken_bytes == 600
+    assert feed(parser, stream[head + 200 :], [7]) == [frame]
+    assert memory.taken_bytes == 650
+
+
+def test_a_large_control_part_gets_memory_of_its_own() -> None:
+    memory = Memory()
+    size = (1 << 20) + 1
+    parser = new_parser(memory, control_limit=2 * size, frame_limit=3 * size)
+    frame = Frame(1, 0, 0, b"c" * size, [b"x" * 80])
+    assert feed(parser, encoded(frame), [1 << 16]) == [frame]
+    assert memory.taken_bytes == size + 80
+
+
+def test_a_frame_without_buffers_is_within_the_frame_limit_too() -> None:
+    parser = new_parser(control_limit=FRAME_LIMIT * 2)
+    with pytest.raises(ProtocolError, match="control part of 1985 bytes; the limit is 1984"):
+        feed(parser, HEADER.pack(1, 0, 0, FRAME_LIMIT - HEADER_BYTES + 1, 0), [100])
+
+
 def test_received_parts_do_not_change_with_what_comes_later() -> None:
     parser = new_parser()
     first = parser_frames(parser, Frame(1, 0, 0, b"first", [b"1"]))

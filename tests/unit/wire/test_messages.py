@@ -9,17 +9,23 @@ from hypothesis import strategies as st
 
 from weft.errors import ProtocolError
 from weft.ids import ReferenceId
+from weft.wire.frames import HEADER, HEADER_BYTES
 from weft.wire.messages import (
+    COMPACT,
     NO_CREATION,
     CallHead,
     HandedReference,
     Kind,
     ReplyHead,
     decode_call_head,
+    decode_compact_call,
+    decode_compact_reply,
     decode_ints,
     decode_parcel,
     decode_reply_head,
     encode_call_head,
+    encode_compact_call,
+    encode_compact_reply,
     encode_ints,
     encode_parcel,
     encode_reply_head,
@@ -68,6 +74,52 @@ def test_the_head_of_a_call_survives(head: CallHead) -> None:
 @given(st.builds(ReplyHead, context_id=unsigned, message_id=unsigned, references=references))
 def test_the_head_of_a_reply_survives(head: ReplyHead) -> None:
     assert decode_reply_head(encode_reply_head(head)) == head
+
+
+finite = st.floats(allow_nan=False)
+
+
+@settings(max_examples=40)
+@given(unsigned, finite, signed, unsigned, unsigned, sections, sections)
+def test_a_compact_call_survives(
+    number: int,
+    remaining_s: float,
+    creation: int,
+    context_id: int,
+    message_id: int,
+    function: bytes,
+    values: bytes,
+) -> None:
+    head = (remaining_s, creation, context_id, message_id, function)
+    frame = encode_compact_call(number, *head, values)
+    control = frame[HEADER_BYTES:]
+    assert HEADER.unpack_from(frame) == (Kind.CALL, COMPACT, 0, len(control), number)
+    *decoded, start = decode_compact_call(memoryview(control))
+    assert tuple(decoded) == head
+    assert control[start:] == values
+
+
+@settings(max_examples=40)
+@given(unsigned, unsigned, unsigned, sections)
+def test_a_compact_reply_survives(
+    number: int, context_id: int, message_id: int, values: bytes
+) -> None:
+    frame = encode_compact_reply(number, context_id, message_id, values)
+    control = frame[HEADER_BYTES:]
+    assert HEADER.unpack_from(frame) == (Kind.REPLY, COMPACT, 0, len(control), number)
+    decoded = decode_compact_reply(memoryview(control))
+    assert decoded[:2] == (context_id, message_id)
+    assert control[decoded[2] :] == values
+
+
+def test_the_head_of_a_compact_message_that_is_cut_is_refused() -> None:
+    call = encode_compact_call(1, 2.0, 3, 4, 5, b"module:name", b"")[HEADER_BYTES:]
+    reply = encode_compact_reply(1, 2, 3, b"")[HEADER_BYTES:]
+    for decode, whole in ((decode_compact_call, call), (decode_compact_reply, reply)):
+        decode(whole)
+        for size in range(len(whole)):
+            with pytest.raises(ProtocolError):
+                decode(whole[:size])
 
 
 def test_more_references_than_a_short_count_holds() -> None:

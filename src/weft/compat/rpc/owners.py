@@ -12,7 +12,7 @@ from weft.compat.rpc import profiling
 from weft.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.ids import ReferenceId
 from weft.rpc.functions import async_execution
-from weft.rpc.serving import WhenReady
+from weft.rpc.outcomes import WhenReady
 from weft.rpc.worker import Worker
 
 

@@ -17,7 +17,7 @@ from torch.futures import Future
 from weft.agent.current import current
 from weft.autograd.contexts import current_id
 from weft.compat.rpc.internal import PythonUDF, deserialize, references_beside
-from weft.errors import CallCancelled
+from weft.errors import CallCancelled, NotAllowed
 from weft.rpc.functions import async_execution, is_async_execution
 from weft.rpc.worker import Worker
 
@@ -42,6 +42,15 @@ def pickled_call(
 @async_execution
 def run_pickled(binary: bytes, tensors: Sequence[Tensor], references: list[Any]) -> Future[Any]:
     """Runs what ``pickled_call`` wrapped; the result is the future's."""
+    worker: Worker = current().part(Worker)
+    if worker.reader.is_restricted:
+        name = worker.agent.info.name
+        raise NotAllowed(
+            f"worker {name!r} restricts what it reads, and the pickles of a program's own pickler "
+            "cannot be checked; use the default one",
+            worker=name,
+            refused="a pickle of a program's own pickler",
+        )
     with references_beside(references):
         call = deserialize(binary, tensors)
     result = call.func(*call.args, **call.kwargs)
@@ -60,6 +69,5 @@ def run_pickled(binary: bytes, tensors: Sequence[Tensor], references: list[Any])
         else:  # A future takes no other: the coroutine was cancelled.
             done.set_exception(CallCancelled(f"the coroutine ended with {error!r}"))
 
-    worker: Worker = current().part(Worker)
     worker.coroutines.run(result, current_id(), finish)
     return done

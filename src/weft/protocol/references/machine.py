@@ -68,7 +68,10 @@ class References:
 
     def owned(self) -> ReferenceId:
         """Names a value that this worker has made itself, and counts one handle."""
-        return self._owned.make()
+        reference = self._owned.make()
+        if self._is_closed:
+            self._uncount(reference)
+        return reference
 
     def creating(self, owner: int) -> ReferenceId:
         """Names a value that a call to ``owner`` will make, and counts one handle.
@@ -76,7 +79,11 @@ class References:
         The call carries the reference; ``owner`` reports it as ``created``. A call that turns out
         not to reach the owner is reported as ``not_created``.
         """
-        return self._owned.make() if owner == self._worker else self._held.create(owner)
+        is_own = owner == self._worker
+        reference = self._owned.make() if is_own else self._held.create(owner)
+        if self._is_closed:
+            self._uncount(reference)
+        return reference
 
     def not_created(self, reference: ReferenceId) -> None:
         """Takes back a ``creating`` whose call was not sent, or perhaps not; its handle stays."""
@@ -97,8 +104,9 @@ class References:
     # Handles come and go.
 
     def handle_added(self, reference: ReferenceId) -> None:
-        """Counts one more handle, made from one that is there."""
-        self._half(reference).change(reference, handles=1)
+        """Counts one more handle, made from one that is there; none after ``drop_all``."""
+        if not self._is_closed:
+            self._half(reference).change(reference, handles=1)
 
     def handle_dropped(self, reference: ReferenceId) -> None:
         """Counts one handle less; not an error after ``drop_all``."""
@@ -112,12 +120,13 @@ class References:
 
         Returns:
             The token that has to travel with the reference. Whatever becomes of the message, it
-            ends in ``received`` or ``refused`` at ``to``, or ``undeliverable`` here.
+            ends in ``received`` or ``refused`` at ``to``, or ``undeliverable`` here. After
+            ``drop_all`` nothing is handed on: the receiver will not count what it receives.
         """
         if to == self._worker:
             self.handle_added(reference)  # the handle that the message will become
             return NO_TOKEN
-        if to in self._outbox.lost:
+        if to in self._outbox.lost or self._is_closed:
             return NO_TOKEN
         self._half(reference).change(reference, handovers=1)
         return self._handovers.open(reference, to)
@@ -226,6 +235,10 @@ class References:
 
     def _half(self, reference: ReferenceId) -> OwnedValues | HeldReferences:
         return self._owned if reference.owner == self._worker else self._held
+
+    def _uncount(self, reference: ReferenceId) -> None:
+        """Takes the first handle off a new reference: after ``drop_all`` none counts."""
+        self._half(reference).change(reference, handles=-1)
 
     def _close_handover(self, to: int, token: int) -> None:
         reference = self._handovers.close(to, token)

@@ -12,6 +12,7 @@ from weft.agent.current import current
 from weft.agent.peers import Peer
 from weft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from weft.rpc.calls import rpc_async, rpc_sync
+from weft.rpc.current_call import detached
 from weft.rpc.gathering.leading import Led
 from weft.rpc.gathering.terms import Gathering, Key, Limits, Outcome, Ways, failure
 
@@ -93,7 +94,7 @@ class Gatherings:
         except (CallTimeout, WorkerLost, NotInitialized):
             raise  # It may have come; or nobody is there.
         except Exception as error:
-            with contextlib.suppress(WorkerLost, NotInitialized):
+            with contextlib.suppress(WorkerLost, NotInitialized), detached():
                 reason = failure(error, ways, name)
                 rpc_async(leader.info, withdrawn, args=(key, name, reason))
             raise

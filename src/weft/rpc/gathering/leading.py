@@ -11,6 +11,7 @@ from weft.agent.agent import Agent
 from weft.agent.peers import Peer
 from weft.errors import CallTimeout, NotInitialized, WorkerLost
 from weft.rpc.calls import rpc_async
+from weft.rpc.current_call import detached
 from weft.rpc.futures import Future
 from weft.rpc.gathering.terms import Gathering, Key, Limits, Outcome, Ways, failure
 
@@ -60,7 +61,8 @@ class Led:
         problem: Exception | None = None
         for peer in others:
             try:
-                call = rpc_async(peer.info, ways.tell, args=(key, values), timeout=limits.call_s)
+                with detached():  # They are to know, whoever this worker does it for.
+                    call = rpc_async(peer.info, ways.tell, (key, values), None, limits.call_s)
             except Exception as error:
                 problem = problem or error
                 self._tell_failure(key, peer, failure(error, ways, self._agent.me.name))
@@ -157,7 +159,7 @@ class Led:
 
     def _tell_failure(self, key: Key, peer: Peer, error: Exception) -> None:
         if not peer.is_self and peer.lost is None:
-            with contextlib.suppress(WorkerLost, NotInitialized):
+            with contextlib.suppress(WorkerLost, NotInitialized), detached():
                 rpc_async(peer.info, self._failed, args=(key, error))
 
     def _watch(self, workers: tuple[int, ...], _: object) -> None:

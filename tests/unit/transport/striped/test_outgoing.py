@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import socket
 import threading
@@ -217,3 +218,14 @@ def test_a_connection_is_not_idle_twice(outbox: Outbox, ends: list[End]) -> None
     started = outbox.put(1, [buffer_of(10 * STRIPE_BYTES)])
     assert len(started) == 2
     assert started[0] is not started[1]
+
+
+def test_a_descriptor_is_forgotten_once() -> None:
+    """Another connection may have its number when it is closed again."""
+    with contextlib.closing(End(Outbox(100))) as end:
+        forgotten: list[int] = []
+        number = end.sending.fd
+        for _ in range(2):
+            end.sending.close(forgotten.append)
+        assert forgotten == [number]
+        assert end.sending.write() == NOTHING

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -142,3 +143,28 @@ def test_a_closed_pump_takes_no_connection(pump: Pump, pair: Pair) -> None:
     with pytest.raises(ConnectionAbortedError):
         pump.watch(pair[0].fileno(), lambda: NOTHING, READABLE)
     assert pump_threads() == []
+
+
+def test_a_handler_that_has_become_another_connection_s_does_not_arm_it(
+    pump: Pump, pair: Pair
+) -> None:
+    """It was closed while it was being dealt with, and the number given away again."""
+    ours, theirs = pair
+    came = threading.Event()
+
+    def other() -> int:
+        came.set()
+        return NOTHING
+
+    def former() -> int:
+        # Another thread closes the connection, and watches a new one with its number.
+        pump.forget(ours.fileno())
+        pump.watch(ours.fileno(), other, WRITABLE & ~select.EPOLLOUT)
+        return WRITABLE
+
+    pump.watch(ours.fileno(), former, READABLE)
+    theirs.sendall(b"x")
+    # The other connection is writable, but it was not what it waits for.
+    assert not came.wait(0.05)
+    pump.arm(ours.fileno(), WRITABLE)
+    assert came.wait(5.0)

@@ -116,10 +116,10 @@ class Faults:
         ):
             setattr(holder, method.__name__, method)
 
-    def close(self) -> None:
+    def close(self, limit_s: float) -> None:
         """Sends nothing late any more, and closes the agent."""
         self._late.close()
-        self._close()
+        self._close(limit_s)
 
     # Calls
 

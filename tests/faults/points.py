@@ -1,0 +1,182 @@
+"""Places in the code where a fault can strike: of the program by name, of Weft by wrapping it.
+
+Only in the worker that is the victim, only that place, is anything wrapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tests.faults.board import Board
+from tests.faults.plan import EXIT, KILL, Fault
+from weft.agent import rendezvous
+from weft.autograd.engine import Engine
+from weft.autograd.parts import Part
+from weft.channel.memory import BufferPool
+from weft.protocol.backward import Discover, Settled
+from weft.protocol.shutdown import Send, Step
+from weft.rpc import entering
+from weft.rpc.leaving import Leaving
+from weft.transport.handshake import Handshake
+from weft.transport.link import Link
+from weft.transport.resumable import ResumableLink
+from weft.wire.messages import Kind
+
+EXIT_CODE = 7
+
+_armed: dict[str, Callable[[Callable[[], object]], None]] = {}
+
+
+def reach(point: str, first: Callable[[], object] = lambda: None) -> None:
+    """Says that this worker is at a point; does not return, or raises, if a fault strikes there.
+
+    Args:
+        point: Its name.
+        first: Called before the fault strikes, if it does.
+    """
+    strike = _armed.get(point)
+    if strike is not None:
+        strike(first)
+
+
+def arm(fault: Fault, number: int, board: Board) -> None:
+    """Has a fault of this worker strike at its point."""
+    lock = threading.Lock()
+    count = 0
+
+    def strike(first: Callable[[], object]) -> None:
+        nonlocal count
+        with lock:
+            count += 1
+            if count != fault.count:
+                return
+        first()
+        board.strike(number)
+        end(fault.kind)
+
+    _armed[fault.point] = strike
+    wrap = _WRAPPERS.get(fault.point)
+    if wrap is not None:
+        wrap()
+
+
+def end(kind: str) -> None:
+    """Ends this process, or what it does now."""
+    if kind == KILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == EXIT:
+        os._exit(EXIT_CODE)
+    else:
+        raise MemoryError("there is no memory, says the test")
+
+
+def _before(owner: Any, name: str, point: str) -> Callable[[], None]:
+    """Returns what makes every call of a function a point."""
+
+    def wrap() -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def reached(*args: Any, **options: Any) -> Any:
+            reach(point)
+            return function(*args, **options)
+
+        setattr(owner, name, reached)
+
+    return wrap
+
+
+def _after(owner: Any, name: str, point: str) -> Callable[[], None]:
+    def wrap() -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def reached(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
+            reach(point)
+            return result
+
+        setattr(owner, name, reached)
+
+    return wrap
+
+
+def _amid_sending() -> None:
+    """Strikes when the first half of what is to be sent has left."""
+    for link_class in (Link, ResumableLink):
+        send = link_class.send
+
+        def send_half(link: Any, parts: list[Any], *, may_block: bool, send: Any = send) -> None:
+            reach("sending", functools.partial(_send_half, link, parts))
+            send(link, parts, may_block=may_block)
+
+        link_class.send = send_half  # type: ignore[method-assign, assignment]
+
+
+def _send_half(link: Link, parts: list[Any]) -> None:
+    data = b"".join(bytes(part) for part in parts)
+    with contextlib.suppress(OSError):
+        link._socket.send(data[: len(data) // 2])
+
+
+def _amid_closing() -> None:
+    tell = Leaving._tell
+
+    def close(leaving: Leaving, action: Send) -> None:
+        if action.step is Step.CLOSE:
+            reach("closing")
+        tell(leaving, action)
+
+    Leaving._tell = close  # type: ignore[assignment, method-assign]
+
+
+def _around_greeting(kind: Kind, *, is_sent: bool) -> Callable[[], None]:
+    """Returns what makes the greetings of a kind a point, before or after they are sent."""
+    point = kind.name.lower()
+
+    def wrap() -> None:
+        send = Handshake.send
+
+        def greet(handshake: Handshake, said: Kind, *args: Any, **options: Any) -> None:
+            if said == kind and not is_sent:
+                reach(point)
+            send(handshake, said, *args, **options)
+            if said == kind and is_sent:
+                reach(point)
+
+        Handshake.send = greet  # type: ignore[assignment, method-assign]
+
+    return wrap
+
+
+def _at_discovery() -> None:
+    apply = Part.apply
+
+    def discovered(part: Part, message: Any) -> None:
+        if isinstance(message, (Discover, Settled)):
+            reach("discovered")
+        apply(part, message)
+
+    Part.apply = discovered  # type: ignore[assignment, method-assign]
+
+
+_WRAPPERS: dict[str, Callable[[], None]] = {
+    "sending": _amid_sending,
+    "hello": _around_greeting(Kind.HELLO, is_sent=True),
+    "welcome": _around_greeting(Kind.WELCOME, is_sent=False),
+    "gradients": _before(Engine, "_send_all", "gradients"),
+    "discovered": _at_discovery,
+    "registering": _before(entering, "join", "registering"),
+    "registered": _before(rendezvous, "_wait", "registered"),
+    "joined": _after(entering, "_start", "joined"),
+    "probed": _before(Leaving, "_report", "probed"),
+    "settling": _before(Leaving, "_settle", "settling"),
+    "closing": _amid_closing,
+    "leasing": _before(BufferPool, "lease", "leasing"),
+}

@@ -1,0 +1,259 @@
+"""One worker of a run: joins, trains or serves, leaves, and says how it went."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from tests.faults import hosts, model, points
+from tests.faults.board import Board
+from tests.faults.plan import CUT, HOSTS, NAMES, TRAINER, UNIX, Plan
+from tests.leaks import find_leaks, take_state
+from tests.processes import cutting
+from weft import rpc
+from weft.agent.current import current
+from weft.agent.data_connections import DataConnections
+from weft.channel.table import STRIPED
+from weft.errors import WeftError
+from weft.rpc.worker import Worker
+from weft.secret import Secret
+from weft.transport.secure import TlsOptions
+
+LIMIT_S = 45.0
+"""After this long a worker shows what its threads do, and ends."""
+
+INIT_LIMIT_S = 3.0
+_HELD_PIECE_S = 0.5
+_SECRET = b"of the runs with random faults"
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """An error with which something ended.
+
+    Attributes:
+        type_name: Its type.
+        text: What it says.
+        is_typed: Whether it is one of Weft's.
+        names: The workers that it names in its fields, or its causes in theirs.
+        is_memory: Whether it, or a cause of it, is a lack of memory.
+    """
+
+    type_name: str
+    text: str
+    is_typed: bool
+    names: tuple[str, ...]
+    is_memory: bool
+
+
+@dataclass
+class Report:
+    """How it went for one worker."""
+
+    errors: list[Complaint] = field(default_factory=list)
+    result: str = ""
+    ended_s: float = 0.0
+    left: dict[str, dict[str, int]] = field(default_factory=dict)
+    leaks: list[str] = field(default_factory=list)
+    noise: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one worker is told besides the plan.
+
+    Attributes:
+        name: Its name.
+        store: Where the workers find each other.
+        board: Shared by all.
+        port: Of the process that breaks connections; 0 for none.
+        tls: For secure runs.
+        commands: Where the injector says what is to happen; owned.
+        report: Where the report goes; owned.
+    """
+
+    name: str
+    store: str
+    board: Board
+    port: int
+    tls: TlsOptions | None
+    commands: int
+    report: int
+
+
+def work(plan: Plan, place: Place) -> None:
+    """Runs a worker in this process, which has been forked for it, to the end of the process."""
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    report = Report()
+    try:
+        _prepare(plan, place, report)
+        _live(plan, place, report)
+    except BaseException as error:
+        logging.getLogger(__name__).exception("the worker's own program failed")
+        report.noise.append(f"own program: {error!r}")
+    with os.fdopen(place.report, "wb") as stream:
+        pickle.dump(report, stream)
+    os._exit(0)
+
+
+def _prepare(plan: Plan, place: Place, report: Report) -> None:
+    os.environ["WEFT_STRIPED_FROM_BYTES"] = str(1 << 19)
+    if plan.network != UNIX:
+        os.environ["WEFT_UNIX_SOCKETS"] = "0"
+        os.environ["WEFT_SHM_LIMIT_BYTES"] = "0"
+        os.environ["WEFT_CMA_FROM_BYTES"] = str(1 << 60)
+    if plan.network == CUT:
+        cutting.dial_through(place.port)
+    if plan.network == HOSTS:
+        hosts.dial_from(plan.ranks[place.name])
+    for number, fault in enumerate(plan.faults):
+        if fault.victim == place.name and fault.point:
+            points.arm(fault, number, place.board)
+    _listen_for_noise(report)
+    threading.Thread(target=_obey, args=(place.commands,), name="faults", daemon=True).start()
+    # What torch makes when it is first used is there before anything is counted.
+    torch.autograd.backward(torch.ones(4, requires_grad=True).sum())
+    TCPStore("127.0.0.1", 0, is_master=True)
+
+
+def _live(plan: Plan, place: Place, report: Report) -> None:
+    before = take_state()
+    is_in = _attempt(report, _join, plan, place)
+    if is_in and place.name == TRAINER:
+        _attempt(report, _train, place, report)
+        _attempt(report, _count_left, report)
+    if is_in:
+        _attempt(report, rpc.shutdown)
+    report.ended_s = time.monotonic()
+    report.leaks = find_leaks(before)
+    gc.collect()
+    if model.Value.alive:
+        report.leaks.append(f"{len(model.Value.alive)} values")
+
+
+def _attempt(report: Report, function: Any, *args: Any) -> bool:
+    """Calls a function; notes how it failed, and returns whether it did not."""
+    try:
+        function(*args)
+    except Exception as error:
+        report.errors.append(_describe(error))
+        return False
+    return True
+
+
+def _join(plan: Plan, place: Place) -> None:
+    rank = plan.ranks[place.name]
+    options = rpc.RpcBackendOptions(
+        init_method=place.store,
+        init_timeout=INIT_LIMIT_S,
+        num_worker_threads=4,
+        rpc_timeout=LIMIT_S,
+        detection_time=plan.detection_s,
+        reconnect_time=plan.reconnect_s,
+        listen=hosts.address_of(rank) if plan.network == HOSTS else "127.0.0.1",
+        secret=Secret(_SECRET) if plan.network == HOSTS else None,
+        tls=place.tls if plan.is_secure else None,
+    )
+    rpc.init_rpc(place.name, rank=rank, world_size=len(NAMES), rpc_backend_options=options)
+
+
+def _train(place: Place, report: Report) -> None:
+    def note(step: int) -> None:
+        place.board.step = step
+
+    report.result = model.Training().run(note)
+
+
+def _count_left(report: Report) -> None:
+    report.left = model.await_none_left()
+
+
+def _describe(error: BaseException) -> Complaint:
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__
+    names: list[str] = []
+    for each in chain:
+        names += [str(name) for name in getattr(each, "missing", ())]
+        names += [getattr(each, "worker", "") or ""]
+    return Complaint(
+        type(error).__name__,
+        str(error),
+        isinstance(error, WeftError),
+        tuple(filter(None, names)),
+        any(isinstance(each, MemoryError) for each in chain),
+    )
+
+
+# What is done to this worker
+
+
+def _obey(commands: int) -> None:
+    """Does what the injector says, as long as there is one."""
+    with os.fdopen(commands) as stream:
+        for line in stream:
+            kind, seconds = line.split()
+            _DEEDS[kind](float(seconds))
+
+
+def _hold(seconds: float) -> None:
+    """Keeps the interpreter for a while; what checks for signals or deadlines waits, too."""
+    sleep: Any = ctypes.PyDLL(None).usleep
+    sleep(int(seconds * 1e6))
+
+
+def _break_data(_: float) -> None:
+    """Breaks a connection for large tensors, if there is one."""
+    source = current().part(Worker).parcels.sources[STRIPED]
+    assert isinstance(source, DataConnections)
+    for data in list(source._data.values()):
+        sending = data.sending
+        if sending is not None:
+            sending.connections[-1]._socket.shutdown(socket.SHUT_RDWR)
+
+
+_DEEDS = {"hold": _hold, "data": _break_data, "exit": lambda _: os._exit(points.EXIT_CODE)}
+
+
+# What nobody may say
+
+
+def _listen_for_noise(report: Report) -> None:
+    class Noise(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if record.levelno >= logging.ERROR or "was not released" in text:
+                report.noise.append(text)
+
+    log = logging.getLogger("weft")
+    log.addHandler(Noise())
+    log.setLevel(logging.INFO)
+    detailed = logging.StreamHandler(sys.stderr)
+    detailed.setFormatter(logging.Formatter("%(relativeCreated)d %(threadName)s %(message)s"))
+    log.addHandler(detailed)
+
+    def note(of: str, then: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def hook(args: Any) -> Any:
+            report.noise.append(f"{of}: {args.exc_value!r}")
+            return then(args)
+
+        return hook
+
+    sys.unraisablehook = note("not raised", sys.unraisablehook)
+    threading.excepthook = note("in a thread", threading.excepthook)

@@ -1,0 +1,1 @@
+"""Fuzzing of everything that decodes bytes of strangers or peers: see docs/security/fuzzing.md."""

@@ -1,0 +1,31 @@
+"""One target in a process of its own, started by ``python -m tests.fuzz``."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from pathlib import Path
+
+from tests.fuzz import mutational, targets
+from tests.fuzz.campaign import Plan
+from tests.fuzz.last_input import LastInput
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the engine, target and plan that the parent has written as arguments."""
+    engine, name, frames, seconds, seed, corpus, findings, folder = arguments
+    faulthandler.enable()
+    plan = Plan(
+        int(frames), float(seconds), int(seed), Path(corpus) if corpus else None, Path(findings)
+    )
+    report, last_input = Path(folder) / "report", LastInput(Path(folder) / "last")
+    if engine == mutational.NAME:
+        mutational.fuzz(targets.load(name), plan, last_input).write(report)
+    else:
+        from tests.fuzz import guided
+
+        guided.fuzz(name, plan, report, last_input)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,126 @@
+"""Changes valid bytes the way that finds mistakes in decoders of binary messages.
+
+Random bytes are refused by the first check. What gets deeper is a valid message with one length,
+flag or count changed, a piece of another message in it, or its end missing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from tests.fuzz.json_mutating import change_json
+from tests.fuzz.target import Target
+
+_EDGES = (0, 1, 2, 7, 8, 9, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF)
+_LARGE_EDGES = (1 << 32, (1 << 36) + 1, (1 << 62), (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+_WIDTHS = (1, 2, 4, 8)
+
+
+class Mutator:
+    """Makes new inputs out of known ones.
+
+    Args:
+        chance: Where all decisions come from; the same one makes the same inputs.
+        target: What they are for.
+    """
+
+    def __init__(self, chance: random.Random, target: Target) -> None:
+        self._chance = chance
+        self._words = target.words
+        self._length_limit = target.length_limit
+        self._json_from = target.json_from
+        self._steps: list[Callable[[bytearray, bytes], None]] = [
+            self._change_byte,
+            self._change_bit,
+            self._write_edge,
+            self._write_edge,
+            self._write_length,
+            self._write_length,
+            self._nudge,
+            self._nudge,
+            self._cut,
+            self._remove,
+            self._repeat,
+            self._insert,
+            self._splice,
+        ]
+        if self._words:
+            self._steps += [self._put_word, self._put_word]
+
+    def mutate(self, data: bytes, other: bytes) -> bytes:
+        """Returns ``data`` with a few changes, perhaps with a piece of ``other`` in it."""
+        if self._json_from is not None and self._chance.random() < 0.7:
+            text = change_json(self._chance, data[self._json_from :])
+            if text is not None:
+                return (data[: self._json_from] + text)[: self._length_limit]
+        changed = bytearray(data)
+        for _ in range(self._chance.choice((1, 1, 1, 2, 2, 3, 5))):
+            self._chance.choice(self._steps)(changed, other)
+        return bytes(changed[: self._length_limit])
+
+    def _place(self, data: bytearray, width: int = 0) -> int:
+        return self._chance.randrange(max(len(data) - width, 0) + 1)
+
+    def _change_byte(self, data: bytearray, _: bytes) -> None:
+        if data:
+            data[self._place(data, 1)] = self._chance.randrange(256)
+
+    def _change_bit(self, data: bytearray, _: bytes) -> None:
+        if data:
+            data[self._place(data, 1)] ^= 1 << self._chance.randrange(8)
+
+    def _write(self, data: bytearray, place: int, width: int, number: int) -> None:
+        number &= (1 << 8 * width) - 1
+        data[place : place + width] = number.to_bytes(width, "little")
+
+    def _write_edge(self, data: bytearray, _: bytes) -> None:
+        width = self._chance.choice(_WIDTHS)
+        edges = _EDGES + _LARGE_EDGES if width == 8 else _EDGES
+        self._write(data, self._place(data, width), width, self._chance.choice(edges))
+
+    def _write_length(self, data: bytearray, _: bytes) -> None:
+        """Writes a number that a length or count could be: what follows, in units of something."""
+        width = self._chance.choice(_WIDTHS)
+        place = self._place(data, width)
+        rest = len(data) - place - width
+        unit = self._chance.choice((1, 1, 1, 4, 8, 9, 25, 32))
+        self._write(data, place, width, rest // unit + self._chance.choice((0, 0, -1, 1, -8, 8)))
+
+    def _nudge(self, data: bytearray, _: bytes) -> None:
+        """Adds a little to a number that is there."""
+        width = self._chance.choice(_WIDTHS)
+        place = self._place(data, width)
+        number = int.from_bytes(data[place : place + width], "little")
+        self._write(data, place, width, number + self._chance.choice((-8, -2, -1, 1, 1, 2, 8, 256)))
+
+    def _cut(self, data: bytearray, _: bytes) -> None:
+        del data[self._place(data) :]
+
+    def _remove(self, data: bytearray, _: bytes) -> None:
+        place = self._place(data)
+        del data[place : place + self._chance.choice((1, 1, 4, 8, 16, 32))]
+
+    def _repeat(self, data: bytearray, _: bytes) -> None:
+        start = self._place(data)
+        piece = data[start : start + self._chance.choice((1, 4, 8, 16, 64))]
+        place = self._place(data)
+        data[place:place] = piece * self._chance.choice((1, 1, 2, 16))
+
+    def _insert(self, data: bytearray, _: bytes) -> None:
+        place = self._place(data)
+        data[place:place] = self._chance.randbytes(self._chance.choice((1, 2, 4, 8, 24)))
+
+    def _splice(self, data: bytearray, other: bytes) -> None:
+        if not other:
+            return
+        start = self._chance.randrange(len(other))
+        end = self._chance.randrange(start, len(other)) + 1
+        place = self._place(data)
+        replaced = self._chance.choice((0, end - start, len(data)))
+        data[place : place + replaced] = other[start:end]
+
+    def _put_word(self, data: bytearray, _: bytes) -> None:
+        word = self._chance.choice(self._words)
+        place = self._place(data)
+        data[place : place + self._chance.choice((0, len(word)))] = word

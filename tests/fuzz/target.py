@@ -1,0 +1,62 @@
+"""A target: one decoder, what it may do with any bytes, and valid bytes to start from."""
+
+from __future__ import annotations
+
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_SAMPLED = 64
+"""One input in so many is decoded with its memory measured, which takes ten times as long."""
+_BASE_BYTES = 1 << 20
+"""A frame's header and the lengths in it may take half of it."""
+_FACTOR = 256
+"""A JSON list of empty lists takes about 64 bytes of memory for each byte of it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One decoder.
+
+    Attributes:
+        name: What it is called.
+        run: Decodes the bytes and asserts what must hold. Returns the error with which they were
+            refused, which is of a documented type, or None if they were accepted. Whatever else
+            it raises is a finding.
+        seeds: Returns valid inputs, and inputs near them that were once accepted wrongly.
+        words: Pieces that random bytes hardly ever contain.
+        length_limit: Longest input that is worth the time.
+        json_from: Where a JSON text begins in an input; None where there is none.
+    """
+
+    name: str
+    run: Callable[[bytes], Exception | None]
+    seeds: Callable[[], list[bytes]]
+    words: tuple[bytes, ...] = ()
+    length_limit: int = 512
+    json_from: int | None = None
+
+    def check(self, data: bytes) -> Exception | None:
+        """Runs the target on one input, now and then with a look at the memory it takes."""
+        if zlib.crc32(data) % _SAMPLED:
+            return self.run(data)
+        return self.check_memory(data)
+
+    def check_memory(self, data: bytes) -> Exception | None:
+        """Runs the target on one input and asserts that its size bounds the memory taken.
+
+        The error leads back to this frame, which holds it: the garbage collector will find the two
+        with all that the error's frames hold, as it does where an error is kept in earnest.
+        """
+        limit_bytes = _BASE_BYTES + _FACTOR * len(data)
+        tracemalloc.start()
+        try:
+            refusal = self.run(data)
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak_bytes <= limit_bytes, (
+            f"{len(data)} bytes made {self.name} take {peak_bytes} bytes of memory"
+        )
+        return refusal

@@ -1,0 +1,32 @@
+"""One module for each decoder, with a ``TARGET`` of the module's name."""
+
+from __future__ import annotations
+
+import importlib
+
+from tests.fuzz.target import Target
+
+NAMES = (
+    "frames",
+    "messages",
+    "references",
+    "reference_counts",
+    "compact",
+    "plain",
+    "allowed_pickles",
+    "tensor_table",
+    "buffer_table",
+    "session",
+    "stripes",
+    "greeting",
+    "membership",
+    "meeting",
+    "backward",
+    "stream",
+)
+
+
+def load(name: str) -> Target:
+    """Returns the target of a name, importing what it decodes with only now."""
+    target: Target = importlib.import_module(f"tests.fuzz.targets.{name}").TARGET
+    return target

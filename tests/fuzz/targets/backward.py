@@ -1,0 +1,64 @@
+"""Messages of backward passes: any bytes are a message or refused, and no list is made up."""
+
+from __future__ import annotations
+
+from tests.fuzz.target import Target
+from weft.autograd.codec import PassName, decode, decode_head, encode, encode_head
+from weft.errors import ProtocolError
+from weft.protocol.backward import (
+    Abort,
+    Discover,
+    Failed,
+    Gradients,
+    Message,
+    Progress,
+    Report,
+    Settled,
+)
+
+_PASS_ID = 9
+
+
+def _read_message(data: memoryview) -> None:
+    name, message = decode(_PASS_ID, 0, data)
+    encoded = encode(name, message)
+    assert decode(_PASS_ID, 0, encoded) == (name, message)
+    if isinstance(message, Failed):
+        assert isinstance(message.error, bytes)
+        assert len(message.error) <= len(data)
+
+
+def _read_head(data: memoryview) -> None:
+    name, gradients, end = decode_head(_PASS_ID, 0, data)
+    assert encode_head(name, gradients) == data[:end], "something was made up"
+
+
+def run(data: bytes) -> Exception | None:
+    """Reads a message, or the head of gradients, by the first byte."""
+    if not data:
+        return None
+    try:
+        (_read_head if data[0] & 1 else _read_message)(memoryview(data)[1:])
+    except ProtocolError as error:
+        return error
+    return None
+
+
+def seeds() -> list[bytes]:
+    """Returns every kind of message."""
+    name, progress = PassName(1, _PASS_ID, 2, False), Progress([3, 4], [4], [], [5, 6, 7])
+    messages: tuple[Message, ...] = (
+        Discover((4, 5)),
+        Settled(),
+        Report(progress),
+        Report(Progress()),
+        Failed(3, "matmul", b"\x00error"),
+        Abort(),
+    )
+    heads = [encode_head(name, Gradients(8, [], told)) for told in (None, progress)]
+    return [b"\0" + encode(name, message) for message in messages] + [
+        b"\1" + head + b"values" for head in heads
+    ]
+
+
+TARGET = Target("backward", run, seeds, length_limit=256)

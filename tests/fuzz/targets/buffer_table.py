@@ -1,0 +1,55 @@
+"""The channel table: what is accepted agrees with the buffers that came, within the limit."""
+
+from __future__ import annotations
+
+from tests.fuzz.target import Target
+from weft.channel.table import (
+    FETCHED,
+    BufferEntry,
+    ChannelKind,
+    decode_table,
+    encode_table,
+)
+from weft.errors import ProtocolError
+
+_FOLLOWING = ((), (10,), (10, 300), (0, 0, 5))
+_LIMIT_BYTES = 1 << 20
+
+
+def run(data: bytes) -> Exception | None:
+    """Decodes a table, with the buffers behind it that its first byte says."""
+    if not data:
+        return None
+    following = _FOLLOWING[data[0] % len(_FOLLOWING)]
+    try:
+        table = decode_table(memoryview(data)[1:], following, _LIMIT_BYTES)
+    except ProtocolError as error:
+        return error
+    assert encode_table(*table) == data[1:], "something was made up"
+    if table.entries:
+        assert sum(entry.size_bytes for entry in table.entries) <= _LIMIT_BYTES
+        sizes = tuple(entry.size_bytes for entry in table.entries if entry.kind not in FETCHED)
+        assert sizes == following
+    return None
+
+
+def seeds() -> list[bytes]:
+    """Returns tables with every kind of channel."""
+    inline = BufferEntry(ChannelKind.INLINE, 10)
+    stream = BufferEntry(ChannelKind.STREAM, 300)
+    cma = BufferEntry(ChannelKind.CMA, 2000, 0x7000)
+    shm = BufferEntry(ChannelKind.SHM, 2000, 0, 7)
+    striped = BufferEntry(ChannelKind.STRIPED, _LIMIT_BYTES, 1, 2)
+    return [
+        b"\0",
+        b"\0" + encode_table(1, [cma]),
+        b"\0" + encode_table(2, [shm, shm]),
+        b"\0" + encode_table(3, [striped]),
+        b"\1" + encode_table(4, [inline, cma]),
+        b"\2" + encode_table(5, [inline, shm, stream, cma]),
+        b"\3"
+        + encode_table(6, [BufferEntry(ChannelKind.INLINE, size) for size in (0, 0, 5)] + [shm]),
+    ]
+
+
+TARGET = Target("buffer_table", run, seeds, length_limit=256)

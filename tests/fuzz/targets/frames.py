@@ -1,0 +1,107 @@
+"""The frame parser: any stream is frames or refused, however it is cut, within the limits."""
+
+from __future__ import annotations
+
+import struct
+
+from tests.fuzz.target import Target
+from weft.errors import ProtocolError
+from weft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
+
+CONTROL_LIMIT_BYTES = 120
+FRAME_LIMIT_BYTES = 250
+AHEAD_BYTES = 60
+# The receive buffer is small against the limits, as it is in use, or large.
+_CAPACITIES = (64, 64, 64, 2048)
+
+
+class _Memory:
+    """Counts what a parser takes."""
+
+    def __init__(self) -> None:
+        self.taken_bytes = 0
+        self.largest_bytes = 0
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        assert 0 < size_bytes <= FRAME_LIMIT_BYTES, f"{size_bytes} bytes at once"
+        self.taken_bytes += size_bytes
+        self.largest_bytes = max(self.largest_bytes, size_bytes)
+        return memoryview(bytearray(size_bytes))
+
+
+def _feed(data: bytes, capacity: int, piece_bytes: int) -> tuple[list[Frame], ProtocolError | None]:
+    """Parses ``data`` in pieces; returns the frames, and why the rest was refused."""
+    memory = _Memory()
+    parser = FrameParser(
+        memory.allocate, capacity, CONTROL_LIMIT_BYTES, FRAME_LIMIT_BYTES, AHEAD_BYTES
+    )
+    frames: list[Frame] = []
+    at = 0
+    while at < len(data):
+        size = 0
+        for space in parser.space():
+            assert space.nbytes, "an empty space looks like the end of the connection"
+            part = data[at + size : at + min(size + len(space), piece_bytes)]
+            space[: len(part)] = part
+            size += len(part)
+        at += size
+        try:
+            frames += parser.received(size)
+        except ProtocolError as error:
+            return frames, error
+        # It is taken for what has come, and for what is next, if that has been announced.
+        assert memory.taken_bytes <= at + AHEAD_BYTES + memory.largest_bytes
+    return frames, None
+
+
+def _plain(frame: Frame) -> Frame:
+    return frame._replace(
+        control=bytes(frame.control), buffers=[bytes(buffer) for buffer in frame.buffers]
+    )
+
+
+def _encoded(frame: Frame) -> bytes:
+    buffers = [memoryview(buffer) for buffer in frame.buffers]
+    return _joined(encode_frame(frame.kind, frame.flags, frame.id, bytes(frame.control), buffers))
+
+
+def _joined(parts: list[Buffer]) -> bytes:
+    return b"".join(bytes(part) for part in parts)
+
+
+def run(data: bytes) -> Exception | None:
+    """Parses the rest of ``data`` twice, cut in two ways that its first byte says."""
+    if not data:
+        return None
+    capacity, piece_bytes = _CAPACITIES[data[0] & 3], (data[0] >> 2) + 1
+    stream = data[1:]
+    whole, refusal = _feed(stream, capacity, 1 << 20)
+    cut, cut_refusal = _feed(stream, capacity, piece_bytes)
+    assert (refusal is None) == (cut_refusal is None), (
+        f"whole: {refusal}; in pieces of {piece_bytes}: {cut_refusal}"
+    )
+    for frame in whole:
+        assert len(frame.control) <= CONTROL_LIMIT_BYTES
+        assert len(_encoded(frame)) <= FRAME_LIMIT_BYTES
+    if refusal is None:
+        frames = [_plain(frame) for frame in whole]
+        assert frames == [_plain(frame) for frame in cut]
+        assert stream.startswith(b"".join(map(_encoded, frames)))
+    return refusal
+
+
+def seeds() -> list[bytes]:
+    """Returns streams of frames of every shape, cut in several ways."""
+    plain = _encoded(Frame(4, 2, 7, b"control part", []))
+    one = _encoded(Frame(3, 0, 1 << 63, b"c" * 30, [b"x" * 20]))
+    large = _encoded(Frame(3, 0, 9, b"c" * 50, [b"x" * 90, b"", b"y" * 40]))
+    empty = _encoded(Frame(0, 0, 0, b"", []))
+    many = _encoded(Frame(5, 1, 2, b"", [b"ab"] * 20))
+    beyond = HEADER.pack(1, 0, 2, 10, 0) + struct.pack("<2Q", 1 << 63, 1 << 63)
+    streams = (plain + one + empty, large + plain, many + one, empty * 3, plain + large, beyond)
+    long_control = _encoded(Frame(3, 0, 0, b"c" * CONTROL_LIMIT_BYTES, []))
+    streams += (plain + long_control, HEADER.pack(1, 0, 0xFFFF, 0, 0) + b"\0" * HEADER_BYTES)
+    return [bytes([cut]) + stream for stream in streams for cut in (4 << 2, 17 << 2, 61 << 2 | 3)]
+
+
+TARGET = Target("frames", run, seeds, length_limit=400)

@@ -1,0 +1,76 @@
+"""Registrations and directories: what is accepted has the right types all through."""
+
+from __future__ import annotations
+
+from tests.fuzz.target import Target
+from weft.errors import ProtocolError
+from weft.protocol.membership import Directory, Registration, assemble
+
+_WORDS_OF_JSON = (
+    b'"name" "id" "addresses" "main" "facts" "later_rank" "token" "workers" "refusal" "missing" '
+    b'"has_duplicates" null true false [] {} "" 0 -1 1e999 NaN [[ ]] {"a": "\\ud800" '
+    b"99999999999999999999"
+)
+WORDS = (b": ", b", ", *_WORDS_OF_JSON.split())
+
+
+def assert_sound(registration: Registration) -> None:
+    """Asserts that every field has the type that the rest of Weft counts on."""
+    assert type(registration.name) is str
+    assert type(registration.id) is int
+    assert type(registration.addresses) is tuple
+    assert all(type(address) is str for address in registration.addresses)
+    assert type(registration.main) is str
+    assert type(registration.facts) is dict
+    assert registration.later_rank is None or type(registration.later_rank) is int
+
+
+def _read_registration(data: bytes) -> None:
+    registration = Registration.decode(data)
+    assert_sound(registration)
+    encoded = registration.encode()
+    assert Registration.decode(encoded).encode() == encoded
+
+
+def _read_directory(data: bytes) -> None:
+    directory = Directory.decode(data)
+    assert type(directory.token) is str
+    assert type(directory.refusal) is str
+    assert type(directory.has_duplicates) is bool
+    assert all(type(rank) is int for rank in directory.missing)
+    for registration in directory.workers:
+        assert_sound(registration)
+    encoded = directory.encode()
+    assert Directory.decode(encoded).encode() == encoded
+
+
+def run(data: bytes) -> Exception | None:
+    """Reads one or the other, by the first byte."""
+    if not data:
+        return None
+    try:
+        (_read_directory if data[0] & 1 else _read_registration)(data[1:])
+    except ProtocolError as error:
+        return error
+    return None
+
+
+def registration(rank: int) -> Registration:
+    """Returns what a worker says of itself."""
+    return Registration(f"worker{rank}", rank, ("unix:@x", "tcp:h:1"), "train", {"host": "h"})
+
+
+def seeds() -> list[bytes]:
+    """Returns registrations, a directory, and refusals."""
+    two = {0: registration(0), 1: registration(1)}
+    again = Registration("w", 1 << 14, (), later_rank=3)
+    return [
+        b"\0" + registration(0).encode(),
+        b"\0" + again.encode(),
+        b"\1" + assemble(two, 2, "token", 0.5).encode(),
+        b"\1" + assemble(two, 3, "token", 0.5).encode(),
+        b"\1" + Directory("", (), refusal="no").encode(),
+    ]
+
+
+TARGET = Target("membership", run, seeds, words=WORDS, json_from=1)

@@ -1,0 +1,105 @@
+"""Plain payloads: any bytes are plain values or refused, and the values are encoded as such."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.target import Target
+from weft.errors import SerializationError, WeftError
+from weft.ids import WorkerInfo
+from weft.serialize.names import REBUILDERS
+from weft.serialize.plain import MARK, Encoder, decode
+
+for _warning in ("Sparse", "The PyTorch API of nested tensors"):
+    warnings.filterwarnings("ignore", _warning)
+
+
+class _Reference:
+    """What stays outside, as references do."""
+
+
+def found() -> None:
+    """What every name leads to here."""
+
+
+_EXTERNALS = (_Reference(), _Reference())
+
+
+def _tensors() -> list[Tensor]:
+    """Returns tensors that fit together, and some that do not."""
+    return [
+        torch.zeros(3),
+        torch.zeros(2, 3, dtype=torch.int64),
+        torch.zeros(2, 2, dtype=torch.int8),
+        torch.ones(2, dtype=torch.float64),
+        torch.tensor([0, 2, 3]),
+        torch.zeros(()),
+    ]
+
+
+def _resolve(name: bytes) -> Any:
+    return found
+
+
+def _encoder() -> Encoder:
+    return Encoder(True, (_Reference,))
+
+
+def run(data: bytes) -> Exception | None:
+    """Decodes a value, and what its encoding decodes to."""
+    payload = bytes((MARK,)) + data
+    try:
+        value = decode(payload, _tensors(), _EXTERNALS, _resolve)
+    except WeftError as error:
+        return error
+    encoder = _encoder()
+    try:
+        again = encoder.encode(value)
+    except (SerializationError, RecursionError):
+        return None  # A name may lead to what cannot be sent.
+    decode(again, encoder.tensors, encoder.externals, _resolve)
+    return None
+
+
+def _payloads() -> list[bytes]:
+    tensors = _tensors()
+    own: list[Any] = [1]
+    own.append(own)
+    attributed = torch.zeros(1)
+    attributed.note = "kept"  # type: ignore[attr-defined]
+    coo = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), torch.ones(2), (2, 2))
+    values: list[Any] = [
+        (None, True, False, -5, 1 << 200, 2.5, math.nan, 1 + 2j, "text", b"bytes"),
+        [[], (), {}, set(), frozenset(), {"key": [1, {2: (3,)}]}, {1, "a"}, frozenset([None])],
+        (own, own, {"self": own}),
+        (tensors[0], [tensors[1], tensors[0]], attributed, torch.nn.Parameter(torch.zeros(2))),
+        (torch.float32, torch.device("cpu"), torch.Size([2, 3]), torch.strided),
+        (torch.channels_last, found, torch.add, torch.nn.Linear, OrderedDict(a=1)),
+        (_EXTERNALS[0], _EXTERNALS[1], _EXTERNALS[0]),
+        coo,
+        coo.to_sparse_csr(),
+        torch.empty(2, 3, device="meta"),
+        torch.nested.as_nested_tensor([torch.zeros(1), torch.zeros(2)]),
+        torch.quantize_per_tensor(torch.zeros(2), 0.5, 1, torch.qint8),
+        torch.quantize_per_channel(
+            torch.zeros(2, 2), torch.ones(2), torch.zeros(2, dtype=torch.int64), 0, torch.qint8
+        ),
+        (WorkerInfo("worker0", 1), SerializationError("no")),
+    ]
+    return [_encoder().encode(value)[1:] for value in values]
+
+
+def seeds() -> list[bytes]:
+    """Returns values of every kind, alone and inside each other."""
+    return _payloads()
+
+
+TARGET = Target(
+    "plain", run, seeds, words=tuple(name.encode() for name in sorted(REBUILDERS)), length_limit=512
+)

@@ -1,0 +1,52 @@
+"""Messages about remote references: what is accepted is exactly what is encoded."""
+
+from __future__ import annotations
+
+from tests.fuzz.target import Target
+from weft.errors import ProtocolError
+from weft.ids import ReferenceId
+from weft.wire.references import (
+    Drop,
+    DropAck,
+    Gone,
+    Handed,
+    HandedAck,
+    Hold,
+    HoldAck,
+    Message,
+    NotCreated,
+    NotHanded,
+    decode,
+    encode,
+)
+
+_REFERENCE = ReferenceId(1, 2, 3)
+_EVERY_KIND: tuple[Message, ...] = (
+    Hold(_REFERENCE, 4, 5),
+    HoldAck(_REFERENCE, 6),
+    Gone(_REFERENCE, 7),
+    Drop(_REFERENCE, 8),
+    DropAck(_REFERENCE, 9),
+    NotCreated(_REFERENCE),
+    Handed(10),
+    HandedAck(11),
+    NotHanded(12),
+)
+
+
+def run(data: bytes) -> Exception | None:
+    """Decodes a batch of messages."""
+    try:
+        messages = decode(memoryview(data))
+    except ProtocolError as error:
+        return error
+    assert encode(messages) == data, "something was made up"
+    return None
+
+
+def seeds() -> list[bytes]:
+    """Returns every kind of message alone, and all together."""
+    return [encode([message]) for message in _EVERY_KIND] + [encode(_EVERY_KIND), b""]
+
+
+TARGET = Target("references", run, seeds)

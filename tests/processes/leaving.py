@@ -1,0 +1,74 @@
+"""What the workers do that are shut down while others do not as they should."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from tests.processes.functions import add, identity, wait_until
+from weft import rpc
+from weft.agent.current import current
+from weft.rpc import entering
+from weft.rpc.leaving import Leaving
+
+NAMES = "abc"
+END_LIMIT_S = 0.5
+"""What a worker waits for where somebody hinders it; in programs it is longer."""
+
+_endless = threading.Event()
+_called: list[object] = []
+
+
+def join(name: str, path: str, size: int | None) -> None:
+    entering.END_LIMIT_S = END_LIMIT_S
+    options = rpc.RpcBackendOptions(init_method=f"file://{path}", rpc_timeout=20.0)
+    rpc.init_rpc(name, rank=NAMES.index(name), world_size=size, rpc_backend_options=options)
+
+
+def greet_all() -> None:
+    """Calls all others, so that there are connections."""
+    for info in rpc.get_worker_infos():
+        assert rpc.rpc_sync(info, add, args=(1, 1)) == 2
+
+
+def wait_for_ever() -> None:
+    _endless.wait()
+
+
+def call_for_ever(to: str) -> None:
+    _called.append(rpc.rpc_async(to, wait_for_ever, timeout=0))
+    assert rpc.rpc_sync(to, add, args=(1, 1)) == 2  # It has begun.
+
+
+def send_much(to: str) -> None:
+    """Sends more than fits on the way to a worker that does not read."""
+    for _ in range(3):
+        _called.append(rpc.rpc_async(to, identity, args=("x" * (16 << 20),), timeout=0))
+
+
+def shut_down(limit_s: float) -> tuple[float, Exception | None]:
+    """Returns how many seconds it took, and what went wrong."""
+    begin_s = time.monotonic()
+    problem: Exception | None = None
+    try:
+        rpc.shutdown(timeout=limit_s)
+    except Exception as error:
+        problem = error
+    return time.monotonic() - begin_s, problem
+
+
+def leave_at_once() -> tuple[float, Exception | None]:
+    begin_s = time.monotonic()
+    rpc.shutdown(graceful=False)
+    return time.monotonic() - begin_s, None
+
+
+def names_here() -> list[str]:
+    return [info.name for info in rpc.get_worker_infos()]
+
+
+def await_ready(count: int) -> None:
+    """Returns when so many others have called ``shutdown``, as the leader knows."""
+    leader = current().part(Leaving)._leader
+    assert leader is not None
+    wait_until(lambda: len(leader.ready) == count, lambda: f"only {leader.ready} have")

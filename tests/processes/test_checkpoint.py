@@ -1,0 +1,334 @@
+"""Snapshots of things on several workers: what is in them, where it goes, and what can go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.processes.checkpoint_model import (
+    Training,
+    count_held,
+    equal,
+    last_file,
+    limit_files,
+    linear,
+    write_when_let,
+)
+from tests.processes.checkpoint_training import Counter
+from tests.processes.functions import open_gate
+from weft import checkpoint, rpc
+from weft.errors import (
+    ArgumentTypeError,
+    CallTimeout,
+    CheckpointError,
+    SnapshotCorrupt,
+    SnapshotNotFound,
+    StateMismatch,
+)
+from weft.launch import Cluster
+from weft.nn import RemoteModule
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.keeps("threads", "descriptors", "shared memory", "processes"),
+]
+
+
+def test_a_parameter_without_a_name_goes_by_its_number(group: Cluster, tmp_path: Path) -> None:
+    training = Training("worker0", "worker1", "driver")
+    training.train(2)
+    nameless = {"optimizer": training.optimizer}
+    checkpoint.save(tmp_path, nameless, step=2, random_states=False)
+    expected = training.optimizer.state_dict()["state"]
+    training.train(2)
+    checkpoint.restore(tmp_path, nameless)
+    found = training.optimizer.state_dict()["state"]
+    assert found.keys() == expected.keys()
+    for number, state in expected.items():
+        assert all(torch.equal(state[key], found[number][key]) for key in state)
+
+
+# What can be saved
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        self.numbers = {"a": [1, 2], "b": torch.ones(2)}
+
+
+def test_things_behind_references_keep_who_they_are_and_get_their_content_back(
+    group: Cluster, tmp_path: Path
+) -> None:
+    tensor = rpc.remote("worker0", torch.arange, args=(4.0,))
+    numbers = rpc.remote("worker1", dict, args=([("x", 1)],))
+    counter = rpc.remote("worker1", Counter)
+    generator = rpc.remote("worker0", torch.Generator)
+    module = rpc.remote("worker0", linear, args=(0, 2, 3))
+    own = rpc.RRef([1, 2])
+    state = {
+        "remote": {"tensor": tensor, "numbers": numbers, "counter": counter, "module": module},
+        "random": [generator, torch.Generator().manual_seed(5)],
+        "own": own,
+        "here": nn.Linear(2, 2),
+        "weights": torch.ones(3),
+        "plain": {"text": "t", "tuple": (1, 2.5, None), "bytes": b"b", "list": []},
+    }
+    weight = state["here"].weight.detach().clone()  # type: ignore[union-attr]
+    saved = checkpoint.save(tmp_path, state, step=7)
+    drawn = rpc.rpc_sync("worker0", draw, args=(generator,)), draw(state["random"][1])  # type: ignore[index]
+    before = module.to_here().weight
+    # All of it changes.
+    counter.rpc_sync().count()
+    for changed, function in ((tensor, zero), (numbers, clear), (module, blank), (own, clear)):
+        rpc.rpc_sync(changed.owner(), function, args=(changed,))
+    here, weights, plain = state["here"], state["weights"], state["plain"]
+    blank(here)  # type: ignore[arg-type]
+    weights.zero_()  # type: ignore[union-attr]
+    plain["text"] = "other"  # type: ignore[index, call-overload]
+    assert checkpoint.restore(tmp_path, state) == saved
+    assert tensor.to_here().tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert numbers.to_here() == {"x": 1}
+    assert counter.rpc_sync().state_dict() == {"calls": 0}
+    assert torch.equal(module.to_here().weight, before)
+    assert own.local_value() == [1, 2]
+    assert state["here"] is here
+    assert torch.equal(here.weight, weight)  # type: ignore[union-attr]
+    assert state["weights"] is weights
+    assert weights.tolist() == [1.0, 1.0, 1.0]  # type: ignore[union-attr]
+    assert state["plain"] is plain
+    assert plain == {"text": "t", "tuple": (1, 2.5, None), "bytes": b"b", "list": []}
+    again = rpc.rpc_sync("worker0", draw, args=(generator,)), draw(state["random"][1])  # type: ignore[index]
+    assert again == drawn
+
+
+def draw(generator: Any) -> float:
+    if isinstance(generator, rpc.RRef):
+        generator = generator.local_value()
+    return float(torch.rand((), generator=generator))
+
+
+def zero(tensor: rpc.RRef[Tensor]) -> None:
+    tensor.local_value().zero_()
+
+
+def clear(numbers: rpc.RRef[Any]) -> None:
+    numbers.local_value().clear()
+
+
+def blank(module: Any) -> None:
+    module = module.local_value() if isinstance(module, rpc.RRef) else module
+    with torch.no_grad():
+        module.weight.zero_()
+
+
+def test_what_cannot_be_saved_is_named(group: Cluster, tmp_path: Path) -> None:
+    for state, name in [
+        ({"model": {"lock": threading.Lock()}}, "model/lock is a _thread.lock"),
+        ({"a": rpc.remote("worker0", int)}, "a is a reference to a int"),
+        ({"a": rpc.remote("worker0", dict, args=([("k", {"e": Holder()})],))}, r"a\['k'\]\['e'\]"),
+    ]:
+        with pytest.raises(ArgumentTypeError, match=name):
+            checkpoint.save(tmp_path, state, step=1)
+    assert list(tmp_path.iterdir()) == []
+    assert_nothing_held(group)
+
+
+def assert_nothing_held(group: Cluster) -> None:
+    assert {
+        name: rpc.rpc_sync(name, count_held) for name in [group.name, *group.names]
+    } == dict.fromkeys([group.name, *group.names], 0)
+
+
+# What is not as it was
+
+
+@pytest.fixture
+def saved(group: Cluster, tmp_path: Path) -> Iterator[Training]:
+    """Two snapshots, of steps 1 and 2; nothing has been trained since."""
+    training = Training("worker0", "worker1", "driver")
+    for step in (1, 2):
+        training.train(1)
+        checkpoint.save(tmp_path, training.state, step=step)
+    yield training
+    vars(training).clear()  # The fixture itself is held for longer, and has references.
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "manifest", "no manifest"])
+def test_a_damaged_snapshot_is_refused_and_the_one_before_is_named(
+    group: Cluster, saved: Training, tmp_path: Path, damage: str
+) -> None:
+    path = last_file(tmp_path, "manifest.json" if "manifest" in damage else "1-worker0.pt")
+    data = bytearray(path.read_bytes())
+    if damage == "manifest":
+        path.write_bytes(data.replace(b'"done"', b'"dome"'))
+    elif damage == "no manifest":
+        path.write_bytes(b"")
+    elif damage == "cut":
+        path.write_bytes(data[:-1])
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    saved.train(1)
+    before = saved.parameters()
+    with pytest.raises(SnapshotCorrupt, match=r"damaged.*step=") as caught:
+        checkpoint.restore(tmp_path, saved.state)
+    assert caught.value.alternatives == (1,)
+    assert caught.value.file == str(path)
+    assert equal(saved.parameters(), before)
+    assert saved.state["done"] == 3
+    assert_nothing_held(group)
+    assert checkpoint.restore(tmp_path, saved.state, step=1).step == 1
+    assert saved.state["done"] == 1
+
+
+def test_a_loop_falls_back_over_a_damaged_snapshot_if_it_may(
+    saved: Training, tmp_path: Path
+) -> None:
+    path = last_file(tmp_path, "2-worker1.pt")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(SnapshotCorrupt):
+        checkpoint.resumable(3, tmp_path, saved.state, every=1)
+    steps = checkpoint.resumable(3, tmp_path, saved.state, every=1, fall_back=True)
+    assert steps.first_step == saved.state["done"] == 1
+
+
+def test_a_missing_file_is_named_with_who_wrote_it(saved: Training, tmp_path: Path) -> None:
+    last_file(tmp_path, "2-worker1.pt").unlink()
+    with pytest.raises(SnapshotNotFound, match=r"2-worker1\.pt.*'worker1'") as caught:
+        checkpoint.restore(tmp_path, saved.state)
+    assert caught.value.step == 2
+    with pytest.raises(SnapshotNotFound, match=r"of step 9 .*steps 1, 2"):
+        checkpoint.restore(tmp_path, saved.state, step=9)
+    with pytest.raises(FileNotFoundError, match="no snapshot in"):
+        checkpoint.restore(tmp_path / "elsewhere", saved.state)
+
+
+def test_another_state_is_refused_before_anything_changes(
+    group: Cluster, saved: Training, tmp_path: Path
+) -> None:
+    saved.train(1)
+    before = saved.parameters()
+    layers = saved.state["layers"]
+    wide = RemoteModule("worker1", linear, args=(0, 6, 7))
+    with pytest.raises(StateMismatch) as caught:
+        checkpoint.restore(tmp_path, {**saved.state, "layers": [layers[0], wide, layers[2]]})
+    assert "layers/1:weight has shape (5, 6) in the snapshot and (7, 6) here" in str(caught.value)
+    with pytest.raises(StateMismatch) as caught:
+        checkpoint.restore(tmp_path, {"layers": layers[:2], "doing": 1})
+    assert caught.value.missing == ("doing",)
+    assert caught.value.unexpected == ("done", "layers/2", "optimizer")
+    assert equal(saved.parameters(), before)
+    assert_nothing_held(group)
+    partly = {"layers": layers[:2], "doing": 1}
+    checkpoint.restore(tmp_path, partly, strict=False)
+    assert partly["doing"] == 1
+    now = saved.parameters()
+    assert [torch.equal(*pair) for pair in zip(now, before, strict=True)] == [False] * 4 + [
+        True
+    ] * 2
+
+
+# What goes wrong while saving
+
+
+@pytest.mark.parametrize("worker", ["worker1", "driver"])
+def test_a_full_disk_leaves_the_snapshots_before_and_nothing_else(
+    group: Cluster, saved: Training, tmp_path: Path, worker: str
+) -> None:
+    present = sorted(path.name for path in tmp_path.iterdir())
+    former = rpc.rpc_sync(worker, limit_files, args=(2000,))
+    try:
+        with pytest.raises(CheckpointError, match=f"step 3 failed on worker '{worker}'") as caught:
+            checkpoint.save(tmp_path, saved.state, step=3)
+    finally:
+        rpc.rpc_sync(worker, limit_files, args=(former,))
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.worker == worker
+    assert sorted(path.name for path in tmp_path.iterdir()) == present
+    assert_nothing_held(group)
+    assert checkpoint.save(tmp_path, saved.state, step=3, keep=1).step == 3
+    assert [each.step for each in checkpoint.list_snapshots(tmp_path)] == [3]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_training_goes_on_while_a_snapshot_is_written(group: Cluster, tmp_path: Path) -> None:
+    training = Training("worker0", "worker1", "driver")
+    training.train(2)
+    expected = training.parameters()
+    rpc.rpc_sync("worker0", write_when_let, args=("writing",))
+    pending = checkpoint.save_async(tmp_path, training.state, step=2)
+    losses = training.train(3)
+    assert not pending.done()
+    assert checkpoint.latest(tmp_path) is None
+    with pytest.raises(CallTimeout, match="earlier snapshot is still being written"):
+        checkpoint.save(tmp_path, training.state, step=5, timeout=0.05)
+    rpc.rpc_sync("worker0", open_gate, args=("writing",))
+    assert pending.wait() == checkpoint.latest(tmp_path)
+    checkpoint.restore(tmp_path, training.state)
+    assert equal(training.parameters(), expected)
+    assert training.train(3) == losses
+
+
+def test_what_goes_wrong_in_the_background_is_raised_by_the_future(
+    group: Cluster, tmp_path: Path
+) -> None:
+    state = {"big": rpc.remote("worker0", torch.zeros, args=(1000,))}
+    former = rpc.rpc_sync("worker0", limit_files, args=(2000,))
+    try:
+        pending = checkpoint.save_async(tmp_path, state, step=1)
+        with pytest.raises(CheckpointError, match="worker0"):
+            pending.wait()
+    finally:
+        rpc.rpc_sync("worker0", limit_files, args=(former,))
+    assert list(tmp_path.iterdir()) == []
+
+
+# Disks of their own
+
+
+@pytest.fixture
+def own_disks(group: Cluster, tmp_path: Path) -> Iterator[Path]:
+    """A directory that is another one for each worker."""
+    before = {name: rpc.rpc_sync(name, os.getcwd) for name in [group.name, *group.names]}
+    for name in before:
+        (tmp_path / name).mkdir()
+        rpc.rpc_sync(name, os.chdir, args=(str(tmp_path / name),))
+    yield tmp_path
+    for name, path in before.items():
+        rpc.rpc_sync(name, os.chdir, args=(path,))
+
+
+def test_every_worker_may_have_a_disk_of_its_own(group: Cluster, own_disks: Path) -> None:
+    directory = "/proc/self/cwd/snapshots"
+    training = Training("worker0", "worker1", "driver")
+    for step in (1, 2):
+        training.train(1)
+        checkpoint.save(directory, training.state, step=step, keep=1)
+    files_of = {
+        name: sorted(path.name for path in (own_disks / name).rglob("*.*"))
+        for name in ("driver", "worker0", "worker1")
+    }
+    # The first snapshot is gone from all of them.
+    assert files_of == {
+        "driver": ["0-driver.pt", "manifest.json"],
+        "worker0": ["1-worker0.pt"],
+        "worker1": ["2-worker1.pt"],
+    }
+    manifest = json.loads(last_file(Path(directory), "manifest.json").read_text())
+    seen = {part["worker"]: part["is_seen"] for part in manifest["snapshot"]["parts"]}
+    assert seen == {"driver": True, "worker0": False, "worker1": False}
+    expected = training.parameters()
+    # Who owns something else now has it read by who wrote it.
+    moved = Training("worker1", "driver", "worker0")
+    checkpoint.restore(directory, moved.state)
+    assert equal(moved.parameters(), expected)
+    assert moved.train(2) == training.train(2)

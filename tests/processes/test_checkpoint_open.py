@@ -1,0 +1,74 @@
+"""A worker of an open group dies and comes back: its part is restored, and all go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.processes.checkpoint_model import Training, equal
+from tests.processes.open_workers import OpenWorkers
+from weft import checkpoint, rpc
+from weft.errors import WorkerLost
+from weft.nn import RemoteModule
+
+pytestmark = pytest.mark.timeout(60)
+NAMES = ("driver", "first", "second")
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[OpenWorkers]:
+    # Optimizers import dynamo when the first one is made, which takes a second.
+    started = OpenWorkers("torch._dynamo", "tests.processes.checkpoint_model")
+    yield started
+    started.close()
+
+
+def join(name: str, rank: int, method: str) -> None:
+    options = rpc.RpcBackendOptions(init_method=method, init_timeout=10.0, rpc_timeout=15.0)
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=options)
+
+
+_kept: dict[str, Any] = {}
+
+
+def train_and_save(directory: str) -> None:
+    training = _kept["training"] = Training("first", "second", "second")
+    training.train(2)
+    checkpoint.save(directory, training.state, step=2)
+    _kept["losses"] = training.train(3)
+    _kept["parameters"] = training.parameters()
+
+
+def go_on(directory: str) -> tuple[str, str]:
+    """Goes on without what the dead worker had; returns how the use of that fails."""
+    former = _kept.pop("training")
+    errors = []
+    for use in (lambda: former.layers[1](torch.ones(1, 6)), lambda: former.train(1)):
+        with pytest.raises(WorkerLost) as caught:
+            use()
+        errors.append(caught.value.worker)
+    training = Training("first", "second", "second")
+    checkpoint.restore(directory, training.state)
+    assert training.train(3) == _kept["losses"]
+    assert equal(training.parameters(), _kept["parameters"])
+    again = RemoteModule.init_from_module_rref("second", training.layers[1].module_rref)
+    assert again.on == "second"
+    return errors[0], errors[1]
+
+
+def test_a_worker_that_came_back_gets_its_part_again(warm: OpenWorkers, tmp_path: Path) -> None:
+    method, directory = f"file://{tmp_path}/store", str(tmp_path / "snapshots")
+    try:
+        for rank, name in enumerate(NAMES):
+            warm.do(name, join, name, rank, method)
+        warm.do("driver", train_and_save, directory)
+        warm.kill("second")
+        warm.do("second", join, "second", 2, method)
+        assert warm.do("driver", go_on, directory) == ("second", "second")
+    finally:
+        for name in NAMES:
+            warm.kill(name)

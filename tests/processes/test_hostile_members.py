@@ -1,0 +1,43 @@
+"""Members that send what no worker sends are turned away; the worker and all others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import hostility
+from tests.processes.open_workers import OpenWorkers
+
+ATTEMPTS = 60
+FEW = 12
+FIRST_RANK = 7000
+"""Nobody claims these by accident: who has the rank of another one takes its place."""
+MEMORY_BYTES = 512 << 20
+"""They announce some gigabytes."""
+VICTIM, OTHER, ATTACKER = "victim", "other", "attacker"
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[OpenWorkers]:
+    started = OpenWorkers("tests.processes.hostility", "tests.fuzz.targets.stream")
+    for rank, name in enumerate((VICTIM, OTHER, ATTACKER), FIRST_RANK):
+        started.do(name, hostility.join, name, rank, f"file://{tmp_path / 'store'}")
+    yield started
+    for name in (VICTIM, OTHER, ATTACKER):
+        started.kill(name)
+    started.close()
+
+
+@pytest.mark.parametrize("send", [hostility.send_frames, hostility.send_greetings])
+def test_a_worker_outlives_what_hostile_members_send(workers: OpenWorkers, send: object) -> None:
+    before = workers.do(OTHER, hostility.ask, VICTIM)
+    outcomes = workers.do(ATTACKER, send, VICTIM, 11, ATTEMPTS)
+    assert outcomes["welcome"] > FEW
+    after = workers.do(OTHER, hostility.ask, VICTIM)
+    assert after["name"] == VICTIM
+    assert not after["surprises"], after["surprises"][0]
+    assert after["threads"] < before["threads"] + FEW
+    assert after["largest_bytes"] < before["largest_bytes"] + MEMORY_BYTES
+    assert workers.do(VICTIM, hostility.ask, OTHER)["name"] == OTHER

@@ -1,0 +1,154 @@
+"""``shutdown`` ends within its time, whatever the others do, and says who was waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import leaving
+from tests.processes.leaving import END_LIMIT_S
+from tests.processes.open_workers import OpenWorkers
+from weft.errors import ShutdownError
+
+LIMIT_S = 0.3
+SLACK_S = 1.5
+"""What closing may take beyond the limits, on a machine that is busy otherwise."""
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[OpenWorkers]:
+    workers = OpenWorkers()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def workers(warm: OpenWorkers) -> Iterator[OpenWorkers]:
+    yield warm
+    for name in leaving.NAMES:
+        warm.kill(name)
+
+
+@pytest.fixture
+def closed(workers: OpenWorkers, tmp_path: Path) -> OpenWorkers:
+    """Workers ``a``, which leads, ``b`` and ``c``, in a closed group."""
+    join_all(workers, tmp_path, 3)
+    return workers
+
+
+@pytest.fixture
+def opened(workers: OpenWorkers, tmp_path: Path) -> OpenWorkers:
+    """The same in an open group, where none leads."""
+    join_all(workers, tmp_path, None)
+    return workers
+
+
+def join_all(workers: OpenWorkers, folder: Path, size: int | None) -> None:
+    for name in leaving.NAMES:
+        workers.begin(name, leaving.join, name, str(folder / "store"), size)
+    for name in leaving.NAMES:
+        workers.result(name)
+
+
+def stop(workers: OpenWorkers, name: str) -> None:
+    os.kill(workers.do(name, os.getpid), signal.SIGSTOP)
+
+
+def shut_down(
+    workers: OpenWorkers, name: str, limit_s: float = LIMIT_S, closing_s: float = 0.0
+) -> ShutdownError:
+    """Shuts a worker down, which must fail in time; returns how it did."""
+    took_s, error = workers.do(name, leaving.shut_down, limit_s)
+    assert isinstance(error, ShutdownError), error
+    assert took_s < limit_s + closing_s + SLACK_S, took_s
+    return error
+
+
+def test_who_does_not_call_shutdown_is_named(closed: OpenWorkers) -> None:
+    closed.begin("b", leaving.shut_down, 20.0)
+    error = shut_down(closed, "a")
+    assert error.missing == ("c",)
+    assert "these had not called shutdown: 'c'" in str(error)
+    assert isinstance(closed.result("b")[1], ShutdownError)
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_who_was_stopped_is_named(closed: OpenWorkers, is_connected: bool) -> None:
+    if is_connected:
+        closed.do("a", leaving.greet_all)
+    closed.begin("b", leaving.shut_down, 20.0)
+    stop(closed, "c")
+    assert shut_down(closed, "a", closing_s=END_LIMIT_S).missing == ("c",)
+
+
+def test_who_was_stopped_in_the_middle_is_named(closed: OpenWorkers) -> None:
+    pid = closed.do("c", os.getpid)
+    for name in "bc":
+        closed.begin(name, leaving.shut_down, 20.0)
+    closed.do("a", leaving.await_ready, 2)
+    os.kill(pid, signal.SIGSTOP)
+    error = shut_down(closed, "a")
+    assert error.missing == ("c",)
+    assert "these did not answer: 'c'" in str(error)
+
+
+def test_who_leads_is_named_where_it_does_not_answer(closed: OpenWorkers) -> None:
+    stop(closed, "a")
+    error = shut_down(closed, "b", closing_s=END_LIMIT_S)
+    assert error.missing == ("a",)
+    assert "worker 'a' has not said that all are done" in str(error)
+
+
+@pytest.mark.parametrize("limit_s", [20.0, 0.0])
+def test_who_was_killed_is_not_waited_for(closed: OpenWorkers, limit_s: float) -> None:
+    closed.begin("b", leaving.shut_down, 20.0)
+    closed.kill("c")
+    took_s, error = closed.do("a", leaving.shut_down, limit_s)
+    assert isinstance(error, ShutdownError)
+    assert error.missing == ("c",)
+    assert took_s < SLACK_S
+    assert closed.result("b")[1].missing == ("c",)
+
+
+def test_who_has_calls_under_way_is_named(closed: OpenWorkers) -> None:
+    closed.do("b", leaving.call_for_ever, "c")
+    for name in "bc":
+        closed.begin(name, leaving.shut_down, 20.0)
+    error = shut_down(closed, "a")
+    assert error.missing == ("b", "c")
+    assert "these had calls under way: 'b', 'c'" in str(error)
+
+
+def test_an_endless_function_of_its_own_does_not_keep_a_worker(closed: OpenWorkers) -> None:
+    closed.do("b", leaving.call_for_ever, "a")
+    for name in "bc":
+        closed.begin(name, leaving.shut_down, 20.0)
+    error = shut_down(closed, "a", closing_s=END_LIMIT_S)
+    assert error.missing == ("a", "b")
+
+
+def test_what_cannot_be_sent_does_not_keep_a_worker(closed: OpenWorkers) -> None:
+    closed.do("a", leaving.greet_all)
+    stop(closed, "c")
+    closed.do("a", leaving.send_much, "c")
+    shut_down(closed, "a", closing_s=2 * END_LIMIT_S)
+
+
+def test_leaving_at_once_does_not_wait(closed: OpenWorkers) -> None:
+    closed.do("a", leaving.greet_all)
+    stop(closed, "c")
+    took_s, error = closed.do("a", leaving.leave_at_once)
+    assert error is None
+    assert took_s < SLACK_S
+
+
+def test_a_stopped_member_of_an_open_group_is_named(opened: OpenWorkers) -> None:
+    stop(opened, "c")
+    error = shut_down(opened, "a", closing_s=END_LIMIT_S)
+    assert error.missing == ("c",)
+    assert "these have not answered: 'c'" in str(error)
+    assert opened.do("b", leaving.names_here) == ["b", "c"]

@@ -1,0 +1,55 @@
+"""Messages of more tensors than a worker accepts: the call fails, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.processes import functions
+from weft import rpc
+from weft.agent.current import current
+from weft.errors import SerializationError
+from weft.launch import Cluster
+from weft.rpc.worker import Worker
+
+pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
+LIMIT = 3
+
+
+def limit_tensors(limit: int) -> int:
+    """Sets how many tensors this worker accepts and sends in a message; returns what it was."""
+    parcels = current().part(Worker).parcels
+    before, parcels._tensor_limit = parcels._tensor_limit, limit
+    return before
+
+
+@pytest.fixture(params=["worker0", "driver"])
+def limited(group: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The one worker that accepts and sends few."""
+    before = rpc.rpc_sync(request.param, limit_tensors, args=(LIMIT,))
+    yield request.param
+    rpc.rpc_sync(request.param, limit_tensors, args=(before,))
+
+
+def tensors(count: int, size: int) -> list[Any]:
+    return [torch.full((size,), float(number)) for number in range(count)]
+
+
+def make_with(value: Any) -> None:
+    rpc.remote("worker0", functions.identity, args=(value,)).to_here()
+
+
+@pytest.mark.parametrize("size", [1 << 14, 1 << 18])
+def test_a_call_with_more_fails_and_others_do_not(limited: str, size: int) -> None:
+    reference = rpc.remote("worker0", functions.Accumulator)
+    for count in (LIMIT + 1, 100):
+        with pytest.raises(SerializationError, match=f"at most {LIMIT}.*WEFT_TENSOR_LIMIT"):
+            rpc.rpc_sync("worker0", functions.identity, args=(tensors(count, size),))
+        with pytest.raises(SerializationError, match=f"at most {LIMIT}"):
+            make_with([reference, *tensors(count, size)])
+    fitting = rpc.rpc_sync("worker0", functions.identity, args=(tensors(LIMIT, size),))
+    assert [float(tensor[0]) for tensor in fitting] == [0.0, 1.0, 2.0]
+    assert reference.rpc_sync().add(1.0) == 1.0

@@ -1,0 +1,120 @@
+"""Nothing is unpickled for strangers, whatever they send: not even what members may send."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz.mutating import Mutator
+from tests.fuzz.targets import load
+from tests.processes import functions, unpickling
+from weft import rpc
+from weft.agent.current import current
+from weft.launch import Cluster
+from weft.serialize.exceptions import pack_error
+from weft.serialize.objects import pack
+from weft.transport import addresses
+from weft.wire.frames import HEADER, HEADER_BYTES, encode_frame
+from weft.wire.messages import (
+    ERROR_REPLY,
+    NO_CREATION,
+    CallHead,
+    Kind,
+    ReplyHead,
+    encode_call_head,
+    encode_parcel,
+    encode_reply_head,
+)
+
+pytestmark = pytest.mark.keeps("threads", "descriptors")
+
+WORKER = "worker0"
+LIMIT_S = 5.0
+MUTATED = 150
+MEMORY_BYTES = 64 << 20
+GOODBYE = b"".join(encode_frame(Kind.GOODBYE, 0, 0, b""))
+
+
+def frame(kind: int, flags: int, control: bytes) -> bytes:
+    return b"".join(bytes(part) for part in encode_frame(kind, flags, 1, control))
+
+
+def pickled_call() -> bytes:
+    """A call as a member makes it, which would create a set in the worker."""
+    payload = pack((({1, 2},), {}), main_by_name=True).payload
+    name = f"{functions.__name__}:identity".encode()
+    head = encode_call_head(CallHead(10.0, NO_CREATION, 0, 0, name, ()))
+    return frame(Kind.CALL, 0, encode_parcel(head, payload, b"", b""))
+
+
+def pickled_error() -> bytes:
+    head = encode_reply_head(ReplyHead(0, 0, ()))
+    payload = pack_error(ValueError("no"), "stranger")
+    return frame(Kind.REPLY, ERROR_REPLY, encode_parcel(head, payload, b"", b""))
+
+
+def attempts() -> list[bytes]:
+    """Returns what strangers send: every kind of frame, pickles, false greetings, and mixtures."""
+    pickles = [pickled_call(), pickled_error(), pack({1, 2}, main_by_name=True).payload]
+    of_members = load("stream").seeds()
+    of_strangers = [seed[1:] for seed in load("greeting").seeds() if seed[0] == 0]
+    every_kind = [frame(kind, 0, b"\0" * 24) for kind in Kind]
+    whole = [*pickles, *of_members, *of_strangers, *every_kind]
+    whole += [greeting + pickles[0] for greeting in of_strangers]
+    chance = random.Random(7)
+    mutator = Mutator(chance, load("stream"))
+    mutated = [mutator.mutate(chance.choice(whole), chance.choice(whole)) for _ in range(MUTATED)]
+    return whole + mutated
+
+
+def send(address: addresses.Address, content: bytes) -> bytes:
+    """Sends it all, and nothing more; returns what comes back until the worker has hung up."""
+    with addresses.dial(address, LIMIT_S) as connection:
+        connection.settimeout(LIMIT_S)
+        answer = bytearray()
+        try:
+            connection.sendall(content)
+            connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(4096):
+                answer += part
+        except TimeoutError:
+            raise AssertionError(f"still connected after {content[:80]!r}") from None
+        except OSError:
+            pass  # It has hung up before it had read all.
+        return bytes(answer)
+
+
+@pytest.fixture
+def watched(group: Cluster) -> Iterator[None]:
+    assert rpc.rpc_sync(WORKER, unpickling.watch) > len(unpickling._READERS)
+    yield
+    rpc.rpc_sync(WORKER, unpickling.unwatch)
+
+
+def test_nothing_of_a_stranger_is_unpickled(watched: None) -> None:
+    before_bytes = rpc.rpc_sync(WORKER, unpickling.largest_bytes)
+    listeners = current().find(WORKER).registration.addresses
+    assert {address.partition(":")[0] for address in listeners} == {"unix", "tcp"}
+    challenged = 0
+    for address in map(addresses.parse, listeners):
+        for content in attempts():
+            answer = send(address, content)
+            challenged += answer[:1] == bytes((Kind.CHALLENGE,))
+            said = answer[HEADER_BYTES + HEADER.unpack_from(answer)[3] :] if answer else b""
+            assert said in (b"", GOODBYE), "a stranger is told more than that it proved nothing"
+    assert challenged > MUTATED, "the worker did not even talk to them"
+    assert rpc.rpc_sync(WORKER, unpickling.seen) == []
+    assert rpc.rpc_sync(WORKER, unpickling.largest_bytes) - before_bytes < MEMORY_BYTES
+
+    # The same of a member is noticed: so the worker has been watching.
+    with pytest.raises(Exception, match="something was unpickled"):
+        rpc.rpc_sync(WORKER, functions.identity, args=({1, 2},))
+    assert len(rpc.rpc_sync(WORKER, unpickling.seen)) == 1
+
+
+def test_every_kind_of_frame_is_tried() -> None:
+    tried = {content[0] for content in attempts() if len(content) >= HEADER_BYTES}
+    assert tried >= set(map(int, Kind))

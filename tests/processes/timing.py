@@ -1,0 +1,182 @@
+"""What the workers of the tests of deadlines and cancelling run, and what they note."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from tests.processes.functions import pass_gate, wait_until
+from weft import rpc
+from weft.agent.current import current
+from weft.agent.served_calls import ServedCall
+from weft.rpc.worker import Worker
+
+_noted: defaultdict[str, list[Any]] = defaultdict(list)
+LIMIT_S = 15.0
+
+
+def note(name: str, value: Any = None) -> None:
+    _noted[name].append(value)
+
+
+def noted(name: str) -> list[Any]:
+    return _noted[name]
+
+
+def open_calls() -> int:
+    """Returns how many calls of others this worker knows, this one not counted."""
+    return sum(len(peer.served) for peer in current().peers.values()) - 1
+
+
+def parked(reference: rpc.RRef[Any]) -> int:
+    """Returns how many calls wait here for a value to be made."""
+    owned = current().part(Worker).references.value_of(reference.id)
+    return len(owned._callbacks or ())
+
+
+# Time
+
+
+def time_left() -> float:
+    return rpc.remaining_time()
+
+
+def time_left_at(to: str, timeout: float) -> float:
+    return rpc.rpc_sync(to, time_left, timeout=timeout)
+
+
+async def time_left_soon() -> list[float]:
+    """Returns what this coroutine and two tasks that it starts are told."""
+
+    async def ask() -> float:
+        await asyncio.sleep(0)
+        return rpc.remaining_time()
+
+    others = await asyncio.gather(ask(), ask())
+    return [rpc.remaining_time(), *others]
+
+
+@rpc.async_execution
+def time_left_afterwards(to: str) -> Future[float]:
+    return rpc.rpc_async(to, time_left).then(lambda done: done.wait() and rpc.remaining_time())
+
+
+@rpc.async_execution
+def time_left_of_a_nested_call(to: str) -> Future[float]:
+    return rpc.rpc_async(to, time_left, timeout=0)
+
+
+class Value:
+    """A value whose method says how much time there is."""
+
+    def time_left(self) -> float:
+        return rpc.remaining_time()
+
+
+def call_detached(to: str) -> float:
+    with rpc.detached():
+        return rpc.rpc_sync(to, time_left, timeout=0)
+
+
+def wait_nested(to: str) -> None:
+    """Notes how a call that is not answered, and may take for ever, ends."""
+    try:
+        rpc.rpc_sync(to, pass_gate, args=("never",), timeout=0)
+    except Exception as error:
+        note("nested", error)
+        note_refused("refused", to)
+
+
+def note_refused(name: str, to: str) -> None:
+    """Notes the errors of calls that are made now, in each of the ways."""
+    for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        try:
+            call(to, note, args=("must not run",))  # type: ignore[operator]
+        except Exception as error:
+            note(name, error)
+
+
+# Giving up
+
+
+def hold_until_cancelled(name: str, count: int) -> None:
+    """Keeps its thread until so many calls that wait behind it are cancelled."""
+    _hold(name, count, lambda call: call.was_cancelled)
+
+
+def hold_until_one_waits(name: str, seconds: float) -> None:
+    """Keeps its thread until a call has waited behind it for so long."""
+    _hold(name, 1, lambda call: time.monotonic() - call.arrived_s > seconds)
+
+
+def _hold(name: str, count: int, is_meant: Callable[[ServedCall], bool]) -> None:
+    def is_there() -> bool:
+        if not noted(name) and sum(is_meant(call) for call in _waiting_here()) >= count:
+            note(name)  # For the others that hold: what was waiting is gone soon.
+        return bool(noted(name))
+
+    wait_until(is_there, lambda: "none waits that is meant", LIMIT_S)
+
+
+def _waiting_here() -> list[ServedCall]:
+    """Returns the calls of others that have not begun, but for those that will hold."""
+    calls = [call for peer in current().peers.values() for call in peer.served.copy().values()]
+    frames = [(call, call.frame) for call in calls]
+    return [call for call, frame in frames if frame and b"hold_until" not in bytes(frame.control)]
+
+
+def until_cancelled(name: str) -> None:
+    """Runs until nobody waits for it."""
+    note(name, "begins")
+    wait_until(rpc.is_cancelled, lambda: "nobody has cancelled it", LIMIT_S)
+    note(name, "ends")
+
+
+def until_nested_is_cancelled(to: str, name: str) -> None:
+    try:
+        rpc.rpc_sync(to, until_cancelled, args=(name,), timeout=0)
+    except Exception as error:
+        note(name, error)
+
+
+async def sleep_until_cancelled(name: str) -> None:
+    note(name, "begins")
+    try:
+        await asyncio.get_running_loop().create_future()
+    except asyncio.CancelledError:
+        note(name, "cancelled")
+        raise
+
+
+async def await_until_cancelled(to: str, name: str) -> None:
+    await rpc.rpc_async(to, sleep_until_cancelled, args=(name,), timeout=0)
+
+
+@rpc.async_execution
+def continue_until_cancelled(to: str, name: str) -> Future[None]:
+    call = rpc.rpc_async(to, until_cancelled, args=(name,), timeout=0)
+
+    def note_end(done: Future[None]) -> None:
+        note(name, rpc.is_cancelled())
+        note_refused(name + " refused", to)
+        done.wait()
+
+    return call.then(note_end)
+
+
+def cleanup_when_cancelled(to: str, name: str) -> None:
+    note(name, "begins")
+    wait_until(rpc.is_cancelled, lambda: "nobody has cancelled it", LIMIT_S)
+    with rpc.detached():
+        rpc.rpc_sync(to, note, args=(name, "cleaned up"))
+
+
+def note_and_return(name: str, *_: Any) -> torch.Tensor:
+    note(name)
+    return torch.ones(3)

@@ -1,0 +1,57 @@
+"""Which seeds a simulation tries, and how a failure says how to try its seed again.
+
+``WEFT_SEED=<seed>`` runs one seed alone and prints what happened in it, if it fails. ``WEFT_SEEDS``
+sets how many seeds each test tries, for a long run: ``WEFT_SEEDS=10000 pytest -n 2 --timeout 0``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import pytest
+
+BATCH = 50
+MOST_BATCHES = 200
+"""A test that tries very many seeds does so in larger batches."""
+
+LINES_SHOWN = 400
+
+
+def batches(count: int) -> list[range]:
+    """Returns the seeds that a test tries: ``count``, unless the environment says otherwise."""
+    chosen = os.environ.get("WEFT_SEED")
+    if chosen is not None:
+        return [range(int(chosen), int(chosen) + 1)]
+    count = int(os.environ.get("WEFT_SEEDS", count))
+    size = max(BATCH, count // MOST_BATCHES)
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def name_of(batch: range) -> str:
+    """Names a batch for pytest."""
+    return f"from-seed-{batch.start}"
+
+
+def try_seeds(
+    batch: range,
+    start: Callable[[int], Callable[[], None]],
+    trace_of: Callable[[], Iterable[object]] = list,
+) -> None:
+    """Runs every seed of a batch, and says of one that fails how to run it again.
+
+    Args:
+        batch: The seeds.
+        start: Given a seed, returns what runs it.
+        trace_of: Returns what happened in the run that was started last.
+    """
+    for seed in batch:
+        try:
+            start(seed)()
+        except Exception as error:
+            if len(batch) == 1:
+                for line in list(trace_of())[-LINES_SHOWN:]:
+                    print(line)
+                raise
+            test = os.environ.get("PYTEST_CURRENT_TEST", "").split("[")[0].replace(" (call)", "")
+            pytest.fail(f"seed {seed}: {error!r}; replay it with WEFT_SEED={seed} pytest '{test}'")

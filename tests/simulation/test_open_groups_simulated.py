@@ -1,0 +1,189 @@
+"""Open groups: workers join, leave politely, die and come back as another life, all at once.
+
+Each seed is a group on a network that breaks connections and delays everything. Who leaves follows
+``docs/protocols/membership.md``: it says so, waits until everybody has noted it, serves what was on
+its way, drops its references, and goes when its last words have arrived. So a call to it that the
+caller could make without knowing is answered. ``WEFT_SEED=<seed>`` runs one seed alone and prints
+what happened; ``WEFT_SEEDS`` sets how many are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.simulation.group_member import Member
+from tests.simulation.group_world import GroupWorld
+from tests.simulation.seeds import batches, name_of, try_seeds
+from weft.protocol.shutdown import Step
+
+END_S = 3000.0
+PLACES = 5
+
+
+class Worker(Member):
+    """A worker that leaves when its program is at its end."""
+
+    is_leaving = False
+    is_settling = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.departing: set[int] = set()
+        self.unnoted: set[int] = set()
+
+    def callable_peers(self) -> list[int]:
+        return [peer for peer in super().callable_peers() if peer not in self.departing]
+
+    def on_finished(self) -> None:
+        self.is_leaving = True
+        for peer, half in self.node.halves.items():
+            if not half.is_lost:
+                self.announce(peer)
+
+    def announce(self, peer: int) -> None:
+        """Tells a peer that this worker leaves."""
+        self.unnoted.add(peer)
+        self.send(peer, ("step", Step.LEAVING))
+
+    def on_message(self, peer: int, message: tuple[Any, ...]) -> None:
+        if message[1] is Step.LEAVING:
+            self.departing.add(peer)
+            self.send(peer, ("step", Step.NOTED))
+        else:
+            assert message[1] is Step.NOTED
+            self.unnoted.discard(peer)
+
+    def on_lost(self, peer: int, cause: str) -> None:
+        self.unnoted.discard(peer)
+        left = peer in self.group.run.left
+        before = len(self.failed)
+        super().on_lost(peer, cause)
+        if left and len(self.failed) > before:
+            self.group.run.impolite.append((self.id, peer, self.failed[before:]))
+
+    def on_tick(self) -> None:
+        """Goes through the stages of leaving."""
+        references = self.group.references
+        if not self.is_leaving or self.unnoted:
+            return
+        if not self.is_settling and self.is_idle:
+            self.is_settling = True
+            references.drop_all(self.id)
+        if self.is_settling and self._is_done():
+            self.is_gone = True
+            self.group.run.leave(self)
+
+    def _is_done(self) -> bool:
+        is_settled = self.group.references.machines[self.id].is_settled()
+        return self.is_idle and is_settled and self._are_last_words_heard()
+
+    def _are_last_words_heard(self) -> bool:
+        return all(
+            half.is_lost or half.outgoing.acknowledged >= half.message_position
+            for half in self.node.halves.values()
+        )
+
+
+class Run:
+    """A group, and what happens to it."""
+
+    def __init__(self, seed: int) -> None:
+        self.world = GroupWorld(seed, Worker, self)
+        self.chance = self.world.chance
+        self.left: set[int] = set()
+        self.killed: set[int] = set()
+        self.impolite: list[tuple[Any, ...]] = []
+        for _ in range(self.chance.randint(1, 3)):
+            self.join()
+
+    def join(self) -> None:
+        """Begins a life at a place that is free, if there is one."""
+        taken = {member.node.place for member in self.world.members.values()}
+        if len(taken) < PLACES:
+            place = self.chance.choice([place for place in range(PLACES) if place not in taken])
+            newcomer = self.world.join(place)
+            for member in self.world.members.values():
+                if member.is_leaving:
+                    member.announce(newcomer.id)
+
+    def leave(self, worker: Worker) -> None:
+        """Ends a life that has come to its end."""
+        leaks = self.world.references.machines[worker.id].leaks()
+        held = [leak for leak in leaks if leak.reference.owner != worker.id]
+        assert not held, f"G4: {worker.id} leaves, but holds {held}"
+        self.left.add(worker.id)
+        self.world.note(worker.id, "leaves")
+        self.world.kill(worker.id)
+
+    def act(self, steps: int, may_die: bool) -> None:
+        for _ in range(steps):
+            kind = self.chance.random()
+            if kind < 0.2:
+                self.join()
+            elif kind < 0.6:
+                self._trouble(may_die)
+            self.world.timeline.run_for(self.chance.choice((0.01, 0.3, 2.0)))
+
+    def _trouble(self, may_die: bool) -> None:
+        world, kind = self.world, self.chance.random()
+        if not world.members:
+            return
+        member = self.chance.choice(list(world.members.values()))
+        if kind < 0.6:
+            world.note("a connection breaks")
+            world.streams.break_any()
+        elif kind < 0.8:
+            world.note(member.id, "is frozen")
+            member.node.freeze(self.chance.choice((0.2, 5.0, 30.0)))
+        elif may_die:
+            self.killed.add(member.id)
+            world.kill(member.id, is_silent=self.chance.random() < 0.5)
+
+    def rest(self) -> None:
+        """Waits until nothing is under way, and looks whether the owners know what is true."""
+        world = self.world
+        world.streams.calm()
+        world.timeline.run_until(world.is_calm, END_S, "the group never comes to rest")
+        world.references.check_calm()
+
+    def end(self) -> None:
+        """Waits until everybody has left."""
+        self.world.streams.calm()
+        self.world.timeline.run_until(lambda: not self.world.members, END_S, "some can never leave")
+        assert not self.impolite, f"calls to who left gracefully are lost: {self.impolite}"
+        pairs = self.world.references._lost_pairs
+        strays = [pair for pair in pairs if not pair & (self.left | self.killed)]
+        assert not strays, f"lost, though alive: {strays}"
+        twice = [call for call, count in self.world.ran.items() if count > 1]
+        assert not twice, f"calls ran twice: {twice}"
+
+
+def come_and_go(run: Run) -> None:
+    """Everybody comes and leaves in order."""
+    run.act(20, may_die=False)
+    run.rest()
+    run.act(10, may_die=False)
+    run.end()
+
+
+def come_and_die(run: Run) -> None:
+    """Some die, and others begin at their places."""
+    run.act(20, may_die=True)
+    run.rest()
+    run.act(10, may_die=True)
+    run.end()
+
+
+@pytest.mark.parametrize("program", [come_and_go, come_and_die])
+@pytest.mark.parametrize("batch", batches(200), ids=name_of)
+def test_who_leaves_owes_nobody_an_answer(batch: range, program: Callable[[Run], None]) -> None:
+    runs: list[Run] = []
+
+    def start(seed: int) -> Callable[[], None]:
+        runs[:] = [Run(seed)]
+        return lambda: program(runs[0])
+
+    try_seeds(batch, start, lambda: runs[0].world.trace)

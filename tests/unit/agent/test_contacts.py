@@ -1,0 +1,592 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.agent.group import KEY, LIMIT_S, Member, group_of, wait_until
+from weft import knobs
+from weft.agent import contacts
+from weft.agent.connector import Connector, Terms
+from weft.agent.peers import Peer
+from weft.agent.protection import Patience
+from weft.transport import addresses
+from weft.transport.handshake import Greeting, Handshake
+from weft.transport.link import LinkClosed
+from weft.transport.resumable import ResumableLink
+from weft.wire.frames import Frame, encode_frame
+from weft.wire.messages import Kind
+
+HEAD = struct.Struct("<III")
+AT_ONCE_S = 5.0
+"""Less than any patience, and more than a slow moment of the machine."""
+
+
+class Inbox:
+    """What came to a member; each writer's frames are to come once and in order."""
+
+    def __init__(self, member: Member) -> None:
+        self.count = 0
+        self.wrong: list[object] = []
+        self._next: dict[int, int] = {}
+        member.agent.on(Kind.CALL, self._take, inline=True)
+
+    def _take(self, peer: Peer, frame: Frame) -> None:
+        writer, number, size = HEAD.unpack_from(frame.control)
+        if self._next.get(writer, 0) != number:
+            self.wrong.append((writer, number, self._next.get(writer)))
+        self._next[writer] = number + 1
+        if [bytes(buffer) for buffer in frame.buffers] != [content(number, size)]:
+            self.wrong.append((writer, number, "content"))
+        self.count += 1
+
+
+def content(number: int, size: int) -> bytes:
+    return bytes([number % 251]) * size
+
+
+def send(member: Member, other: Member, number: int, size: int = 10, writer: int = 0) -> None:
+    parts = encode_frame(
+        Kind.CALL, 0, 0, HEAD.pack(writer, number, size), [memoryview(content(number, size))]
+    )
+    member.agent.send(member.peer(other), parts, may_block=bool(number % 2))
+
+
+class Pair:
+    """Two members with a session, which the first has dialled, and what came to each."""
+
+    def __init__(self, members: list[Member]) -> None:
+        self.dialler, self.acceptor = members
+        self.inboxes = [Inbox(member) for member in members]
+        for member in members:
+            member.start()
+        self.dialler.agent.connect(self.dialler.peer(self.acceptor))
+        wait_until(lambda: self.acceptor.peer(self.dialler).link)
+
+    @property
+    def links(self) -> tuple[ResumableLink, ResumableLink]:
+        return self.dialler.session(self.acceptor), self.acceptor.session(self.dialler)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether both are connected, by the same connection."""
+        one, other = self.links
+        is_one = one.last_attempt == other.last_attempt
+        return is_one and not one.is_broken and not other.is_broken
+
+    def lost(self) -> list[str]:
+        peers = self.dialler.peer(self.acceptor), self.acceptor.peer(self.dialler)
+        return [peer.lost.cause for peer in peers if peer.lost is not None]
+
+    def check(self, first_number: int = 0) -> None:
+        """Sends both ways, and waits until all of it has come."""
+        counts = [inbox.count for inbox in self.inboxes]
+        for number in range(first_number, first_number + 3):
+            send(self.dialler, self.acceptor, number)
+            send(self.acceptor, self.dialler, number)
+        wait_until(lambda: [inbox.count for inbox in self.inboxes] == [n + 3 for n in counts])
+        assert [inbox.wrong for inbox in self.inboxes] == [[], []]
+
+
+@contextlib.contextmanager
+def pair_of(patience: Patience | None = None) -> Iterator[Pair]:
+    with group_of(2, over="tcp", patience=patience) as members:
+        yield Pair(members)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with pair_of() as made:
+        yield made
+
+
+# Sessions go on
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_is_cut_every_message_comes_once_and_in_order(pair: Pair, seed: int) -> None:
+    choose, stop, counts = random.Random(seed), threading.Event(), [0, 0]
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def write(side: int, writer: int) -> None:
+        members = (pair.dialler, pair.acceptor)
+        number = 0
+        while not stop.is_set():
+            size = (10, 3000, 400_000)[number % 40 // 19]
+            send(members[side], members[1 - side], number, size, writer)
+            number += 1
+            if number % 20 == 0:
+                time.sleep(0.001)
+        with lock:
+            counts[1 - side] += number
+
+    lock = threading.Lock()
+    threads = [
+        threading.Thread(target=write, args=(side, writer)) for side in (0, 1) for writer in (1, 2)
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in range(60):
+        sides = choose.choice([(0,), (1,), (0, 1)])
+        for side in sides:
+            members = (pair.dialler, pair.acceptor)
+            members[side].cut(members[1 - side])
+        if choose.random() < 0.7:
+            wait_until(lambda: pair.is_sound)
+        time.sleep(choose.random() * 0.003)
+    stop.set()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    wait_until(lambda: [inbox.count for inbox in pair.inboxes] == counts)
+    assert [inbox.wrong for inbox in pair.inboxes] == [[], []]
+    assert pair.lost() == []
+    assert pair.links[0].resumption_count >= 20
+    wait_until(lambda: pair.is_sound and len(os.listdir("/proc/self/fd")) <= descriptors)
+    assert sum("weft-" in thread.name for thread in threading.enumerate()) <= 20
+
+
+def test_after_a_while_nothing_is_kept_and_nothing_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(contacts, "_ACKNOWLEDGE_S", 0.01)
+    with pair_of(Patience(0.5, 15.0)) as pair:
+        for number in range(5):
+            send(pair.dialler, pair.acceptor, number, 100_000)
+        wait_until(lambda: all(link._outgoing.kept_bytes <= 24 for link in pair.links))
+        sent = [link.bytes_sent for link in pair.links]
+        looks = ticks_of(pair.dialler, monkeypatch)
+        wait_until(lambda: len(looks) >= 5)
+        assert [link.bytes_sent for link in pair.links] == sent
+        assert pair.lost() == []
+
+
+def ticks_of(member: Member, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Returns a list that gets the times at which a member looks at its sessions."""
+    seen: list[float] = []
+    housekeeper = member.agent.housekeeper
+    assert housekeeper is not None
+    housekeeper._jobs.append(lambda now_s: seen.append(now_s) or now_s + 0.01)
+    housekeeper.nudge(0.0)
+    return seen
+
+
+def test_a_connection_that_breaks_as_soon_as_it_is_made_is_made_again() -> None:
+    for _ in range(5):
+        with group_of(2, over="tcp") as members:
+            cutter = threading.Thread(target=cut_first, args=members)
+            cutter.start()
+            pair = Pair(members)
+            cutter.join(LIMIT_S)
+            pair.check()
+            assert pair.lost() == []
+
+
+def cut_first(member: Member, other: Member) -> None:
+    wait_until(lambda: member.peer(other).link)
+    member.cut(other)
+
+
+def test_a_dialler_whose_first_welcome_was_lost_gets_in_with_the_same_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    receive, lost_names = Handshake.receive, []
+
+    def break_first(handshake: Handshake, kind: Kind, *arguments: Any) -> Greeting:
+        if kind == Kind.WELCOME and not lost_names:
+            wait_until(lambda: second.peer(first).link)
+            lost_names.append(second.session(first).name)
+            handshake._connection.close()
+            raise ConnectionResetError("the welcome was lost")
+        return receive(handshake, kind, *arguments)
+
+    monkeypatch.setattr(Handshake, "receive", break_first)
+    with group_of(2, over="tcp") as members:
+        first, second = members
+        pair = Pair(members)
+        assert [link.name for link in pair.links] == lost_names * 2
+        assert pair.links[0].last_attempt == 2
+        pair.check()
+        assert len(second.agent.links.all()) == 1
+        # What was counted differently by the two sides must not matter later.
+        first.cut(second)
+        wait_until(lambda: pair.is_sound)
+        pair.check(3)
+
+
+def test_a_resumption_whose_welcome_was_lost_is_tried_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, lost = Handshake.receive, []
+
+    def break_first(handshake: Handshake, kind: Kind, *arguments: Any) -> Greeting:
+        greeting = receive(handshake, kind, *arguments)
+        if kind == Kind.WELCOME and "position" in greeting.facts and not lost:
+            lost.append(greeting)
+            raise ConnectionResetError("the welcome was lost")
+        return greeting
+
+    pair.check()
+    monkeypatch.setattr(Handshake, "receive", break_first)
+    pair.acceptor.cut(pair.dialler)
+    wait_until(lambda: lost and pair.is_sound)
+    pair.check(3)
+    one, other = pair.links
+    assert one.last_attempt >= 3
+    assert one.resumption_count < other.resumption_count
+    # Which of the connections it is that stands, both know nevertheless.
+    count = one.resumption_count
+    pair.acceptor.agent._connector.probe(pair.acceptor.peer(pair.dialler), other, LIMIT_S)
+    wait_until(lambda: one.resumption_count > count and pair.is_sound)
+    pair.check(6)
+
+
+def test_a_question_about_an_earlier_connection_disturbs_nobody(pair: Pair) -> None:
+    one, other = pair.links
+    pair.dialler.cut(pair.acceptor)
+    wait_until(lambda: one.resumption_count and pair.is_sound)
+    probe, peer = pair.acceptor.agent._connector.probe, pair.acceptor.peer(pair.dialler)
+    probe(peer, other, LIMIT_S)
+    wait_until(lambda: one.resumption_count >= 2 and pair.is_sound)
+    count, other.last_attempt = one.resumption_count, other.last_attempt - 1
+    probe(peer, other, LIMIT_S)
+    other.last_attempt += 1
+    pair.check()
+    assert one.resumption_count == count
+
+
+def test_the_side_that_did_not_dial_has_the_other_one_resume(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the end of the connection does not reach the dialler."""
+    monkeypatch.setattr("weft.transport.resumable._shut", lambda connection: None)
+    pair.links[1].break_off("the network dropped it")
+    wait_until(lambda: pair.links[1].resumption_count == 1 and pair.is_sound)
+    pair.check()
+
+
+def test_silence_has_a_new_connection_tried_beside_the_old_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silence_s, silent = ResumableLink.silence_s, threading.Event()
+
+    def deafened(link: ResumableLink) -> float | None:
+        is_deaf = silent.is_set() and not link.resumption_count
+        return 0.3 if is_deaf else silence_s(link)
+
+    monkeypatch.setattr(ResumableLink, "silence_s", deafened)
+    with pair_of(Patience(0.4, LIMIT_S)) as pair:
+        pair.check()
+        silent.set()
+        wait_until(lambda: pair.links[0].resumption_count and pair.is_sound)
+        silent.clear()
+        pair.check(3)
+        assert pair.lost() == []
+
+
+def freeze(member: Member, other: Member) -> Callable[[], None]:
+    """Has a member neither read nor accept, though its system does; returns what ends that."""
+    link, reactor = member.session(other), member.agent.reactor
+    assert link.reading.acquire(timeout=LIMIT_S)
+    reactor.pause_reading(member.listener.fileno())
+
+    def thaw() -> None:
+        link.reading.release()
+        reactor.resume_reading(link.read_fd)
+        reactor.resume_reading(member.listener.fileno())
+
+    return thaw
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_worker_that_is_busy_and_does_not_read_is_not_lost(frozen: int) -> None:
+    """Also when so much waits for it that its system has no room for more."""
+    with pair_of(Patience(0.3, 0.3)) as pair:
+        members = pair.dialler, pair.acceptor
+        busy, other = members[frozen], members[1 - frozen]
+        pair.check()
+        thaw = freeze(busy, other)
+        inbox = pair.inboxes[frozen]
+        for number in range(3, 33):
+            parts = HEAD.pack(0, number, 1_000_000)
+            buffer = memoryview(content(number, 1_000_000))
+            message = encode_frame(Kind.CALL, 0, 0, parts, [buffer])
+            other.agent.send(other.peer(busy), message, may_block=False)
+        time.sleep(1.3)  # The kernel's probes are by now rarer than the patience is long.
+        assert pair.lost() == []
+        thaw()
+        wait_until(lambda: inbox.count == 33)
+        assert inbox.wrong == []
+
+
+def test_memory_of_a_slow_peer_is_bounded_and_who_waits_goes_on() -> None:
+    with knobs.SESSION_LIMIT_BYTES.override(1 << 20), pair_of() as pair:
+        thaw = freeze(pair.acceptor, pair.dialler)
+        sent = []
+
+        def write() -> None:
+            for number in range(1, 200, 2):
+                pair.dialler.agent.send(
+                    pair.dialler.peer(pair.acceptor),
+                    encode_frame(Kind.CALL, 0, 0, HEAD.pack(number, 0, 100_000), [chunk]),
+                )
+                sent.append(number)
+
+        chunk = memoryview(content(0, 100_000))
+        writer = threading.Thread(target=write)
+        writer.start()
+        link = pair.links[0]
+        wait_until(lambda: link._outgoing.kept_bytes > 1 << 20)
+        time.sleep(0.05)
+        assert link._outgoing.kept_bytes < (1 << 20) + 200_000
+        assert len(sent) < 100
+        thaw()
+        writer.join(LIMIT_S)
+        wait_until(lambda: pair.inboxes[1].count == 100)
+
+
+# Sessions end
+
+
+def close_listener(member: Member) -> None:
+    member.agent.reactor.forget(member.listener.fileno())
+    member.listener.close()
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_peer_that_listens_no_more_is_lost_at_once(pair: Pair, gone: int) -> None:
+    members = pair.dialler, pair.acceptor
+    missing, other = members[gone], members[1 - gone]
+    close_listener(missing)
+    peer = other.peer(missing)
+    began_s = time.monotonic()
+    missing.agent.contacts.forget(missing.peer(other))  # It does nothing about the break.
+    other.session(missing).break_off("reset")
+    wait_until(lambda: peer.lost)
+    assert time.monotonic() - began_s < AT_ONCE_S
+    assert peer.lost is not None
+    assert "refused" in peer.lost.cause
+
+
+def test_a_peer_that_has_forgotten_the_session_is_lost_at_once_and_on_both_sides(
+    pair: Pair,
+) -> None:
+    pair.links[1].name = "another session"
+    began_s = time.monotonic()
+    pair.dialler.cut(pair.acceptor)
+    wait_until(lambda: len(pair.lost()) == 2)
+    assert time.monotonic() - began_s < AT_ONCE_S
+    causes = pair.lost()
+    assert "there is no such session" in causes[0]
+
+
+def test_a_peer_that_was_lost_is_turned_away(pair: Pair) -> None:
+    pair.acceptor.agent.lose(pair.acceptor.peer(pair.dialler), "a test")
+    wait_until(lambda: len(pair.lost()) == 2)
+    assert "turned away: this group lost worker 'worker0' before" in pair.lost()[0]
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_goodbye_is_the_end_and_nobody_dials(
+    pair: Pair, leaver: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialled: list[str] = []
+    for name in ("resume", "probe"):
+        monkeypatch.setattr(Connector, name, lambda *_, name=name: dialled.append(name))
+    pair.check()
+    members = pair.dialler, pair.acceptor
+    began_s = time.monotonic()
+    members[leaver].close()
+    assert time.monotonic() - began_s < AT_ONCE_S - 1
+    wait_until(lambda: pair.lost())
+    assert dialled == []
+
+
+def test_two_that_leave_at_once_do_not_wait_for_each_other(pair: Pair) -> None:
+    pair.check()
+    threads = [threading.Thread(target=m.close) for m in (pair.dialler, pair.acceptor)]
+    began_s = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert time.monotonic() - began_s < AT_ONCE_S - 1
+
+
+def unreachable(*_: object) -> socket.socket:
+    raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+
+def test_who_cannot_be_reached_is_lost_when_the_time_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pair_of(Patience(LIMIT_S, 0.2)) as pair:
+        monkeypatch.setattr(addresses, "dial", unreachable)
+        began_s = time.monotonic()
+        pair.dialler.cut(pair.acceptor)
+        wait_until(lambda: len(pair.lost()) == 2)
+        assert 0.2 <= time.monotonic() - began_s < AT_ONCE_S
+        assert all("could not be made again" in cause for cause in pair.lost())
+        assert all("No route to host" in cause for cause in pair.lost())
+
+
+def test_a_network_that_comes_back_in_time_is_no_loss(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def flaky(address: addresses.Address, timeout_s: float) -> socket.socket:
+        tries.append(1)
+        return dial(address, timeout_s) if len(tries) > 4 else unreachable()
+
+    dial = addresses.dial
+    monkeypatch.setattr(addresses, "dial", flaky)
+    pair.dialler.cut(pair.acceptor)
+    send(pair.dialler, pair.acceptor, 0)
+    wait_until(lambda: pair.inboxes[1].count == 1 and pair.is_sound)
+    assert len(tries) > 4
+    assert pair.lost() == []
+
+
+def test_silence_that_nothing_breaks_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s = time.monotonic()
+    monkeypatch.setattr(
+        ResumableLink, "silence_s", lambda link: max(0.0, time.monotonic() - began_s)
+    )
+    with pair_of(Patience(0.3, LIMIT_S)) as pair:
+        monkeypatch.setattr(addresses, "dial", unreachable)
+        wait_until(pair.lost)
+        assert 0.3 <= time.monotonic() - began_s < AT_ONCE_S
+        assert "nothing was heard of it for" in pair.lost()[0]
+
+
+def test_how_long_nothing_was_heard_is_told(pair: Pair) -> None:
+    member, other = pair.dialler, pair.acceptor
+    assert member.agent.contacts.silence_s(member.peer(other)) < AT_ONCE_S
+    assert member.agent.contacts.silence_s(member.agent.me) == 0.0
+    member.agent.contacts._watched[other.agent.info.id].contact._heard_s -= 100.0
+    link = pair.links[0]
+    with link._room:
+        link._is_broken = True  # Of a broken one the kernel knows nothing.
+    assert member.agent.contacts.silence_s(member.peer(other)) > 90.0
+    with link._room:
+        link._is_broken = False
+
+
+# Attempts that come late, or from others
+
+
+def greet(pair: Pair, facts: dict[str, Any]) -> Greeting | None:
+    return greet_at(pair.acceptor, facts)
+
+
+def greet_at(member: Member, facts: dict[str, Any]) -> Greeting | None:
+    """Says to a member, as its peer would, what a connection is for; returns the answer, if any."""
+    with addresses.dial(member.address, LIMIT_S) as connection:
+        handshake = Handshake.dial(connection, KEY, time.monotonic() + LIMIT_S)
+        handshake.send(Kind.HELLO, Greeting(0, facts=facts))
+        try:
+            return handshake.receive(Kind.WELCOME)
+        except ConnectionError:
+            return None
+
+
+@pytest.mark.parametrize("attempt", [-1, 0, 1, None, "2", True, 1.5])
+def test_an_attempt_that_is_not_the_latest_does_not_disturb(pair: Pair, attempt: object) -> None:
+    pair.check()
+    facts = {
+        "purpose": "resume",
+        "session": pair.links[1].name,
+        "position": 0,
+        "attempt": attempt,
+    }
+    assert greet(pair, facts) is None
+    pair.check(3)
+    assert pair.links[1].resumption_count == 0
+
+
+@pytest.mark.parametrize("position", [-1, None, "0", True])
+def test_a_position_that_is_none_does_not_disturb(pair: Pair, position: object) -> None:
+    facts = {
+        "purpose": "resume",
+        "session": pair.links[1].name,
+        "position": position,
+        "attempt": 2,
+    }
+    assert greet(pair, facts) is None
+    pair.check()
+    assert pair.links[1].resumption_count == 0
+
+
+def test_a_position_at_which_nothing_was_sent_is_the_loss(pair: Pair) -> None:
+    facts = {"purpose": "resume", "session": pair.links[1].name, "position": 1 << 40, "attempt": 2}
+    greet(pair, facts)
+    wait_until(lambda: pair.acceptor.peer(pair.dialler).lost)
+    assert "cannot go on" in pair.lost()[-1]
+
+
+def test_only_the_side_that_dialled_resumes(pair: Pair) -> None:
+    link = pair.links[1]
+    link.was_dialled = True
+    facts = {"purpose": "resume", "session": link.name, "position": 0, "attempt": 2}
+    assert greet(pair, facts) is None
+    link.was_dialled = False
+    pair.check()
+    assert link.resumption_count == 0
+
+
+@pytest.mark.parametrize("purpose", ["resume", "probe"])
+def test_a_session_that_nobody_knows_is_refused(pair: Pair, purpose: str) -> None:
+    answer = greet(pair, {"purpose": purpose, "session": "?", "position": 0, "attempt": 2})
+    assert answer is not None
+    assert answer.refusal == "there is no such session"
+    pair.check()
+
+
+def test_an_earlier_greeting_that_is_slow_does_not_replace_the_session(pair: Pair) -> None:
+    """It was on its way when the dialler gave the attempt up and made another."""
+    agent, peer = pair.acceptor.agent, pair.acceptor.peer(pair.dialler)
+    link = pair.links[1]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        late = agent.links.make_link(ours, peer, Terms(link.name, False, 0))
+        with pytest.raises(LinkClosed, match="slower"):
+            agent.links.adopt(peer, late)
+        assert ours.fileno() == -1
+    assert peer.link is link
+    pair.check()
+
+
+def test_a_connection_to_a_worker_that_was_lost_meanwhile_is_closed(pair: Pair) -> None:
+    agent, peer = pair.acceptor.agent, pair.acceptor.peer(pair.dialler)
+    agent.lose(peer, "a test")
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with pytest.raises(LinkClosed, match="lost"):
+            agent.links.adopt(peer, agent.links.make_link(ours, peer, None))
+        assert ours.fileno() == -1
+
+
+@pytest.mark.parametrize("purpose", ["resume", "probe"])
+def test_a_session_that_is_only_being_made_is_to_be_tried_again(purpose: str) -> None:
+    """Its connection broke before this side was done with the greeting."""
+    with group_of(2, over="tcp") as members:
+        for member in members:
+            member.start()
+        peer = members[1].peer(members[0])
+        peer.is_accepting = True
+        facts = {"purpose": purpose, "session": "?", "position": 0, "attempt": 2}
+        assert greet_at(members[1], facts) is None
+        peer.is_accepting = False
+        answer = greet_at(members[1], facts)
+        assert answer is not None
+        assert answer.refusal == "there is no such session"

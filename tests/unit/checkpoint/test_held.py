@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weft.checkpoint import held
+from weft.checkpoint.held import HeldParts
+from weft.errors import CheckpointError
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Any], None]]:
+    """What is called when a worker is lost."""
+    callbacks: list[Callable[[Any], None]] = []
+    agent = SimpleNamespace(
+        on_lost=callbacks.append, parts={}, info=SimpleNamespace(name="worker0")
+    )
+    agent.part = agent.parts.__getitem__
+    monkeypatch.setattr(held, "current", lambda: agent)
+    return callbacks
+
+
+def test_a_part_is_taken_out_once(told: Any) -> None:
+    parts = held.held_parts()
+    parts.keep("ticket", 0, "part")
+    assert held.held_parts() is parts
+    assert parts.take_out("ticket") == "part"
+    with pytest.raises(CheckpointError, match="'worker0' holds nothing"):
+        parts.take_out("ticket")
+
+
+def test_what_a_lost_driver_had_taken_is_dropped(told: list[Callable[[Any], None]]) -> None:
+    parts: HeldParts = held.held_parts()
+    for ticket, driver in (("a", 1), ("b", 2), ("c", 1)):
+        parts.keep(ticket, driver, ticket)
+    (tell,) = told
+    tell(SimpleNamespace(id=1))
+    assert len(parts) == 1
+    assert parts.take_out("b") == "b"
+
+
+def test_dropping_what_is_not_there_does_nothing(told: Any) -> None:
+    parts = held.held_parts()
+    parts.keep("a", 1, "part")
+    parts.drop("b")
+    parts.drop("a")
+    assert len(parts) == 0

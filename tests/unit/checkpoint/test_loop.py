@@ -1,0 +1,146 @@
+"""The loop, with saving and restoring that only take notes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.checkpoint import loop
+from weft.checkpoint.loop import resumable
+from weft.checkpoint.snapshots import Snapshot
+from weft.errors import CheckpointError, ConfigurationError, SnapshotCorrupt
+
+
+class Disk:
+    """Snapshots that are there, by step; some are damaged."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.damaged: set[int] = set()
+        self.restored: list[int] = []
+        self.pending: list[tuple[int, torch.futures.Future[Snapshot]]] = []
+        self.is_slow = False
+
+    def list_snapshots(self, directory: str) -> list[Snapshot]:
+        return [Snapshot(directory, f"at{step}", step) for step in self.steps]
+
+    def restore_snapshot(self, snapshot: Snapshot, state: Any, **how: Any) -> None:
+        if snapshot.step in self.damaged:
+            raise SnapshotCorrupt(f"{snapshot.step} is damaged")
+        self.restored.append(snapshot.step)
+
+    def save_async(self, directory: str, state: Any, *, step: int, **how: Any) -> Any:
+        future: torch.futures.Future[Snapshot] = torch.futures.Future()
+        self.pending.append((step, future))
+        if not self.is_slow:
+            self.finish()
+        return future
+
+    def finish(self) -> None:
+        step, future = self.pending.pop(0)
+        self.steps.append(step)
+        future.set_result(Snapshot("d", f"at{step}", step))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk()
+    monkeypatch.setattr(loop.snapshots, "list_snapshots", made.list_snapshots)
+    monkeypatch.setattr(loop, "restore_snapshot", made.restore_snapshot)
+    monkeypatch.setattr(loop, "save_async", made.save_async)
+    return made
+
+
+def test_it_saves_every_so_often_and_at_the_end(disk: Disk) -> None:
+    steps = resumable(7, "d", {}, every=3)
+    assert steps.snapshot is None
+    assert list(steps) == list(range(7))
+    assert disk.steps == [3, 6, 7]
+    assert steps.snapshot is not None
+    assert steps.snapshot.step == 7
+
+
+def test_the_last_step_is_saved_once(disk: Disk) -> None:
+    assert list(resumable(6, "d", {}, every=3)) == list(range(6))
+    assert disk.steps == [3, 6]
+    assert list(resumable(6, "d", {}, every=3)) == []
+    assert disk.steps == [3, 6]
+
+
+def test_it_goes_on_from_the_last_snapshot(disk: Disk) -> None:
+    disk.steps = [2, 4]
+    steps = resumable(6, "d", {}, every=10)
+    assert disk.restored == [4]
+    assert steps.first_step == 4
+    assert list(steps) == [4, 5]
+
+
+def test_it_passes_over_damaged_ones_only_if_it_may(
+    disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.steps, disk.damaged = [2, 4, 6], {4, 6}
+    with pytest.raises(SnapshotCorrupt, match="6 is damaged"):
+        resumable(8, "d", {}, every=1)
+    assert resumable(8, "d", {}, every=1, fall_back=True).first_step == 2
+    assert "6 is damaged" in caplog.text
+    assert "4 is damaged" in caplog.text
+    disk.damaged.add(2)
+    assert resumable(8, "d", {}, every=1, fall_back=True).first_step == 0
+
+
+def test_a_step_is_saved_when_it_has_been_done_and_break_saves_nothing(disk: Disk) -> None:
+    for step in resumable(9, "d", {}, every=2):
+        assert disk.steps == [done for done in (2, 4, 6, 8) if done <= step]
+        if step == 5:
+            break
+    assert disk.steps == [2, 4]
+
+
+def test_it_saves_by_the_clock(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for _ in resumable(6, "d", {}, every_s=10.0):
+        now[0] += 4.0
+    assert disk.steps == [3, 6]
+
+
+def test_in_the_background_a_save_waits_for_the_one_before(disk: Disk) -> None:
+    disk.is_slow = True
+    steps = iter(resumable(9, "d", {}, every=2, in_background=True))
+    assert [next(steps) for _ in range(4)] == [0, 1, 2, 3]
+    assert [step for step, _ in disk.pending] == [2]
+    assert disk.steps == []
+    disk.finish()
+    assert next(steps) == 4
+    assert [step for step, _ in disk.pending] == [4]
+
+
+def test_a_save_that_failed_in_the_background_is_raised_after_the_next_step(disk: Disk) -> None:
+    disk.is_slow = True
+    steps = iter(resumable(9, "d", {}, every=2, in_background=True))
+    assert [next(steps) for _ in range(3)] == [0, 1, 2]
+    disk.pending[0][1].set_exception(CheckpointError("disk full"))
+    with pytest.raises(CheckpointError, match="disk full"):
+        next(steps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"steps": -1, "every": 1}, "steps is -1"),
+        ({"steps": 2}, "say when to save"),
+        ({"steps": 2, "every": 0}, "every is 0"),
+        ({"steps": 2, "every_s": 0.0}, r"every_s is 0\.0"),
+        ({"steps": 2, "every": 1, "keep": 0}, "keep is 0"),
+    ],
+    ids=["steps", "never", "every", "every_s", "keep"],
+)
+def test_what_cannot_work_is_refused(
+    disk: Disk, tmp_path: Path, arguments: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        resumable(arguments.pop("steps"), tmp_path, {}, **arguments)

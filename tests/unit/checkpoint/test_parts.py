@@ -1,0 +1,105 @@
+"""A worker's part, without other workers."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.optim.references import reference
+from weft.checkpoint import parts
+from weft.checkpoint.parts import Owned
+from weft.optim.groups import GroupPart
+from weft.optim.local import LocalOptimizer
+
+LOCK = threading.Lock()
+
+
+@pytest.fixture(autouse=True)
+def lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "step_lock", lambda: LOCK)
+
+
+def optimizer_of(module: nn.Module, first: int) -> LocalOptimizer:
+    parameters = list(module.parameters())
+    numbers = list(range(first, first + len(parameters)))
+    held = [reference(0, n, p) for n, p in zip(numbers, parameters, strict=True)]
+    part = GroupPart(2, {}, numbers, held)
+    return LocalOptimizer(lambda groups: torch.optim.Adam(groups, lr=0.5), [part], LOCK)
+
+
+def step(optimizer: LocalOptimizer, module: nn.Module) -> None:
+    optimizer.step({parameter: torch.ones_like(parameter) for parameter in module.parameters()}, {})
+
+
+def test_a_part_has_everything_under_its_name_and_goes_back_under_other_numbers() -> None:
+    module = nn.Linear(2, 1)
+    optimizer = optimizer_of(module, 4)
+    step(optimizer, module)
+    taken = parts.take(Owned({"m": module}, {"n": 3}, {"o": optimizer}), with_random=True)
+    assert taken.kinds == {"m": "module", "n": "value"}
+    assert taken.described == {"o": {4: ("m:weight", (1, 2)), 5: ("m:bias", (1,))}}
+    assert taken.options["o"][2]["lr"] == 0.5
+    drawn = random.random()
+    saved = taken.content["optimizers"]["o"]["state"]
+    assert saved.keys() == {"m:weight", "m:bias"}
+
+    other = nn.Linear(2, 1)
+    another = optimizer_of(other, 0)
+    content: dict[str, Any] = {
+        "items": {"m": taken.content["items"]["m"]},
+        "optimizers": {"o": {0: saved["m:weight"], 1: saved["m:bias"]}},
+        "random": taken.content["random"],
+    }
+    parts.put(Owned({"m": other}, {}, {"o": another}), content, taken.options, strict=True)
+    assert random.random() == drawn
+    for each in (module, other):
+        step(optimizer if each is module else another, each)
+    assert all(map(torch.equal, module.parameters(), other.parameters()))
+
+
+def test_what_is_taken_does_not_change_any_more() -> None:
+    module = nn.Linear(2, 1)
+    optimizer = optimizer_of(module, 0)
+    step(optimizer, module)
+    content = parts.take(Owned({"m": module}, {}, {"o": optimizer}), with_random=False).content
+    weight = content["items"]["m"]["state"]["state"]["weight"].clone()
+    average = content["optimizers"]["o"]["state"]["m:weight"]["exp_avg"].clone()
+    step(optimizer, module)
+    assert torch.equal(content["items"]["m"]["state"]["state"]["weight"], weight)
+    assert torch.equal(content["optimizers"]["o"]["state"]["m:weight"]["exp_avg"], average)
+    assert content["random"] is None
+
+
+class Locked(nn.Module):
+    """Says whether optimizers of this worker could step while its state is taken."""
+
+    is_locked = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.is_locked = LOCK.locked()
+        return super().state_dict(*args, **kwargs)
+
+
+class Asking:
+    """Takes turns with the optimizers to say what its state is, as a distributed optimizer does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        with LOCK:
+            return {"random": random.random()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("never called")
+
+
+def test_modules_are_taken_between_steps_and_objects_may_wait_for_one() -> None:
+    module = Locked()
+    drawn_before = random.getstate()
+    content = parts.take(Owned({"m": module, "a": Asking()}, {}, {}), with_random=True).content
+    assert module.is_locked
+    # What the object has drawn, it has drawn before the snapshot.
+    assert content["random"]["python"] == random.getstate() != drawn_before

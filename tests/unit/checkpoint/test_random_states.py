@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from weft.checkpoint import files, random_states
+from weft.checkpoint.plain import HostCopier
+
+
+def draw() -> tuple[float, ...]:
+    # Normal numbers come in pairs: the second one of a pair is kept for the next time.
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.random()),
+        float(np.random.normal()),
+        float(torch.rand(())),
+        float(torch.randn(3).sum()),
+    )
+
+
+def test_all_generators_go_on_from_where_they_were_also_through_a_file(tmp_path: Path) -> None:
+    draw()
+    states = random_states.take()
+    drawn = [draw() for _ in range(3)]
+    path = str(tmp_path / "part")
+    files.write_part(path, HostCopier("random").copy(states))
+    for kept in (states, files.read_part(path)):
+        random_states.put(kept)
+        assert [draw() for _ in range(3)] == drawn
+    assert draw() not in drawn

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weft.checkpoint.tree import leaves
+from weft.errors import ArgumentTypeError, ConfigurationError
+
+
+def test_entries_are_named_by_the_keys_that_lead_to_them() -> None:
+    layers = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    weights = torch.ones(1)
+    state: dict[str, Any] = {"model": {"layers": layers, "w": weights}, "step": 3}
+    found = {leaf.path: leaf for leaf in leaves(state)}
+    assert list(found) == ["model/layers/0", "model/layers/1", "model/w", "step"]
+    assert found["model/layers/1"].value is layers[1]
+    assert (found["model/layers/1"].container, found["model/layers/1"].key) == (layers, 1)
+    assert found["step"].container is state
+
+
+def test_what_is_plain_throughout_is_one_entry() -> None:
+    state = {"history": {"losses": [1.0], "more": {}}, "empty": [], "mixed": [1, torch.ones(1)]}
+    assert [leaf.path for leaf in leaves(state)] == ["history", "empty", "mixed/0", "mixed/1"]
+
+
+def test_the_state_itself_is_no_entry() -> None:
+    assert [leaf.path for leaf in leaves({"a": 1, "b": {"c": 2}})] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ([nn.Linear(1, 1)], ArgumentTypeError),
+        ({1: nn.Linear(1, 1)}, ArgumentTypeError),
+        ({"a/b": 1}, ConfigurationError),
+        ({"a": {"": torch.ones(1)}}, ConfigurationError),
+    ],
+    ids=["list", "number", "slash", "empty"],
+)
+def test_keys_that_name_nothing_are_refused(state: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        leaves(state)

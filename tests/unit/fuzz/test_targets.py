@@ -1,0 +1,40 @@
+"""A moment of fuzzing, the same inputs every time: a decoder that breaks is noticed here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import mutational, targets
+from tests.fuzz.campaign import Plan
+
+# torch warns once of what it will change, which is nothing here.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FOLDER = Path(targets.__file__).parent
+FRAMES = 2500
+
+
+def test_every_target_is_listed() -> None:
+    assert sorted(targets.NAMES) == sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize("name", targets.NAMES)
+def test_what_it_starts_from_is_mostly_valid(name: str) -> None:
+    target = targets.load(name)
+    assert target.name == name
+    outcomes = [target.check_memory(seed) for seed in target.seeds()]
+    assert outcomes.count(None) >= 2
+    assert all(len(seed) <= target.length_limit for seed in target.seeds())
+
+
+@pytest.mark.parametrize("name", targets.NAMES)
+def test_a_moment_of_fuzzing_finds_nothing(name: str, tmp_path: Path) -> None:
+    report = mutational.fuzz(targets.load(name), Plan(FRAMES, seed=5, findings=tmp_path))
+    found = [path.read_text() for path in tmp_path.glob("*.txt")]
+    assert not found, found[0]
+    assert report.frames == FRAMES
+    # It gets past the first check, and not everything is taken.
+    assert FRAMES // 100 < report.accepted < FRAMES * 99 // 100
+    assert report.reached >= 4

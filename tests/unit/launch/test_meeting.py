@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from weft.errors import ConfigurationError
+from weft.launch.meeting import PortMeeting, StoreMeeting
+
+OUTSIDE = {"HOME": "/home/me", "WORLD_SIZE": "77", "MASTER_ADDR": "far", "MASTER_PORT": "1"}
+
+
+def test_a_group_of_known_size_meets_at_a_port_of_its_own_each_time() -> None:
+    meeting = PortMeeting(3)
+    first = meeting.environment(OUTSIDE)
+    assert first["MASTER_PORT"].isdigit()
+    assert {**first, "MASTER_PORT": "?"} == {
+        "HOME": "/home/me",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "?",
+    }
+    meeting.renew()
+    assert meeting.environment(OUTSIDE)["MASTER_PORT"] != first["MASTER_PORT"]
+    meeting.close()
+
+
+def test_a_port_that_was_asked_for_stays() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"port {port} cannot be used"):
+            PortMeeting(2, port)
+    meeting = PortMeeting(2, port)
+    meeting.renew()
+    assert meeting.environment({})["MASTER_PORT"] == str(port)
+    meeting.close()
+
+
+def test_an_open_group_meets_at_the_launcher() -> None:
+    meeting = StoreMeeting()
+    there = {"HOME": "/home/me", "WEFT_INIT_METHOD": meeting.server.init_method}
+    assert meeting.environment(OUTSIDE) == there
+    meeting.renew()
+    assert meeting.environment(OUTSIDE) == there
+    meeting.close()
+
+
+def test_a_store_that_the_user_named_is_left_to_him() -> None:
+    meeting = StoreMeeting()
+    outside = {**OUTSIDE, "WEFT_INIT_METHOD": "tcp://elsewhere:4000"}
+    assert meeting.environment(outside)["WEFT_INIT_METHOD"] == "tcp://elsewhere:4000"
+    meeting.close()

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from weft.errors import ConfigurationError
+from weft.launch.restarts import Attempts, RestartPolicy
+
+
+def policy(limit: int = 3, **others: Any) -> RestartPolicy:
+    defaults: dict[str, Any] = {"backoff_s": 1.0, "backoff_limit_s": 8.0, "window_s": 100.0}
+    return RestartPolicy(limit, **{**defaults, "healthy_s": 20.0, **others})
+
+
+class Subject:
+    """Something that lives for a while, dies, waits and lives again, on a virtual clock."""
+
+    def __init__(self, policy: RestartPolicy, draw: float = 1.0) -> None:
+        self.attempts = Attempts(policy, lambda: draw)
+        self.now_s = 1000.0
+        self.attempts.started(self.now_s)
+
+    def live(self, seconds: float) -> tuple[float, int] | None:
+        """Dies after so many seconds; returns how long it waits then, and the restart's number."""
+        self.now_s += seconds
+        attempt = self.attempts.next(self.now_s)
+        if attempt is None:
+            return None
+        self.now_s += attempt.delay_s
+        self.attempts.started(self.now_s)
+        return attempt
+
+
+def test_waits_double_up_to_a_limit() -> None:
+    subject = Subject(policy(limit=6, window_s=math.inf))
+    assert [subject.live(1.0) for _ in range(7)] == [
+        (1.0, 1),
+        (2.0, 2),
+        (4.0, 3),
+        (8.0, 4),
+        (8.0, 5),
+        (8.0, 6),
+        None,
+    ]
+    assert subject.attempts.total == 6
+
+
+@pytest.mark.parametrize(("draw", "delays"), [(0.0, [0.5, 1.0, 2.0]), (0.5, [0.75, 1.5, 3.0])])
+def test_chance_takes_up_to_half_of_a_wait(draw: float, delays: list[float]) -> None:
+    subject = Subject(policy(), draw)
+    assert [subject.live(1.0) for _ in range(3)] == list(zip(delays, (1, 2, 3), strict=True))
+
+
+def test_chance_is_real_unless_it_is_given() -> None:
+    waits = {Attempts(policy()).next(0.0) for _ in range(20)}
+    assert len(waits) > 1
+    assert all(wait is not None and 0.5 <= wait.delay_s <= 1.0 for wait in waits)
+
+
+def test_a_time_of_health_makes_the_next_wait_short_again() -> None:
+    subject = Subject(policy(limit=10))
+    assert [subject.live(seconds) for seconds in (1.0, 1.0, 19.9, 20.0, 1.0)] == [
+        (1.0, 1),
+        (2.0, 2),
+        (4.0, 3),
+        (1.0, 4),
+        (2.0, 5),
+    ]
+
+
+def test_restarts_count_within_the_window_only() -> None:
+    subject = Subject(policy(limit=2, backoff_s=0.0))
+    assert subject.live(0.0) == (0.0, 1)
+    assert subject.live(60.0) == (0.0, 2)
+    assert subject.live(40.0) == (0.0, 2)  # the first one was 100 s ago
+    assert subject.live(59.0) is None  # those of 40 s and 99 s before count
+    assert subject.attempts.total == 3
+
+
+def test_a_crash_a_day_never_reaches_the_limit() -> None:
+    day_s = 86400.0
+    subject = Subject(RestartPolicy(1, backoff_s=1.0), draw=1.0)
+    assert [subject.live(day_s) for _ in range(100)] == [(1.0, 1)] * 100
+
+
+def test_a_limit_of_none_allows_none() -> None:
+    assert Subject(policy(limit=0)).live(1e9) is None
+
+
+def test_many_restarts_in_a_row_overflow_nothing() -> None:
+    subject = Subject(policy(limit=5000, window_s=math.inf, healthy_s=1e9))
+    for _ in range(5000):
+        attempt = subject.live(0.0)
+    assert attempt == (8.0, 5000)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"limit": -1}, "number of restarts is -1; it must be 0"),
+        ({"scope": "all"}, "scope 'all'; it must be one of group, worker"),
+        ({"backoff_s": -1.0}, "backoff_s of the restarts is -1.0"),
+        ({"backoff_s": math.nan}, "backoff_s of the restarts is nan"),
+        ({"backoff_limit_s": math.inf}, "backoff_limit_s of the restarts is inf"),
+        ({"window_s": 0.0}, "window_s of the restarts is 0.0; it must be more than 0"),
+        ({"window_s": math.nan}, "window_s of the restarts is nan"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(given: dict[str, Any], message: str) -> None:
+    RestartPolicy(window_s=math.inf).check()
+    with pytest.raises(ConfigurationError, match=message):
+        RestartPolicy(**given).check()
+
+
+def test_the_environment_gives_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_RESTART_BACKOFF_S", "7")
+    monkeypatch.setenv("WEFT_RESTART_BACKOFF_LIMIT_S", "70")
+    monkeypatch.setenv("WEFT_RESTART_WINDOW_S", "inf")
+    monkeypatch.setenv("WEFT_RESTART_HEALTHY_S", "9")
+    made = RestartPolicy()
+    assert (made.backoff_s, made.backoff_limit_s, made.window_s, made.healthy_s) == (
+        7.0,
+        70.0,
+        math.inf,
+        9.0,
+    )

@@ -1,0 +1,119 @@
+"""The call that a function serves: what is left of its time, and whether it is wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from weft.agent.peers import Peer
+from weft.agent.served_calls import ServedCall, current_call
+from weft.errors import CallCancelled, CallTimeout, WorkerLost
+from weft.protocol.membership import Registration
+from weft.rpc.current_call import detached, is_cancelled, nest, remaining_time, serving
+from weft.wire.frames import Frame
+from weft.wire.messages import Kind
+
+LIMIT_S = 20.0
+
+
+def new_peer(name: str) -> Peer:
+    registration = Registration(name, 1, ("unix:nowhere",), main="tests")
+    return Peer(registration, main_by_name=False, is_self=False)
+
+
+@pytest.fixture
+def call() -> Iterator[ServedCall]:
+    """The call of worker ``caller`` that is served here; there are 100 seconds."""
+    now_s = time.monotonic()
+    call = ServedCall(new_peer("caller"), Frame(Kind.CALL, 0, 7, b"", ()), now_s)
+    call.deadline_s = now_s + 100.0
+    before = current_call.set(call)
+    yield call
+    current_call.reset(before)
+
+
+def test_without_a_call_there_is_no_limit() -> None:
+    assert remaining_time() == math.inf
+    assert not is_cancelled()
+    assert serving() is None
+
+
+def test_time_passes(call: ServedCall) -> None:
+    assert 90.0 < remaining_time() <= 100.0
+    assert not is_cancelled()
+    call.deadline_s = time.monotonic() - 1.0
+    assert remaining_time() == 0.0
+    assert is_cancelled()
+    # What the function returns now must not pass for its result.
+    assert call.was_cancelled
+
+
+def test_a_caller_gives_up_or_is_lost(call: ServedCall) -> None:
+    call.cancel()
+    assert is_cancelled()
+    call.was_cancelled = False
+    call.peer.lost = WorkerLost("lost")
+    assert is_cancelled()
+
+
+def test_what_was_answered_is_over_but_what_was_given_up_stays_so(call: ServedCall) -> None:
+    call.end()
+    assert remaining_time() == math.inf
+    assert not is_cancelled()
+    call.was_cancelled = True
+    assert is_cancelled()
+
+
+def test_a_block_may_be_detached(call: ServedCall) -> None:
+    call.cancel()
+    with contextlib.suppress(KeyError), detached():
+        told = (remaining_time(), is_cancelled())
+        raise KeyError
+    assert told == (math.inf, False)
+    assert is_cancelled()
+
+
+def test_threads_of_the_program_know_nothing_of_it(call: ServedCall) -> None:
+    told: list[float] = []
+    thread = threading.Thread(target=lambda: told.append(remaining_time()))
+    thread.start()
+    thread.join(LIMIT_S)
+    assert told == [math.inf]
+
+
+def test_a_nested_call_has_what_is_left(call: ServedCall) -> None:
+    to = new_peer("callee")
+    parent, limit_s = nest(call, to, len, math.inf)
+    assert parent is call
+    assert 90.0 < limit_s <= 100.0
+    assert nest(call, to, len, 5.0) == (call, 5.0)
+    assert call.has_nested
+
+
+def test_after_the_answer_nothing_is_nested(call: ServedCall) -> None:
+    call.end()
+    assert nest(call, new_peer("callee"), len, 500.0) == (None, 500.0)
+    assert not call.has_nested
+
+
+def test_without_time_nothing_is_called(call: ServedCall) -> None:
+    call.deadline_s = time.monotonic() - 1.0
+    with pytest.raises(CallTimeout, match=r"'callee' was not called.*'caller'") as caught:
+        nest(call, new_peer("callee"), b"module:function", math.inf)
+    assert caught.value.worker == "callee"
+    assert caught.value.call == "module:function"
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_for_who_has_given_up_nothing_is_called(call: ServedCall, has_ended: bool) -> None:
+    call.cancel()
+    if has_ended:
+        call.end()
+    with pytest.raises(CallCancelled, match=r"called for worker 'caller'.*detached") as caught:
+        nest(call, new_peer("callee"), len, math.inf)
+    assert caught.value.call == "builtins.len"

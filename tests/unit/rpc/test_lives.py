@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.agent.group import group_of
+from weft.agent import current
+from weft.errors import WorkerLost
+from weft.rpc.lives import info_of
+
+
+def test_a_worker_is_found_by_id_until_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with group_of(2) as (first, second):
+        peer = first.peer(second)
+        # As of a worker that has come back: the id is another one than the rank.
+        agent = SimpleNamespace(peers={16384: peer})
+        monkeypatch.setattr(current, "_current", agent)
+        assert info_of(16384) == peer.info
+        peer.declare_lost("killed")
+        with pytest.raises(WorkerLost, match="killed"):
+            info_of(16384)

@@ -1,0 +1,344 @@
+"""Values that travel without pickle, there and back, and bytes that are no such values."""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.unit.serialize import admitted
+from tests.unit.serialize.trips import raw, tensor_trip
+from weft.errors import CallError, ProtocolError, SerializationError, UnknownFunction, WorkerLost
+from weft.ids import ReferenceId, WorkerInfo
+from weft.optim.groups import GroupPart
+from weft.serialize import plain
+from weft.serialize.objects import pack, pack_plain
+from weft.serialize.plain import tags
+
+
+def trip(value: Any) -> Any:
+    packed = pack_plain(value, main_by_name=True)
+    tensors = tensor_trip(*packed.tensors)
+    if not packed.payload:
+        return tensors[0] if tensors else None
+    return plain.decode(packed.payload, tensors, packed.externals)
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(min_value=-(1 << 200), max_value=1 << 200)
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text()
+    | st.binary()
+)
+KEYS = st.integers() | st.text() | st.binary() | st.tuples(st.integers(), st.text())
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(KEYS, inner)
+        | st.sets(KEYS)
+        | st.frozensets(KEYS)
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_plain_values_come_back_equal_and_of_the_same_types(value: Any) -> None:
+    arrived = trip(value)
+    assert arrived == value
+    assert typed(arrived) == typed(value)
+
+
+def typed(value: Any) -> Any:
+    """Returns the types in a value: 1, 1.0 and True are equal, as are 0.0 and -0.0."""
+    if isinstance(value, dict):
+        return [(typed(key), typed(each)) for key, each in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return type(value), sorted(repr(typed(each)) for each in value)
+    if isinstance(value, (list, tuple)):
+        return type(value), [typed(each) for each in value]
+    return type(value), repr(value)
+
+
+def test_numbers_at_the_edges() -> None:
+    values = [0, -1, 127, 128, -128, -129, 1 << 63, -(1 << 63), 1 << 4000, -0.0, math.inf]
+    arrived = trip(values)
+    assert arrived == values
+    assert math.copysign(1, arrived[-2]) == -1
+    assert math.isnan(trip((math.nan,))[0])
+    assert trip(("\ud800",)) == ("\ud800",)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.float32,
+        torch.quint8,
+        torch.sparse_coo,
+        torch.channels_last,
+        torch.device("cpu"),
+        torch.device("cuda", 1),
+        torch.Size([2, 3]),
+        torch.add,
+        torch.nn.Linear,
+        torch.ops.aten.add.Tensor,
+        admitted.add,
+        admitted.Model,
+        int,
+        WorkerInfo("ps", 1),
+        ReferenceId(1, 2, 3),
+        GroupPart(0, {"lr": 0.1}, [1, 2], []),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_what_else_is_plain(value: Any) -> None:
+    arrived = trip((value,))[0]
+    assert arrived == value
+    assert type(arrived) is type(value)
+
+
+def test_errors_of_weft_are_plain() -> None:
+    for error in (
+        CallError("no", worker="ps", call="f", elapsed_s=1.5),
+        WorkerLost("gone", worker="ps", since=1.0, cause="end of file"),
+    ):
+        arrived = trip((error,))[0]
+        assert type(arrived) is type(error)
+        assert (str(arrived), vars(arrived)) == (str(error), vars(error))
+
+
+def test_a_state_of_a_module_is_plain() -> None:
+    state = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict()
+    arrived = trip(state)
+    assert type(arrived) is OrderedDict
+    assert list(arrived) == list(state)
+    assert all(torch.equal(arrived[key], state[key]) for key in state)
+    assert arrived._metadata == state._metadata  # type: ignore[attr-defined]
+
+
+# Tensors
+
+
+TABLE = torch.arange(12.0).reshape(3, 4)
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "dense": lambda: TABLE,
+    "transposed": lambda: TABLE.T,
+    "bfloat16": lambda: TABLE.to(torch.bfloat16),
+    "conjugate": lambda: TABLE.to(torch.complex64).conj(),
+    "empty": lambda: torch.empty(0, 3),
+    "scalar": lambda: torch.tensor(3),
+    "parameter": lambda: nn.Parameter(torch.ones(2)),
+    "frozen parameter": lambda: nn.Parameter(torch.ones(2), requires_grad=False),
+    "requires grad": lambda: torch.ones(2, requires_grad=True),
+    "sparse": lambda: TABLE.to_sparse(),
+    "compressed": lambda: TABLE.to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(TABLE, 0.5, 3, torch.quint8),
+    "quantised by channel": lambda: torch.quantize_per_channel(
+        TABLE, torch.ones(3), torch.zeros(3, dtype=torch.int64), 0, torch.qint8
+    ),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "meta": lambda: torch.empty(2, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_all_kinds(kind: str) -> None:
+    tensor = KINDS[kind]()
+    (arrived,) = trip([tensor])
+    assert type(arrived) is type(tensor)
+    assert (arrived.dtype, arrived.layout) == (tensor.dtype, tensor.layout)
+    assert arrived.requires_grad == tensor.requires_grad
+    if tensor.is_meta:
+        assert arrived.is_meta
+    elif tensor.is_nested:
+        assert torch.equal(arrived[1], tensor[1])
+    else:
+        both = [each.dequantize() if each.is_quantized else each for each in (arrived, tensor)]
+        both = [each if each.layout is torch.strided else each.to_dense() for each in both]
+        assert both[0].shape == both[1].shape
+        assert raw(both[0]) == raw(both[1])
+
+
+def test_views_go_on_sharing_memory_and_a_tensor_in_two_places_is_one() -> None:
+    base = torch.zeros(6)
+    arrived = trip({"base": base, "row": base[:3], "again": [base]})
+    assert arrived["again"][0] is arrived["base"]
+    arrived["row"].fill_(1)
+    assert arrived["base"].tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def test_attributes_of_a_tensor_travel() -> None:
+    tensor: Any = torch.ones(2)
+    tensor.tag = {"step": 3}
+    (arrived,) = trip([tensor])
+    assert arrived.tag == {"step": 3}
+
+
+def test_a_list_in_two_places_is_one_and_may_be_in_itself() -> None:
+    shared: list[Any] = [1]
+    first, second = trip((shared, {"again": shared}))
+    assert first is second["again"]
+    shared.append(shared)
+    (arrived,) = trip((shared,))
+    assert arrived[1] is arrived
+
+
+# What is not plain
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+class Named(dict):  # type: ignore[type-arg]
+    pass
+
+
+class MyTensor(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        admitted.Model(),
+        Color.RED,
+        Pair(1, 2),
+        Named(),
+        np.float64(1),
+        np.ones(2),
+        bytearray(2),
+        range(3),
+        ValueError("x"),
+        threading.Lock(),
+        lambda: 1,
+        admitted.Model().scale,
+        admitted.half,
+        torch.ones(2).as_subclass(MyTensor),
+        nn.Linear(1, 1),
+        object(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_anything_else_is_refused_with_its_place_and_type(value: Any) -> None:
+    call = ((1, {"deep": [value]}), {})
+    with pytest.raises(SerializationError) as caught:
+        pack_plain(call, main_by_name=True)
+    text = str(caught.value)
+    assert "args[1]['deep'][0]" in text
+    assert type(value).__name__ in text or "__self__" in text
+    assert "strict" in text or "lock" in text
+
+
+def test_nesting_has_a_limit() -> None:
+    deep: Any = 1
+    for _ in range(1000):
+        deep = [deep]
+    with pytest.raises(SerializationError, match="nested too deeply"):
+        pack_plain((deep,), main_by_name=True)
+
+
+# Bytes that are no values
+
+
+def payload(*parts: bytes) -> bytes:
+    return bytes((plain.MARK,)) + b"".join(parts)
+
+
+def counted(tag: int, count: int) -> bytes:
+    return struct.pack("<BI", tag, count)
+
+
+NONE = bytes((tags.NONE,))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        payload(),
+        payload(bytes((200,))),
+        payload(NONE, NONE),
+        payload(counted(tags.INTEGER, 9), b"1"),
+        payload(counted(tags.TEXT, 1 << 31)),
+        payload(counted(tags.TEXT, 1), b"\xff"),
+        payload(counted(tags.LIST, 0xFFFFFFFF)),
+        payload(counted(tags.SET, 1), counted(tags.LIST, 0)),
+        payload(counted(tags.DICTIONARY, 1), counted(tags.LIST, 0), NONE),
+        payload(counted(tags.AGAIN, 0)),
+        payload(counted(tags.TENSOR, 0)),
+        payload(counted(tags.REFERENCE, 0)),
+        payload(counted(tags.TORCH, 4), b"load"),
+        payload(bytes((tags.SIZE,)), counted(tags.TEXT, 1), b"x"),
+        payload(bytes((tags.ATTRIBUTED,)), NONE, counted(tags.DICTIONARY, 0)),
+        payload(counted(tags.MADE, 9), b"os:system", counted(tags.TUPLE, 0)),
+        payload(counted(tags.MADE, 20), b"weft.ids:ReferenceId", counted(tags.TUPLE, 0)),
+        payload(counted(tags.MADE, 20), b"weft.ids:ReferenceId", NONE),
+        payload(counted(tags.LIST, 1) * 10_000, NONE),
+        payload(*[bytes((tags.ATTRIBUTED,))] * 10_000),
+    ],
+)
+def test_malformed_bytes_are_a_protocol_error(content: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        plain.decode(content, (), ())
+
+
+def test_any_change_of_good_bytes_is_a_value_or_a_typed_error() -> None:
+    value = ({"a": [1, 2.5, "text", (None, True)], "b": {1, 2}}, WorkerInfo("ps", 1), torch.int8)
+    good = pack_plain(value, main_by_name=True).payload
+    chance = random.Random(7)
+    for _ in range(3000):
+        changed = bytearray(good)
+        for _ in range(chance.randint(1, 3)):
+            changed[chance.randrange(1, len(changed))] = chance.randrange(256)
+        try:
+            plain.decode(bytes(changed[: chance.randint(1, len(changed))]), (), (), _nothing)
+        except (ProtocolError, UnknownFunction, ValueError):
+            pass  # ValueError: a ConfigurationError, of a worker's name that is none.
+
+
+def _nothing(name: bytes) -> Any:
+    raise UnknownFunction(f"no {name!r}")
+
+
+def test_an_error_is_made_of_errors_of_weft_only() -> None:
+    name = b"weft.errors:_rebuild_with_fields"
+    content = payload(
+        counted(tags.MADE, len(name)),
+        name,
+        counted(tags.TUPLE, 3),
+        counted(tags.NAME, 12),
+        b"posix:system",
+        counted(tags.TEXT, 4),
+        b"true",
+        counted(tags.DICTIONARY, 0),
+    )
+    with pytest.raises(ProtocolError, match="makes an error of"):
+        plain.decode(content, (), ())
+
+
+def test_a_plain_payload_cannot_be_taken_for_a_pickle() -> None:
+    assert pack_plain((1,), main_by_name=True).payload[0] == plain.MARK
+    assert pack((1,), main_by_name=True).payload[0] == 0x80 != plain.MARK
