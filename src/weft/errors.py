@@ -32,7 +32,7 @@
     ├── OptimizerError (RuntimeError)          an optimizer failed on some worker; says which
     ├── CheckpointError (RuntimeError)         a snapshot could not be saved or restored
     │   ├── SnapshotNotFound (FileNotFoundError)   there is none, or a worker lacks a file of it
-    │   ├── SnapshotCorrupt                    a file is not as it was written; names other snapshots
+    │   ├── SnapshotCorrupt                    a file is not as it was written; names the others
     │   └── StateMismatch (ValueError)         it is of another state; says what differs
     ├── ShutdownError (RuntimeError)           a graceful shutdown went wrong; says who and why
     └── LaunchError (RuntimeError)             worker processes could not be started, or one died

@@ -4,6 +4,6 @@
 faults of its own, drawn from the number of the run. ``--only 17`` runs one again.
 
 ``plan``: what happens in a run. ``model``: what is trained. ``points``: where in the code a fault
-can strike. ``worker``: one process. ``running``: forks the workers and injects. ``verdict``:
-whether all is as it must be.
+can strike. ``worker``: one process. ``running``: forks the workers, and does things to them.
+``verdict``: whether all is as it must be.
 """

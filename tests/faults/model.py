@@ -62,7 +62,8 @@ class Shard:
 
     def look_up(self, rows: Tensor) -> Tensor:
         points.reach("serving")
-        return self.rows[rows]
+        found: Tensor = self.rows[rows]
+        return found
 
     def parameter(self) -> rpc.RRef[nn.Parameter]:
         return rpc.RRef(self.rows)
@@ -83,7 +84,8 @@ class Head(nn.Module):
         mixed = torch.tanh((left + right.to_here()) @ self.mix)
         # Nobody uses the answer: whether gradients come from there must be found out.
         rpc.rpc_sync(RIGHT, twice, args=(mixed,))
-        return (mixed @ self.out).tanh(), (wide * wide).mean(dim=1)
+        squares: Tensor = (wide * wide).mean(dim=1)
+        return (mixed @ self.out).tanh(), squares
 
 
 class Stepper(torch.optim.SGD):

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import pickle
+import re
 import socket
 import sys
 import threading
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import TCPStore
 
 from tests.faults import hosts, model, points
 from tests.faults.board import Board
@@ -28,7 +29,7 @@ from weft import rpc
 from weft.agent.current import current
 from weft.agent.data_connections import DataConnections
 from weft.channel.table import STRIPED
-from weft.errors import WeftError
+from weft.errors import RendezvousError, WeftError
 from weft.rpc.worker import Worker
 from weft.secret import Secret
 from weft.transport.secure import TlsOptions
@@ -135,7 +136,9 @@ def _live(plan: Plan, place: Place, report: Report) -> None:
     is_in = _attempt(report, _join, plan, place)
     if is_in and place.name == TRAINER:
         _attempt(report, _train, place, report)
-        _attempt(report, _count_left, report)
+        # Without a leader the others go at once, and cannot be asked.
+        if not any(plan.leader in error.names for error in report.errors):
+            _attempt(report, _count_left, report)
     if is_in:
         _attempt(report, rpc.shutdown)
     report.ended_s = time.monotonic()
@@ -192,6 +195,8 @@ def _describe(error: BaseException) -> Complaint:
     for each in chain:
         names += [str(name) for name in getattr(each, "missing", ())]
         names += [getattr(each, "worker", "") or ""]
+        if isinstance(each, RendezvousError):
+            names += re.findall(r"\brank (\d+)", str(each))
     return Complaint(
         type(error).__name__,
         str(error),
@@ -214,8 +219,8 @@ def _obey(commands: int) -> None:
 
 def _hold(seconds: float) -> None:
     """Keeps the interpreter for a while; what checks for signals or deadlines waits, too."""
-    sleep: Any = ctypes.PyDLL(None).usleep
-    sleep(int(seconds * 1e6))
+    libc: Any = ctypes.PyDLL(None)
+    libc.usleep(int(seconds * 1e6))
 
 
 def _break_data(_: float) -> None:

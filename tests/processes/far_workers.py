@@ -18,7 +18,7 @@ from tests.processes.hosts import Host, enter
 from tests.processes.open_workers import OpenWorkers
 from weft import rpc, secret
 from weft.agent.current import current
-from weft.errors import WorkerLost
+from weft.errors import RendezvousError, WorkerLost
 from weft.transport.resumable import ResumableLink
 
 STORE_PORT = 29_400
@@ -118,7 +118,7 @@ def far_workers(*args: Any, **options: Any) -> Iterator[FarWorkers]:
 
 
 def join(
-    namespace: str, environment: dict[str, str], rank: int, size: int, told: dict[str, Any]
+    namespace: str, environment: dict[str, str], rank: int, size: int | None, told: dict[str, Any]
 ) -> None:
     if namespace:
         enter(namespace)
@@ -126,6 +126,18 @@ def join(
     options = rpc.RpcBackendOptions(**{"rpc_timeout": 0, **told})
     rpc.init_rpc(rank=rank, world_size=size, rpc_backend_options=options)
     rpc.on_worker_lost(lambda error: _told.append((error, time.monotonic())))
+
+
+def try_to_join(
+    namespace: str, environment: dict[str, str], rank: int, size: int | None, told: dict[str, Any]
+) -> tuple[float, Exception | None]:
+    """Returns how long joining took, and what went wrong."""
+    start_s = time.monotonic()
+    try:
+        join(namespace, environment, rank, size, told)
+    except RendezvousError as error:
+        return time.monotonic() - start_s, error
+    return time.monotonic() - start_s, None
 
 
 def leave() -> None:
@@ -171,6 +183,10 @@ def losses(count: int) -> list[tuple[WorkerLost, float]]:
 
 def states() -> dict[str, str]:
     return {health.worker.name: health.state.name for health in rpc.health()}
+
+
+def states_of_others() -> dict[str, str]:
+    return {name: state for name, state in states().items() if state != "SELF"}
 
 
 def resumptions(of: str) -> int:

@@ -22,8 +22,9 @@ from weft.errors import (
     RendezvousTimeout,
     WeftError,
 )
-from weft.rpc import coroutines
+from weft.rpc import entering
 from weft.rpc.joining import join_group
+from weft.secret import Secret
 from weft.transport import addresses
 
 
@@ -40,7 +41,14 @@ from weft.transport import addresses
         ({"init_method": "udp://here"}, "'udp://here' is unknown; use env://"),
         ({"init_method": "env://"}, "MASTER_ADDR and MASTER_PORT not set.*weft run"),
         ({"init_method": "env://", "store": HashStore()}, "not both"),
-        ({"store": HashStore(), "listen": "no.such.address.invalid"}, "cannot listen on"),
+        (
+            {
+                "store": HashStore(),
+                "listen": "no.such.address.invalid",
+                "secret": Secret(b"sixteen bytes at least"),
+            },
+            "cannot listen on",
+        ),
     ],
 )
 def test_options_that_cannot_work(
@@ -158,7 +166,7 @@ def test_silent_strangers_do_not_delay_the_shutdown() -> None:
 def test_a_coroutine_that_blocks_does_not_keep_the_worker(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coroutines, "_CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(entering, "END_LIMIT_S", 0.1)
     join_alone()
     try:
         blocked = rpc.rpc_async("alone", functions.block_event_loop, timeout=0)

@@ -263,6 +263,21 @@ def test_a_leaver_waits_for_its_own_calls(group: Group) -> None:
     assert isinstance(group.do("b", slow_result), int)
 
 
+def test_one_that_joins_meanwhile_is_told_of_the_leaver(group: Group) -> None:
+    """It knows the leaver from the store, and must not find it dead."""
+    group.join("a", 0)
+    group.join("b", 1)
+    group.do("b", begin_slow_call, "a", 2.0)
+    group.begin("a", leave)
+    wait_until(lambda: group.do("b", names) == [("b", 1)], lambda: "nobody has left")
+    group.join("c", 2)
+    wait_until(lambda: group.do("c", names) == [("b", 1), ("c", 2)], lambda: "c knows of a")
+    with pytest.raises(UnknownWorker):
+        group.do("c", call, "a")
+    assert isinstance(group.do("b", slow_result), int)
+    group.result("a")
+
+
 def test_a_leaver_under_fire_gets_away(group: Group) -> None:
     for rank, name in enumerate("abc"):
         group.join(name, rank)

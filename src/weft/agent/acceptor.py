@@ -8,9 +8,7 @@ learns nothing but that it proved nothing.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -44,11 +42,10 @@ from weft.errors import DuplicateName, ProtocolError
 from weft.protocol.membership import Registration
 from weft.transport import addresses
 from weft.transport.handshake import Greeting, Handshake, NotProven
+from weft.transport.neighbours import check_user
 from weft.transport.resumable import ResumableLink
 from weft.transport.secure import secure_server
 from weft.wire.messages import Kind
-
-_PEER_CREDENTIALS = struct.Struct("iII")
 
 
 class Lookup(Protocol):
@@ -66,13 +63,11 @@ class Acceptor:
     Args:
         connector: The worker's other end.
         lookup: Finds who it is that connects.
-        has_secret: Whether the key is more than what any process of this machine may read.
     """
 
-    def __init__(self, connector: Connector, lookup: Lookup, *, has_secret: bool) -> None:
+    def __init__(self, connector: Connector, lookup: Lookup) -> None:
         self._connector = connector
         self._lookup = lookup
-        self._has_secret = has_secret
         self._limit = knobs.STRANGER_LIMIT.get()
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, None] = {}
@@ -119,9 +114,9 @@ class Acceptor:
         connector = self._connector
         deadline_s = time.monotonic() + connector.timeout_s
         addresses.tune(connection)
-        if connection.family == socket.AF_UNIX:
-            self._check_user(connection)
-        elif connector.tls is not None:
+        if not connector.has_secret:
+            check_user(connection)
+        if connection.family != socket.AF_UNIX and connector.tls is not None:
             connection = secure_server(connection, connector.tls, connector.timeout_s)
         try:
             handshake = Handshake.accept(connection, connector.key, deadline_s)
@@ -133,17 +128,6 @@ class Acceptor:
         except BaseException:
             connection.close()
             raise
-
-    def _check_user(self, connection: socket.socket) -> None:
-        """Turns other users of this machine away: without a secret, they may know the key."""
-        if self._has_secret:
-            return
-        option = getattr(socket, "SO_PEERCRED", None)
-        if option is not None:
-            data = connection.getsockopt(socket.SOL_SOCKET, option, _PEER_CREDENTIALS.size)
-            _, user, _ = _PEER_CREDENTIALS.unpack(data)
-            if user not in (0, os.geteuid()):
-                raise ProtocolError(f"user {user} is not the one of this worker")
 
     def _take(self, connection: socket.socket, handshake: Handshake, greeting: Greeting) -> None:
         if greeting.facts.get(TO, self._connector.worker) != self._connector.worker:

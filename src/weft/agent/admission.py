@@ -65,11 +65,11 @@ def enter(store: Any, registration: Registration, timeout_s: float) -> Admission
         token = store.compare_set("token", "", secrets.token_hex(16)).decode()
         me = _with_id(store, registration)
         place = store.add("members", 1)
-        store.set(_member(place), me.encode())
+        store.set(_member(place, token), me.encode())
         earlier = {}
         for other in range(1, place):
             if not store.check([_left(other)]):
-                found = _read(store, other, deadline_s)
+                found = _read(store, other, token, deadline_s)
                 if found is not None:
                     earlier[other] = found
     except WeftError:
@@ -105,19 +105,20 @@ def _with_id(store: Any, registration: Registration) -> Registration:
     return dataclasses.replace(registration, id=worker, later_rank=rank)
 
 
-def _read(store: Any, place: int, deadline_s: float) -> Registration | None:
+def _read(store: Any, place: int, token: str, deadline_s: float) -> Registration | None:
     """Returns who took a place; None where it died before it could say."""
     limit_s = min(_UNWRITTEN_S, max(deadline_s - time.monotonic(), 0.01))
     try:
-        store.wait([_member(place)], timedelta(seconds=limit_s))
+        store.wait([_member(place, token)], timedelta(seconds=limit_s))
     except (RuntimeError, ValueError):
         _log.warning("whoever joined the group as number %d never said who it is", place)
         return None
-    return Registration.decode(store.get(_member(place)))
+    return Registration.decode(store.get(_member(place, token)))
 
 
-def _member(place: int) -> str:
-    return f"member/{place}"
+def _member(place: int, token: str) -> str:
+    # What was written, and perhaps signed, in another run counts for nothing in this one.
+    return f"member/{place}/{token}"
 
 
 def _left(place: int) -> str:

@@ -26,7 +26,7 @@ from weft.agent.connector import Connector, verdict_in
 from weft.agent.contacts import Contacts
 from weft.agent.housekeeper import Housekeeper, Job
 from weft.agent.lanes import Lanes
-from weft.agent.links import Links
+from weft.agent.links import Links, Traffic
 from weft.agent.members import Members
 from weft.agent.open_calls import OpenCalls
 from weft.agent.peers import Peer, Unreachable
@@ -64,13 +64,6 @@ class _Route(NamedTuple):
     handler: Handler | CallHandler
     is_inline: bool
     take_up: type[ServedCall] | None = None
-
-
-class Traffic(NamedTuple):
-    """Bytes that this worker exchanged with all others, tensors and control alike."""
-
-    bytes_sent: int
-    bytes_received: int
 
 
 class Agent:
@@ -129,8 +122,9 @@ class Agent:
             describe(self._nonce),
             self.links,
             protection.tls,
+            has_secret=protection.has_secret,
         )
-        self._acceptor = Acceptor(self._connector, self._lookup, has_secret=protection.has_secret)
+        self._acceptor = Acceptor(self._connector, self._lookup)
         self.contacts = Contacts(self, self._connector, patience)
         self.memory = self._connector.memory
         self.housekeeper: Housekeeper | None = None
@@ -197,10 +191,8 @@ class Agent:
 
     def traffic(self) -> Traffic:
         """Returns the bytes exchanged with all other workers so far."""
-        links = self.links.all()
-        sent = sum(link.bytes_sent for link in links) + self.offered_bytes
-        received = sum(link.bytes_received for link in links) + self.pulled_bytes
-        return Traffic(sent, received)
+        sent, received = self.links.traffic()
+        return Traffic(sent + self.offered_bytes, received + self.pulled_bytes)
 
     def _on_connection(self, listener: socket.socket) -> None:
         try:
@@ -227,9 +219,9 @@ class Agent:
             self.lose(former, f"worker {peer.name!r} (rank {peer.info.id}) has taken its place")
         return peer
 
-    def introduce(self, peer: Peer) -> None:
+    def introduce(self, peer: Peer, timeout_s: float) -> None:
         """Has another worker of an open group know this one; see ``Connector.introduce``."""
-        self._connector.introduce(peer)
+        self._connector.introduce(peer, timeout_s)
 
     # Sending
 

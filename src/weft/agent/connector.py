@@ -27,6 +27,7 @@ from weft.secret import Secret
 from weft.transport import addresses
 from weft.transport.handshake import Greeting, Handshake
 from weft.transport.link import Link, LinkClosed
+from weft.transport.neighbours import check_user
 from weft.transport.resumable import ResumableLink
 from weft.transport.secure import TlsOptions, secure_client
 from weft.wire.frames import Buffer, encode_frame
@@ -46,6 +47,8 @@ HOST = "host"
 
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.5
+_CROSSING_S = 0.25
+"""How long a connection that the other side makes may take to arrive before this side dials."""
 
 
 class Refused(ConnectionRefusedError):
@@ -85,6 +88,8 @@ class Connector:
         capabilities: What this side's channels can do.
         shell: Takes the connections.
         tls: How TCP connections are secured; None for not at all.
+        has_secret: Whether the key is more than what others of this machine, or whoever reads the
+            rendezvous store, may know. If not, only workers of this user here are talked to.
     """
 
     def __init__(
@@ -95,11 +100,14 @@ class Connector:
         capabilities: Capabilities,
         shell: Shell,
         tls: TlsOptions | None,
+        *,
+        has_secret: bool,
     ) -> None:
         self.me = me
         self.worker = me.id
         self.key = key
         self.tls = tls
+        self.has_secret = has_secret
         self.shell = shell
         self.memory = MemoryExchange()
         self.timeout_s = knobs.CONNECT_TIMEOUT_S.get()
@@ -127,9 +135,8 @@ class Connector:
                     return peer.link
                 if peer.lost is not None:
                     raise peer.lost_error()
-                peer.is_dialling = not peer.is_accepting
             try:
-                return self._dial_patiently(peer) if peer.is_dialling else self._await_link(peer)
+                return self._connect_patiently(peer)
             except (OSError, ProtocolError, LinkClosed, ConfigurationError) as error:
                 if peer.lost is not None:
                     raise peer.lost_error() from error
@@ -137,13 +144,15 @@ class Connector:
             finally:
                 peer.is_dialling = False
 
-    def _dial_patiently(self, peer: Peer) -> Link:
-        """Dials again where the network breaks; not where the answer is no."""
+    def _connect_patiently(self, peer: Peer) -> Link:
+        """Tries again where the network breaks; not where the answer is no."""
         deadline_s = time.monotonic() + self.timeout_s
         name, pause_s = secrets.token_hex(16), _FIRST_PAUSE_S
         for attempt in itertools.count(1):
             try:
-                return self._dial(peer, Terms(name, True, attempt), deadline_s)
+                if self._may_dial(peer):
+                    return self._dial(peer, Terms(name, True, attempt), deadline_s)
+                return self._await_link(peer, deadline_s)
             except (Refused, LinkClosed, TimeoutError, ProtocolError):
                 raise
             except OSError:
@@ -153,12 +162,18 @@ class Connector:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise AssertionError("attempts do not end")
 
+    def _may_dial(self, peer: Peer) -> bool:
+        """Whether the other side is not making a connection already; from here on, this one is."""
+        with peer.state_lock:
+            peer.is_dialling = peer.link is None and not peer.is_accepting
+            return peer.is_dialling
+
     def _dial(self, peer: Peer, terms: Terms, deadline_s: float) -> Link:
         connection = self._open(peer, deadline_s)
         memory: list[int] = []
         is_unix = connection.family == socket.AF_UNIX
         try:
-            handshake = Handshake.dial(connection, self.key, deadline_s)
+            handshake = self._begin(connection, deadline_s)
             facts = self.facts(to=peer)
             if not is_unix:
                 facts |= {SESSION: terms.name, ATTEMPT: terms.attempt}
@@ -181,7 +196,7 @@ class Connector:
             close_all(memory)
         connection.close()
         if answer.refusal == CROSSED:
-            return self._await_link(peer)
+            return self._await_link(peer, deadline_s)
         raise Refused(f"turned away: {answer.refusal}")
 
     def _send_memory(self, peer: Peer, connection: socket.socket, handshake: Handshake) -> None:
@@ -189,11 +204,19 @@ class Connector:
         with self.memory.descriptor_for(connection) as descriptor:
             handshake.send(Kind.VERDICT, verdict, descriptor)
 
-    def _await_link(self, peer: Peer) -> Link:
-        """Waits for the connection that the other side is making."""
-        if peer.linked.wait(self.timeout_s) and peer.link is not None:
+    def _await_link(self, peer: Peer, deadline_s: float) -> Link:
+        """Waits for the connection that the other side is making.
+
+        Raises:
+            ConnectionError: It came to nothing, or has not come; the other side may be dead.
+        """
+        doubtful_s = min(time.monotonic() + _CROSSING_S, deadline_s)
+        while not peer.linked.wait(_FIRST_PAUSE_S) and time.monotonic() < deadline_s:
+            if not peer.is_accepting and time.monotonic() > doubtful_s:
+                break
+        if peer.link is not None:
             return peer.link
-        raise ConnectionRefusedError("the connection that it was making itself never came")
+        raise ConnectionError("the connection that it was making itself never came")
 
     # Further connections
 
@@ -227,7 +250,7 @@ class Connector:
             self._ask(peer, handshake, PROBE, facts)
             connection.close()
 
-    def introduce(self, peer: Peer) -> None:
+    def introduce(self, peer: Peer, timeout_s: float) -> None:
         """Has a member of an open group know this worker. Blocks at most the timeout.
 
         Raises:
@@ -235,7 +258,7 @@ class Connector:
             OSError: It does not answer, or another worker does.
             ProtocolError: What answers is none of the group.
         """
-        with self._greeted(peer, self.timeout_s) as (connection, handshake):
+        with self._greeted(peer, min(timeout_s, self.timeout_s)) as (connection, handshake):
             try:
                 self._ask(peer, handshake, INTRODUCTION, {})
             except Refused as error:
@@ -272,10 +295,17 @@ class Connector:
         deadline_s = time.monotonic() + timeout_s
         connection = self._open(peer, deadline_s)
         try:
-            yield connection, Handshake.dial(connection, self.key, deadline_s)
+            yield connection, self._begin(connection, deadline_s)
         except BaseException:
             connection.close()
             raise
+
+    def _begin(self, connection: socket.socket, deadline_s: float) -> Handshake:
+        """Waits for the challenge; without a secret, from one of this user only."""
+        handshake = Handshake.dial(connection, self.key, deadline_s)
+        if not self.has_secret:
+            check_user(connection)
+        return handshake
 
     def _ask(
         self, peer: Peer, handshake: Handshake, purpose: str, facts: dict[str, Any]
@@ -308,7 +338,9 @@ class Connector:
             except (OSError, ConfigurationError) as error:
                 errors.append(f"{text}: {getattr(error, 'strerror', None) or error}")
                 is_final &= isinstance(error, (ConnectionRefusedError, ConfigurationError))
-        reason = "; ".join(errors) or "it listens nowhere that this side reaches"
+        # Of another host, whose Unix sockets are not here, only the others are of interest.
+        far = [error for error in errors if not error.startswith("unix:")]
+        reason = "; ".join(far or errors) or "it listens nowhere that this side reaches"
         raise (Refused if is_final else ConnectionError)(reason + self._hint(peer))
 
     def _open_at(self, address: addresses.Address, deadline_s: float) -> socket.socket:
@@ -319,6 +351,14 @@ class Connector:
             here, there = ("with", "without") if self.tls is not None else ("without", "with")
             raise ConfigurationError(
                 f"it is a worker {there} TLS, this one is {here}; give all the same tls options"
+            )
+        is_far = isinstance(address, addresses.TcpAddress) and not addresses.is_loopback(
+            address.host
+        )
+        if is_far and not self.has_secret:
+            raise ConfigurationError(
+                "without a secret, a worker connects to others of its own machine only; give all "
+                f"of them the same: {knobs.SECRET_FILE.variable}=FILE, or secret=..."
             )
         try:
             connection = addresses.dial(address, remaining_s)

@@ -25,6 +25,7 @@ _log = logging.getLogger("weft")
 
 _DIAL_LIMIT_S = 2.0
 """How long one attempt may take: the kernel's own patience with a silent network grows too fast."""
+_LEAST_DIAL_LIMIT_S = 0.1
 _ACKNOWLEDGE_S = 1.0
 
 
@@ -184,6 +185,8 @@ class Contacts:
         self._nudge(self._look_at(watched, now_s))
 
     def _timeout_s(self, link: ResumableLink) -> float:
-        # Who is suspected of being gone must have been tried before it is given up.
-        limit_s = _DIAL_LIMIT_S if link.is_broken else self._patience.detection_s / 4
+        # Who listens and does not speak must be known to do so before it is given up.
+        patience = self._patience
+        patience_s = patience.reconnect_s if link.is_broken else patience.detection_s
+        limit_s = max(patience_s / 4, _LEAST_DIAL_LIMIT_S)
         return min(self._connector.timeout_s, _DIAL_LIMIT_S, limit_s)

@@ -256,8 +256,10 @@ class DataConnections:
         with data.lock:
             data.broken_set = max(data.broken_set, number)
             ended = [each for each in data.receiving if each.number <= data.broken_set]
-            data.receiving = [each for each in data.receiving if each not in ended]
         self._close_all([each.connection for each in ended])
+        # Only now: another thread that ends them must find them, and wait for those being read.
+        with data.lock:
+            data.receiving = [each for each in data.receiving if each not in ended]
 
     def _close_all(self, connections: Sequence[SendingConnection | ReceivingConnection]) -> None:
         for connection in connections:

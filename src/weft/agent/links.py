@@ -7,7 +7,8 @@ import functools
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from weft import knobs
 from weft.agent.connector import Terms
@@ -24,6 +25,23 @@ if TYPE_CHECKING:
     from weft.agent.agent import Agent
 
 
+class Traffic(NamedTuple):
+    """Bytes that this worker exchanged with all others, tensors and control alike."""
+
+    bytes_sent: int
+    bytes_received: int
+
+
+def sum_of(parts: Iterable[Traffic]) -> Traffic:
+    """Returns the traffic of all parts together."""
+    sent, received = zip(*parts, strict=True)
+    return Traffic(sum(sent), sum(received))
+
+
+def _traffic_of(link: Link) -> Traffic:
+    return Traffic(link.bytes_sent, link.bytes_received)
+
+
 class Links:
     """All connections for messages of one worker. Thread-safe.
 
@@ -38,14 +56,20 @@ class Links:
         self._limit_bytes = knobs.SESSION_LIMIT_BYTES.get()
         self._lock = threading.Lock()
         self._links: list[Link] = []
+        self._ended_traffic = Traffic(0, 0)
         self._is_closed = False
         agent.on(Kind.ACKNOWLEDGED, _on_acknowledged, inline=True)
         agent.on(Kind.GOODBYE, _on_goodbye, inline=True)
 
     def all(self) -> list[Link]:
-        """Returns all that there ever were."""
+        """Returns those that have not ended."""
         with self._lock:
             return list(self._links)
+
+    def traffic(self) -> Traffic:
+        """Returns the bytes of all that there ever were."""
+        with self._lock:
+            return sum_of([self._ended_traffic, *map(_traffic_of, self._links)])
 
     def make_link(self, connection: socket.socket, peer: Peer, terms: Terms | None) -> Link:
         """Wraps a connected socket; with terms, in a session."""
@@ -137,16 +161,28 @@ class Links:
         """Ends a link for good; whoever reads it comes to an end."""
         self.pause(link)
         link.hang_up()
+        # Not here: this thread may be the one that reads it.
+        self._agent.reactor.submit(self._free, link)
+
+    def _free(self, link: Link, _: object) -> None:
+        """Frees what a link that has ended still has, once nobody uses it."""
+        with self._agent.reactor.idling():
+            is_free = link.free()
+        with self._lock:
+            if is_free and link in self._links:
+                self._links.remove(link)
+                self._ended_traffic = sum_of([self._ended_traffic, _traffic_of(link)])
 
     def say_goodbye(self, timeout_s: float) -> None:
         """Makes no more links, and waits, at most ``timeout_s``, until all has been written."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             self._is_closed = True
-        for link in self._links:
+        links = self.all()
+        for link in links:
             if isinstance(link, ResumableLink):
                 link.say_goodbye()
-        for link in self._links:
+        for link in links:
             link.drain(end_s - time.monotonic())
 
     def abandon(self) -> None:
@@ -156,7 +192,7 @@ class Links:
 
     def close(self, *, is_in_use: bool) -> None:
         """Ends all links, and frees their descriptors unless some thread still uses them."""
-        for link in self._links:
+        for link in self.all():
             if is_in_use:
                 link.hang_up()
             else:

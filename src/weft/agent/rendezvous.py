@@ -15,10 +15,12 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
+from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from weft.agent.launcher_store import SCHEME as OF_LAUNCHER
 from weft.agent.launcher_store import open_launcher_store
+from weft.agent.store_host import await_host
 from weft.errors import (
     ConfigurationError,
     DuplicateName,
@@ -29,6 +31,11 @@ from weft.protocol.membership import Directory, Registration, assemble
 
 # Rank 0 must be able to tell the others who was missing after its own time is up.
 _GRACE_S = 5.0
+_ROUNDING_S = 1.0
+"""By so much stores are late to notice that a time is up: some count in whole seconds."""
+_POLL_S = 0.02
+_READ_S = 0.5
+"""How long rank 0 waits at most until all others have read that there is no group."""
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT")
 
 
@@ -51,10 +58,13 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
     if urlsplit(method).scheme == OF_LAUNCHER:
         return open_launcher_store(urlsplit(method).netloc, timeout_s)
     separator = "&" if "?" in method else "?"
-    size = -1 if world_size is None else world_size
+    # Rank 0 must not wait here until all have come: it could not say who has not. Only a file has
+    # to know how many there are, to be removed by the last one.
+    size = world_size if world_size and urlsplit(method).scheme == "file" else -1
     url = f"{method}{separator}rank={rank}&world_size={size}"
     start_s = time.monotonic()
     try:
+        await_host(method, rank, timeout_s)
         store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout_s)))
     except (RuntimeError, ValueError, OSError) as error:
         elapsed_s = time.monotonic() - start_s
@@ -128,18 +138,20 @@ def join(store: Any, registration: Registration, world_size: int, timeout_s: flo
         RendezvousError: Rank 0 was told another number of workers.
     """
     start_s = time.monotonic()
-    store.set(_key(registration.id), registration.encode())
-    if registration.id == 0:
-        mixed = _make_closed(store)
-        if mixed:
-            directory = Directory("", (), refusal=mixed)
+    try:
+        store.set(_key(registration.id), registration.encode())
+        if registration.id == 0:
+            directory = _lead(store, world_size, start_s, timeout_s)
         else:
-            directory = _collect(store, world_size, start_s, timeout_s)
-        store.set("directory", directory.encode())
-    else:
-        directory = _await_directory(store, world_size, start_s, timeout_s)
+            directory = _await_directory(store, registration.id, world_size, start_s, timeout_s)
+    except DistError as error:
+        raise RendezvousError(
+            f"the rendezvous store does not answer any more: {_first_line(error)}; has the worker "
+            "that hosts it, which is rank 0, ended?"
+        ) from error
     if not directory.refusal:
         _check_size(directory, world_size)
+        _check_own(directory, registration)
         return directory
     if directory.missing:
         elapsed_s = time.monotonic() - start_s
@@ -157,6 +169,32 @@ def _check_size(directory: Directory, world_size: int) -> None:
         )
 
 
+def _check_own(directory: Directory, registration: Registration) -> None:
+    """Sees that a directory is of this run: a stranger may have put that of another one there."""
+    if directory.workers[registration.id] != registration:
+        raise RendezvousError(
+            f"the directory of the group does not have rank {registration.id} as it registered: "
+            "it is of another run, or two workers have this rank; give each its own, and each run "
+            "a store without keys of an earlier one"
+        )
+
+
+def _lead(store: Any, world_size: int, start_s: float, timeout_s: float) -> Directory:
+    """Makes the directory, or the refusal, as rank 0."""
+    mixed = _make_closed(store)
+    if mixed:
+        directory = Directory("", (), refusal=mixed)
+    else:
+        try:
+            directory = _collect(store, world_size, start_s, timeout_s)
+        except RendezvousError as error:  # What somebody wrote is not signed.
+            directory = Directory("", (), refusal=str(error))
+    store.set("directory", directory.encode())
+    if directory.refusal:
+        _await_readers(store, world_size)
+    return directory
+
+
 def _collect(store: Any, world_size: int, start_s: float, timeout_s: float) -> Directory:
     registrations: dict[int, Registration] = {}
     for rank in range(world_size):
@@ -166,18 +204,38 @@ def _collect(store: Any, world_size: int, start_s: float, timeout_s: float) -> D
     return assemble(registrations, world_size, secrets.token_hex(16), waited_s)
 
 
-def _await_directory(store: Any, world_size: int, start_s: float, timeout_s: float) -> Directory:
+def _await_readers(store: Any, world_size: int) -> None:
+    """Waits until those who have come know why there is no group: the store may end with rank 0."""
+    end_s = time.monotonic() + _READ_S
+    for rank in range(1, world_size):
+        if _is_there(store, _key(rank)):
+            _wait(store, _told_key(rank), end_s - time.monotonic())
+
+
+def _await_directory(
+    store: Any, rank: int, world_size: int, start_s: float, timeout_s: float
+) -> Directory:
     # Without rank 0 there is nobody who could still write one.
     is_complete = _wait(store, "directory", timeout_s) or (
         _is_there(store, _key(0)) and _wait(store, "directory", _GRACE_S)
     )
     if is_complete:
-        return Directory.decode(store.get("directory"))
-    missing = tuple(rank for rank in range(world_size) if not _is_there(store, _key(rank))) or (0,)
+        directory = Directory.decode(store.get("directory"))
+        if directory.refusal:
+            store.set(_told_key(rank), "")
+        return directory
     elapsed_s = time.monotonic() - start_s
+    if not _is_there(store, _key(rank)):
+        raise RendezvousTimeout(
+            f"the rendezvous store does not answer any more after {elapsed_s:.1f} s; has the "
+            "worker that hosts it, which is rank 0, ended?",
+            (0,),
+            elapsed_s,
+        )
+    missing = tuple(each for each in range(world_size) if not _is_there(store, _key(each))) or (0,)
     raise RendezvousTimeout(
         f"the group of {world_size} workers was not complete within {elapsed_s:.1f} s; "
-        f"missing: {', '.join(f'rank {rank}' for rank in missing)}",
+        f"missing: {', '.join(f'rank {each}' for each in missing)}",
         missing,
         elapsed_s,
     )
@@ -185,10 +243,18 @@ def _await_directory(store: Any, world_size: int, start_s: float, timeout_s: flo
 
 def _wait(store: Any, key: str, timeout_s: float) -> bool:
     """Returns whether ``key`` is there within the time; a time already up still looks once."""
-    try:
-        store.wait([key], timedelta(seconds=max(timeout_s, 0.01)))
-    except (RuntimeError, ValueError):
-        return False
+    end_s = time.monotonic() + timeout_s
+    if timeout_s > 2 * _ROUNDING_S:
+        try:
+            store.wait([key], timedelta(seconds=timeout_s - _ROUNDING_S))
+            return True
+        except (RuntimeError, ValueError):
+            pass  # Or the store is gone, and so is whoever hosts it: to be seen below.
+    while not _is_there(store, key):
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            return False
+        time.sleep(min(_POLL_S, left_s))
     return True
 
 
@@ -201,6 +267,10 @@ def _is_there(store: Any, key: str) -> bool:
 
 def _key(rank: int) -> str:
     return f"worker/{rank}"
+
+
+def _told_key(rank: int) -> str:
+    return f"told/{rank}"
 
 
 def _first_line(error: BaseException) -> str:

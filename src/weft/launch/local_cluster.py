@@ -80,7 +80,8 @@ def cluster(
         workers: How many workers; by default as many as ``names``.
         names: Their names; by default ``worker0``, ``worker1``, and so on.
         name: The caller's own name.
-        rpc_backend_options: Options for every worker and the caller; the init method is replaced.
+        rpc_backend_options: Options for every worker and the caller; the init method is replaced,
+            and so are secret and address: nobody of another user or machine is let in.
         nursery: A warm process to fork from; by default one is made, and ended with the cluster.
         check: Whether leaving the block raises if a worker ended within it.
         restarts: How often each worker that dies is started again, within the time and after the
@@ -308,11 +309,14 @@ class Cluster:
         )
 
     def _plain_options(self) -> RpcBackendOptions:
-        """Returns the caller's options without a way to find the others; a new object."""
+        """Returns the caller's options without what is between the workers only; a new object."""
         from weft.rpc import RpcBackendOptions
 
         options = RpcBackendOptions() if self._options is None else copy.copy(self._options)
         options.init_method = options.store = None
+        # Whoever knows the token, which is in a private directory, is of this user. A secret
+        # does not travel to other processes, and nobody comes from another machine.
+        options.secret, options.listen = None, "127.0.0.1"
         return options
 
     def _rendezvous(self) -> str:

@@ -128,7 +128,9 @@ class Contact:
         elif self._is_broken:
             self._break_cause = cause
         self._dial_at_s = now_s + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        # Several attempts at least must fit into the time that there is.
+        longest_s = max(min(self._reconnect_s / 4, LONGEST_PAUSE_S), FIRST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s, longest_s)
 
     def dialled(self, now_s: float) -> None:
         """Notes that the other side was reached, and is going to resume the session itself."""

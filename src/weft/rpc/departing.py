@@ -63,7 +63,7 @@ class Departing:
 
         def settle() -> bool:
             references.flush()
-            return references.is_settled()
+            return references.is_settled() and not self._unnoted
 
         return [
             (self._announced(), self._who_has_not_noted),
@@ -75,13 +75,14 @@ class Departing:
         ]
 
     def _announced(self) -> Callable[[], bool]:
-        def announce() -> None:
-            peers = [peer for peer in self._agent.members.present() if not peer.is_self]
-            self._unnoted = {peer.id for peer in peers}
-            for peer in peers:
-                self._agent.reactor.submit(self._announce, peer)
+        # Also whoever joins from now on: it would call this worker, not knowing that it leaves.
+        return _after(lambda: self._agent.members.on_joined(self._tell), lambda: not self._unnoted)
 
-        return _after(announce, lambda: not self._unnoted)
+    def _tell(self, peer: Peer) -> None:
+        if not peer.is_self and peer.lost is None and not peer.is_departing:
+            with self._lock:
+                self._unnoted.add(peer.id)
+            self._agent.reactor.submit(self._announce, peer)
 
     def _announce(self, peer: Peer, _: object) -> None:
         """Tells one worker, and connects to it first if need be."""
@@ -98,8 +99,8 @@ class Departing:
         return f"these have not answered: {', '.join(map(repr, names))}", names
 
     def _is_idle(self) -> bool:
-        busy = len(self._agent.calls) or self._agent.reactor.busy or self._worker.unfinished
-        return not busy
+        reactor, unfinished = self._agent.reactor, self._worker.unfinished
+        return not (self._unnoted or len(self._agent.calls) or reactor.busy or unfinished)
 
     def _late(self, timeout: float, lacking: str, names: tuple[str, ...]) -> ShutdownError:
         name = self._agent.info.name

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from weft.agent.members import Members
 from weft.agent.peers import Peer
 from weft.agent.protection import Patience, Protection
 from weft.agent.rendezvous import join
+from weft.agent.signed_store import SignedStore
 from weft.errors import ProtocolError
 from weft.protocol.membership import STRICT, Registration
 from weft.rpc import serving
@@ -33,6 +36,10 @@ from weft.rpc.worker import Worker
 from weft.transport.addresses import listen_tcp, listen_unix
 
 END_LIMIT_S = 5.0
+_MEETINGS = 32
+"""With how many others a newcomer makes itself known at a time."""
+_LEAST_MEETING_S = 0.5
+"""Time for those whose turn comes late: they may be there."""
 
 _log = logging.getLogger("weft")
 _loaded_by = os.getpid()
@@ -48,7 +55,8 @@ def enter_closed(
     """
     with _listening(options) as (listeners, addresses):
         registration = _registration(name, rank, addresses, options)
-        directory = join(store, registration, world_size, options.init_timeout)
+        signed = SignedStore(store, options.secret)
+        directory = join(signed, registration, world_size, options.init_timeout)
         others = [each for each in directory.workers if each.id != rank]
         members = Members(registration, others, is_open=False)
         worker = _make_worker(directory.token, members, listeners, store, options)
@@ -65,15 +73,17 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         DuplicateName: A worker that is there has the name or the rank.
         RendezvousError: The group is a closed one, or the store does not answer.
     """
+    start_s = time.monotonic()
     with _listening(options) as (listeners, addresses):
         registration = _registration(name, rank, addresses, options)
-        admission = enter(store, registration, options.init_timeout)
+        signed = SignedStore(store, options.secret)
+        admission = enter(signed, registration, options.init_timeout)
         members = Members(admission.me, (), is_open=True)
         worker = _make_worker(admission.token, members, listeners, store, options)
     Departing(worker, store, admission.place)
     _start(worker, [])
     try:
-        _introduce(worker.agent, store, admission)
+        _introduce(worker.agent, store, admission, start_s + options.init_timeout)
     except BaseException:
         note_left(store, admission.place)
         end(worker)
@@ -93,8 +103,10 @@ def end(worker: Worker) -> None:
     worker.agent.close(max(end_s - time.monotonic(), 0.0))
 
 
-def _introduce(agent: Agent, store: Any, admission: Admission) -> None:
+def _introduce(agent: Agent, store: Any, admission: Admission, end_s: float) -> None:
     """Makes this worker and those who came earlier known to each other.
+
+    Who has not answered at ``end_s`` is taken for lost.
 
     Raises:
         DuplicateName: One of them lives and has this one's name or rank. Nobody else is told.
@@ -102,26 +114,30 @@ def _introduce(agent: Agent, store: Any, admission: Admission) -> None:
     others = []
     for place, earlier in admission.earlier.items():
         if earlier.name == agent.info.name or earlier.rank == agent.info.id:
-            _meet(agent, Peer(earlier, main_by_name=False, is_self=False))
+            _meet(agent, end_s, Peer(earlier, main_by_name=False, is_self=False))
             note_left(store, place)
         else:
             others.append(earlier)
-    for earlier in others:
-        peer = agent.take_up(earlier)
-        problem = _meet(agent, peer)
+    if not others:
+        return
+    peers = [agent.take_up(earlier) for earlier in others]
+    # All at a time: some may be on hosts that are gone, and do not even refuse.
+    with ThreadPoolExecutor(min(len(peers), _MEETINGS), f"weft-{agent.info.name}-meeting") as pool:
+        problems = list(pool.map(functools.partial(_meet, agent, end_s), peers))
+    for peer, problem in zip(peers, problems, strict=True):
         if problem is not None:
             agent.lose(peer, f"it does not answer: {problem}")
             _log.warning("%s", peer.lost)
 
 
-def _meet(agent: Agent, peer: Peer) -> Exception | None:
+def _meet(agent: Agent, end_s: float, peer: Peer) -> Exception | None:
     """Introduces this worker to another; returns why that is not there.
 
     Raises:
         DuplicateName: It has this one's name or rank.
     """
     try:
-        agent.introduce(peer)
+        agent.introduce(peer, max(end_s - time.monotonic(), _LEAST_MEETING_S))
     except (OSError, ProtocolError) as error:
         return error
     return None

@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 from weft.agent import current as current_agent
-from weft.agent.agent import Traffic
+from weft.agent.links import Traffic
 from weft.agent.rendezvous import open_store
 from weft.errors import ConfigurationError
 from weft.ids import WorkerInfo

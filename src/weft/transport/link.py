@@ -257,11 +257,38 @@ class Link:
         self._socket.close()
         self._write_socket.close()
 
+    def free(self) -> bool:
+        """Frees descriptors and memory of a link that was hung up, once nobody uses them.
+
+        Blocks for a moment. Returns False where somebody is still writing.
+        """
+        with self.reading:
+            if self.read_fd < 0:
+                return True
+            # A full link is left to ``flush``, which nobody calls any more.
+            if not self._writing.acquire(timeout=SEND_PATIENCE_S) and not self._is_full:
+                return False
+            self._is_full = False
+            self._release()
+            self._writing.release()
+        return True
+
     def close(self) -> None:
         """Frees the descriptors. Only when nobody reads or writes any more."""
         self.hang_up()
+        self._release()
+
+    def _release(self) -> None:
+        # Whoever comes late must not arm a stranger's descriptor.
+        self.read_fd = self.write_fd = -1
         self._socket.close()
         self._write_socket.close()
+        self._queue.clear()
+        self._parser = FrameParser(_no_memory, 0, 0, 0)
+
+
+def _no_memory(size_bytes: int) -> memoryview:
+    raise LinkClosed("the connection is closed")
 
 
 def tune(connection: socket.socket) -> None:

@@ -25,7 +25,7 @@ from typing import Protocol
 
 from weft.errors import ProtocolError
 from weft.transport.hearing import is_unanswered, silence_s
-from weft.transport.link import READ_TICK_S, Link, LinkClosed, advance, tune
+from weft.transport.link import READ_TICK_S, SEND_PATIENCE_S, Link, LinkClosed, advance, tune
 from weft.transport.spinning import Spinning
 from weft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from weft.wire.messages import Kind, decode_ints, encode_ints
@@ -33,7 +33,6 @@ from weft.wire.session import LEAST_BYTES, Incoming, Outgoing
 
 _IOV_LIMIT = 512
 _DONTWAIT = socket.MSG_DONTWAIT
-_ROOM_POLL_S = 1.0
 _DRAIN_POLL_S = 0.001
 
 
@@ -168,9 +167,13 @@ class ResumableLink(Link):
         return True
 
     def _wait_for_room(self) -> None:
+        """Waits while too much is kept, but not for a peer that takes nothing for long."""
         with self._room:
             while self._outgoing.kept_bytes > self._limit_bytes and not self._is_closed:
-                self._room.wait(_ROOM_POLL_S)
+                before = self._outgoing.acknowledged
+                is_told = self._room.wait(SEND_PATIENCE_S)
+                if not is_told and self._outgoing.acknowledged == before:
+                    return
 
     def acknowledged(self, position: int) -> None:
         """Lets go of what the peer has received; raises ProtocolError where it cannot have."""
@@ -335,15 +338,17 @@ class ResumableLink(Link):
 
     def close(self) -> None:
         self.hang_up()
-        with self._receiving, self._writing:
-            self._queue.clear()
+        with self._writing:
+            self._release()
+
+    def _release(self) -> None:
+        with self._receiving:
+            read_fd = self.read_fd
+            super()._release()
             self._unsent.clear()
             self._outgoing.clear()
-            self._socket.close()
-            self._write_socket.close()
-            if self.read_fd >= 0:
-                os.close(self.read_fd)
-                self.read_fd = -1
+            if read_fd >= 0:
+                os.close(read_fd)
 
 
 def position_in(control: Buffer) -> int:

@@ -39,8 +39,8 @@ class Side:
         self.peers: list[Peer] = []
         me = Registration(f"worker{rank}", rank, (str(self.address),), facts={"host": "here"})
         with knobs.CONNECT_TIMEOUT_S.override(timeout_s):
-            self.connector = Connector(me, False, KEY, capabilities, self, None)
-        self.acceptor = Acceptor(self.connector, self._lookup, has_secret=False)
+            self.connector = Connector(me, False, KEY, capabilities, self, None, has_secret=False)
+        self.acceptor = Acceptor(self.connector, self._lookup)
         self.refusals = 0
 
     def know(self, sides: list[Side]) -> None:
@@ -243,6 +243,24 @@ def test_who_waits_for_a_connection_learns_of_the_loss(make_sides: Make) -> None
     peer.is_accepting = True
     with running(lambda: peer.declare_lost("killed")), pytest.raises(WorkerLost, match="killed"):
         sides[0].connector.connect(peer)
+
+
+def test_a_connection_of_the_other_side_that_comes_to_nothing_is_made_here(
+    make_sides: Make,
+) -> None:
+    """The other side may have died in its greeting: whoever dials it, too, finds that out."""
+    sides = make_sides()
+    peer = sides[0].peers[1]
+    peer.is_accepting = True
+    waits = peer.linked.wait
+
+    def fail(timeout: float | None = None) -> bool:
+        peer.is_accepting = False
+        return waits(timeout)
+
+    peer.linked.wait = fail  # type: ignore[method-assign]
+    with running(sides[1].accept):
+        assert sides[0].connector.connect(peer) is sides[0].links[0]
 
 
 def hello(worker: int, **facts: object) -> Greeting:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore, PrefixStore
 
 from weft.agent import rendezvous
 from weft.agent.rendezvous import join, open_store
@@ -151,10 +152,77 @@ def test_a_store_that_cannot_be_opened_is_explained(
     monkeypatch: pytest.MonkeyPatch, rank: int, hint: str, missing: tuple[int, ...]
 ) -> None:
     def refuses(url: str, timeout: timedelta) -> None:
-        assert url == f"tcp://127.0.0.1:1?rank={rank}&world_size=2"
+        # PyTorch's store must not wait for all workers: it would not say who is missing.
+        assert url == f"tcp://127.0.0.1:1?rank={rank}&world_size=-1"
         raise RuntimeError("refused\nwith a long trace")
 
     monkeypatch.setattr(rendezvous, "rendezvous", refuses)
+    monkeypatch.setattr(rendezvous, "await_host", lambda *arguments: None)
     with pytest.raises(RendezvousTimeout, match=f"refused; {hint}") as caught:
         open_store("tcp://127.0.0.1:1", rank, 2, 0.1)
     assert caught.value.missing == missing
+
+
+def test_rank_0_waits_until_others_know_why_there_is_no_group() -> None:
+    read: list[str] = []
+
+    class SlowlyRead(PrefixStore):
+        """A store whose reader takes a while."""
+
+        def get(self, key: str) -> bytes:
+            if key == "directory":
+                time.sleep(0.2)
+                read.append(key)
+            return super().get(key)
+
+    shared = HashStore()
+    other = Joining(SlowlyRead("x", shared), 1, 3, 0.3)
+    first = Joining(PrefixStore("x", shared), 0, 3, 0.3)
+    outcomes(first)
+    assert read == ["directory"]
+    for outcome in outcomes(first, other):
+        assert isinstance(outcome, RendezvousTimeout)
+        assert outcome.missing == (2,)
+
+
+def test_a_store_that_is_late_does_not_make_the_wait_longer() -> None:
+    class Rounding(PrefixStore):
+        """Waits in whole seconds, as the one in a file."""
+
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            time.sleep(timeout.total_seconds() + 0.9)
+            raise RuntimeError("Wait timeout")
+
+    (outcome,) = outcomes(Joining(Rounding("x", HashStore()), 1, 2, 2.1))
+    assert isinstance(outcome, RendezvousTimeout)
+    assert 2.0 < outcome.elapsed_s < 2.6
+
+
+class Gone(PrefixStore):
+    """A store whose host ends: nothing that is asked after a while is answered."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__("x", HashStore())
+        self._left = calls
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise DistNetworkError("connection reset by peer\nwith a long trace")
+
+    def set(self, key: str, value: str) -> None:
+        self._count()
+        super().set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self._count()
+        return super().check(keys)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_a_store_that_ends_is_told_from_workers_that_are_missing(calls: int) -> None:
+    (outcome,) = outcomes(Joining(Gone(calls), 1, 4, 0.1))
+    assert isinstance(outcome, RendezvousError)
+    assert "rendezvous store does not answer any more" in str(outcome)
+    assert "rank 0, ended?" in str(outcome)
+    assert "trace" not in str(outcome)

@@ -144,6 +144,16 @@ def test_who_listens_and_does_not_speak_is_waited_for(contact: Contact) -> None:
     assert contact.cause.endswith("unreachable")
 
 
+@pytest.mark.parametrize("reconnect_s", [0.3, 1.0, 5.0])
+def test_who_listens_is_asked_again_before_its_time_is_up(reconnect_s: float) -> None:
+    contact, now_s = Contact(0.0, DETECTION_S, reconnect_s), 0.0
+    contact.broke(now_s, "reset", is_answer=True)
+    for _ in range(50):
+        now_s = next_dial_s(contact, now_s) + reconnect_s / 4
+        contact.dial_failed(now_s, "the greeting took too long", is_there=True)
+    assert contact.cause == ""
+
+
 def test_who_listens_is_not_silent(contact: Contact) -> None:
     """A connection whose peer does not read is probed by the kernel more and more rarely."""
     now_s = 0.0

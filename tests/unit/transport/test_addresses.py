@@ -28,6 +28,7 @@ LIMIT_S = 20.0
         TcpAddress("127.0.0.1", 4000),
         TcpAddress("::1", 1),
         TcpAddress("h", 0),
+        TcpAddress("127.0.0.1", 4000, is_secure=True),
     ],
     ids=str,
 )
@@ -37,7 +38,20 @@ def test_an_address_survives_as_text(address: Address) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "unix:x", "tcp:", "tcp:host", "tcp::1", "tcp:host:", "tcp:host:²", "tcp:host:65536", "x"],
+    [
+        "",
+        "unix:x",
+        "tls:",
+        "TLS:host:1",
+        "tls:host",
+        "tcp:",
+        "tcp:host",
+        "tcp::1",
+        "tcp:host:",
+        "tcp:host:²",
+        "tcp:host:65536",
+        "x",
+    ],
 )
 def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigurationError, match="looks like tcp:127"):
@@ -58,8 +72,12 @@ def test_a_dialled_unix_listener_answers() -> None:
     check_listener(*listen_unix())
 
 
-def test_a_dialled_tcp_listener_answers() -> None:
-    check_listener(*listen_tcp("127.0.0.1"))
+@pytest.mark.parametrize("is_secure", [False, True])
+def test_a_dialled_tcp_listener_answers(is_secure: bool) -> None:
+    """What goes over the connection is not its matter, but it says that TLS is to."""
+    listener, address = listen_tcp("127.0.0.1", is_secure=is_secure)
+    check_listener(listener, address)
+    assert str(address).startswith("tls:" if is_secure else "tcp:")
 
 
 def check_listener(listener: socket.socket, address: Address) -> None:

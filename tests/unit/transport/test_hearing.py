@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.transport.hearing import keep_alive, probe_interval_s, silence_s
+from weft.transport import hearing
+from weft.transport.hearing import is_unanswered, keep_alive, probe_interval_s, silence_s
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -58,6 +59,27 @@ def test_of_a_unix_socket_nothing_is_known() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert silence_s(ours) is None
+
+
+def test_what_comes_does_not_count_while_nothing_is_answered(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With real networks, of which one direction fails: in ``test_lost_links``."""
+    ours = pair[0]
+    assert silence_s(ours) is not None
+    assert not is_unanswered(ours)
+    as_it_is = hearing._info(ours)
+    monkeypatch.setattr(hearing, "_info", lambda _: as_it_is[:2] + b"\1" + as_it_is[3:])
+    assert silence_s(ours) is None
+    assert is_unanswered(ours)
+
+
+def test_nobody_owes_an_answer_where_nothing_is_known(pair: Pair) -> None:
+    pair[0].close()
+    assert not is_unanswered(pair[0])
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert not is_unanswered(ours)
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ class ReceivingConnection:
 
     def _read(self, turn_bytes: int) -> None:
         # Of what a secure connection has received already, no event tells.
-        while turn_bytes > 0 or getattr(self._socket, "pending", 0):
+        while turn_bytes > 0 or getattr(self._socket, "pending", False):
             # The end of one stripe and the header of the next in one call.
             parts = [self._header[self._header_end :]]
             if self._arrival is not None:

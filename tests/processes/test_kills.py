@@ -1,0 +1,46 @@
+"""SIGKILL during a call on one host, again and again: how soon the caller has its error.
+
+``WEFT_KILLS`` makes it a long run: 100 give a distribution.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import far_workers as far
+from tests.processes.open_workers import OpenWorkers
+from weft.errors import WorkerLost
+
+KILLS = int(os.environ.get("WEFT_KILLS", "10"))
+AT_ONCE_S = 0.1
+
+
+@pytest.mark.timeout(60 + KILLS)
+def test_the_caller_of_a_killed_worker_knows_at_once(tmp_path: Path) -> None:
+    told = {"init_method": f"file://{tmp_path}/store", "init_timeout": 20}
+    elapsed_s = []
+    with contextlib.closing(OpenWorkers(far.__name__)) as workers:
+        workers.do("worker0", far.join, "", {}, 0, None, told)
+        for number in range(KILLS):
+            key = f"call {number}"
+            workers.do("worker1", far.join, "", {}, 1, None, told)
+            workers.do("worker0", far.begin, key, "worker1", far.hold, key)
+            workers.do("worker1", far.wait_begun, key)
+            pid = workers.do("worker1", os.getpid)
+            since_s = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            ended = workers.do("worker0", far.ending, key)
+            assert isinstance(ended.error, WorkerLost)
+            assert (ended.error.worker, ended.error.cause) == ("worker1", "end of file")
+            elapsed_s.append(ended.at_s - since_s)
+            workers.kill("worker1")
+    median_ms, most_ms = 1e3 * statistics.median(elapsed_s), 1e3 * max(elapsed_s)
+    print(f"{KILLS} kills: median {median_ms:.1f} ms, longest {most_ms:.1f} ms")
+    assert most_ms < 1e3 * AT_ONCE_S

@@ -1,0 +1,138 @@
+"""Groups that never become complete: everybody who came is told in time, by name, who did not."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import far_workers as far
+from tests.processes.far_workers import states_of_others, try_to_join
+from tests.processes.hosts import Host, network
+from tests.processes.open_workers import OpenWorkers
+from weft import secret
+from weft.errors import RendezvousTimeout
+
+TIMEOUT_S = 1.0
+SLACK_S = 0.5
+"""For a machine that has other things to do; a few milliseconds are usual."""
+
+
+class Joiners:
+    """Processes that try to join groups, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._warm = OpenWorkers(far.__name__)
+        self._names: list[str] = []
+        self.environment = {"WEFT_SECRET_FILE": str(folder / "secret")}
+        secret.write_new(folder / "secret")
+
+    def begin(
+        self, rank: int, size: int | None, method: str, host: Host | None = None, **options: float
+    ) -> str:
+        name = f"joiner{len(self._names)}"
+        self._names.append(name)
+        namespace, listen = (host.namespace, host.address) if host else ("", "127.0.0.1")
+        told = {"init_method": method, "init_timeout": TIMEOUT_S, "listen": listen, **options}
+        self._warm.begin(name, try_to_join, namespace, self.environment, rank, size, told)
+        return name
+
+    def result(self, name: str) -> tuple[float, RendezvousTimeout | None]:
+        elapsed_s, error = self._warm.result(name)
+        print(f"after {elapsed_s:.3f} s: {error}")
+        return elapsed_s, error
+
+    def others(self, name: str) -> dict[str, str]:
+        states: dict[str, str] = self._warm.do(name, states_of_others)
+        return states
+
+    def end(self) -> None:
+        while self._names:
+            self._warm.kill(self._names.pop())
+
+    def close(self) -> None:
+        self._warm.close()
+
+
+@pytest.fixture(scope="module")
+def warm_joiners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joiners]:
+    with contextlib.closing(Joiners(tmp_path_factory.mktemp("joiners"))) as made:
+        yield made
+
+
+@pytest.fixture
+def joiners(warm_joiners: Joiners) -> Iterator[Joiners]:
+    yield warm_joiners
+    warm_joiners.end()
+
+
+def method_of(kind: str, folder: Path) -> str:
+    if kind == "file":
+        return f"file://{folder}/store"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 2), (1, 2)])
+def test_who_is_missing_is_named_in_time(
+    joiners: Joiners, tmp_path: Path, kind: str, ranks: tuple[int, ...]
+) -> None:
+    method, size = method_of(kind, tmp_path), max(2, len(ranks) + 1)
+    (missing,) = set(range(size)) - set(ranks)
+    names = [joiners.begin(rank, size, method) for rank in ranks]
+    for name in names:
+        elapsed_s, error = joiners.result(name)
+        assert isinstance(error, RendezvousTimeout)
+        assert error.missing == (missing,)
+        assert f"rank {missing}" in str(error)
+        assert TIMEOUT_S * 0.9 < elapsed_s < TIMEOUT_S + SLACK_S
+
+
+def test_an_open_group_whose_host_is_missing(joiners: Joiners, tmp_path: Path) -> None:
+    elapsed_s, error = joiners.result(joiners.begin(1, None, method_of("tcp", tmp_path)))
+    assert isinstance(error, RendezvousTimeout)
+    assert error.missing == (0,)
+    assert elapsed_s < TIMEOUT_S + SLACK_S
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    with network() as made:
+        yield made
+
+
+def test_hosts_that_do_not_hear_each_other(joiners: Joiners, hosts: list[Host]) -> None:
+    hosts[0].mute(hosts[1])
+    method = f"tcp://{hosts[0].address}:{far.STORE_PORT}"
+    names = [joiners.begin(rank, 2, method, host) for rank, host in enumerate(hosts)]
+    for rank, name in enumerate(names):
+        elapsed_s, error = joiners.result(name)
+        assert isinstance(error, RendezvousTimeout)
+        assert error.missing == (1 - rank,)
+        assert elapsed_s < TIMEOUT_S + SLACK_S
+
+
+def test_a_newcomer_does_not_wait_for_each_member_that_is_gone(
+    joiners: Joiners, hosts: list[Host], tmp_path: Path
+) -> None:
+    method = f"file://{tmp_path}/store"
+    for rank in (0, 1, 2):
+        assert (
+            joiners.result(joiners.begin(rank, None, method, hosts[0], init_timeout=20))[1] is None
+        )
+    near = joiners.begin(3, None, method, hosts[1], init_timeout=20)
+    assert joiners.result(near)[1] is None
+    hosts[0].pull()
+    start_s = time.monotonic()
+    newcomer = joiners.begin(4, None, method, hosts[1])
+    elapsed_s, error = joiners.result(newcomer)
+    assert error is None
+    assert elapsed_s <= time.monotonic() - start_s < TIMEOUT_S + 2 * SLACK_S
+    lost = dict.fromkeys(("worker0", "worker1", "worker2"), "LOST")
+    assert joiners.others(newcomer) == {**lost, "worker3": "UNUSED"}

@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.agent.group import KEY, LIMIT_S, TOKEN, Member, group_of, wait_until
+from weft import knobs
+from weft.agent import acceptor
+from weft.errors import WorkerLost
+from weft.secret import Secret
+from weft.transport import addresses
+from weft.transport.handshake import Greeting, Handshake, NotProven
+from weft.wire.messages import Kind
+
+STRANGERS = 4
+AT_ONCE_S = 5.0
+"""Less than the time that a connection may take."""
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[Member]]:
+    with (
+        knobs.STRANGER_LIMIT.override(STRANGERS),
+        knobs.CONNECT_TIMEOUT_S.override(LIMIT_S),
+        group_of(2, over=request.param) as members,
+    ):
+        for member in members:
+            member.start()
+        yield members
+
+
+def dial(member: Member) -> socket.socket:
+    connection = addresses.dial(member.address, LIMIT_S)
+    connection.settimeout(LIMIT_S)
+    return connection
+
+
+def ended_ones(strangers: list[socket.socket]) -> list[socket.socket]:
+    """Returns those that have been hung up on, without waiting."""
+    ended = []
+    for stranger in strangers:
+        stranger.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while has_said_more(stranger):
+                pass
+            ended.append(stranger)
+    return ended
+
+
+def has_said_more(stranger: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionResetError):
+        return bool(stranger.recv(1000))
+    return False
+
+
+def is_hung_up_on(stranger: socket.socket) -> bool:
+    """Waits until the other side has ended a connection, after whatever it has said first."""
+    with contextlib.suppress(ConnectionResetError):
+        while stranger.recv(1000):
+            pass
+    return True
+
+
+def test_strangers_beyond_the_limit_turn_out_the_oldest(pair: list[Member]) -> None:
+    first, second = pair
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(dial(second)) for _ in range(3 * STRANGERS)]
+        taken = second.agent._acceptor._strangers
+        wait_until(lambda: len(ended_ones(strangers)) == 2 * STRANGERS)
+        assert len(taken) == STRANGERS
+        # Members get in all the same, and are counted among the strangers for a moment only.
+        first.agent.connect(first.peer(second))
+        assert first.peer(second).lost is None
+        wait_until(lambda: len(taken) < STRANGERS)
+        # So one of those that were left had to go, and nobody else.
+        wait_until(lambda: len(ended_ones(strangers)) == 2 * STRANGERS + 1)
+        oldest = next(iter(taken))
+        with dial(second), dial(second):
+            wait_until(lambda: oldest not in taken)
+    wait_until(lambda: not taken)
+
+
+def test_members_get_in_during_a_flood(pair: list[Member]) -> None:
+    first, second = pair
+    flood: list[socket.socket] = []
+
+    def pour() -> None:
+        for _ in range(10):
+            flood.append(dial(second))
+            if len(flood) > 60:
+                flood.pop(0).close()
+
+    for _ in range(5):
+        pour()
+    first.agent.connect(first.peer(second))
+    pour()
+    second.agent.connect(second.peer(first))
+    assert first.peer(second).lost is None
+    for stranger in flood:
+        stranger.close()
+    wait_until(lambda: not second.agent._acceptor._strangers)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x01\0\0\0" + (200_000).to_bytes(4, "little") + bytes(8) + b"[" * 200_000,
+        bytes(range(256)) * 10,
+        b"",
+    ],
+    ids=["http", "large", "noise", "silent"],
+)
+def test_a_stranger_is_hung_up_on_and_told_nothing(pair: list[Member], said: bytes) -> None:
+    _, second = pair
+    with dial(second) as stranger:
+        challenge = stranger.recv(1000)
+        with contextlib.suppress(OSError):  # The end may be here before all has been said.
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1000) == b""
+    assert TOKEN.encode() not in challenge
+    assert second.agent.links.all() == []
+
+
+def test_a_stranger_has_only_so_much_time() -> None:
+    with (
+        knobs.CONNECT_TIMEOUT_S.override(0.1),
+        group_of(1) as [member],
+    ):
+        member.start()
+        began_s = time.monotonic()
+        with dial(member) as stranger:
+            assert is_hung_up_on(stranger)
+        assert 0.1 <= time.monotonic() - began_s < AT_ONCE_S
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+def test_a_worker_with_another_secret_is_turned_away_at_once(over: str) -> None:
+    tokens = (TOKEN, TOKEN[::-1])
+    with (
+        knobs.CONNECT_TIMEOUT_S.override(LIMIT_S),
+        group_of(2, over=over, tokens=tokens) as (first, second),
+    ):
+        for member in (first, second):
+            member.start()
+        began_s = time.monotonic()
+        with pytest.raises(WorkerLost, match="another secret, or another run") as caught:
+            first.agent.connect(first.peer(second))
+        assert time.monotonic() - began_s < AT_ONCE_S
+        cause: BaseException | None = caught.value
+        causes = []
+        while cause is not None:
+            causes.append(type(cause))
+            cause = cause.__cause__
+        assert NotProven in causes
+        assert second.peer(first).lost is None
+        assert second.agent.links.all() == []
+
+
+def test_a_recorded_greeting_does_not_get_anybody_in(pair: list[Member]) -> None:
+    first, second = pair
+    recorded: list[bytes] = []
+    with dial(second) as member:
+        keeping = KeepingSocket(member, recorded)
+        handshake = Handshake.dial(keeping, KEY, time.monotonic() + LIMIT_S)  # type: ignore[arg-type]
+        handshake.send(Kind.HELLO, Greeting(0, facts={"purpose": "introduction"}))
+        assert handshake.receive(Kind.WELCOME).refusal == ""
+    with dial(second) as stranger:
+        stranger.recv(1000)
+        stranger.sendall(b"".join(recorded))
+        kind = stranger.recv(1000)[:1]
+        assert kind == bytes([Kind.GOODBYE])
+    assert first.agent.links.all() == second.agent.links.all() == []
+
+
+class KeepingSocket:
+    """A socket that keeps what is written to it."""
+
+    def __init__(self, connection: socket.socket, written: list[bytes]) -> None:
+        self._connection = connection
+        self._written = written
+
+    def sendall(self, data: bytes) -> None:
+        self._written.append(data)
+        self._connection.sendall(data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._connection, name)
+
+
+class Credentials:
+    """Reads the credentials of a connection as those of some user."""
+
+    size = 12
+
+    def __init__(self, user: int) -> None:
+        self._user = user
+
+    def unpack(self, _: bytes) -> tuple[int, int, int]:
+        return 1, self._user, 1
+
+
+@pytest.mark.parametrize(
+    ("user", "has_secret", "is_let_in"),
+    [(54321, False, False), (54321, True, True), (0, False, True), (os.geteuid(), False, True)],
+)
+def test_without_a_secret_other_users_of_the_machine_are_turned_away(
+    monkeypatch: pytest.MonkeyPatch, user: int, has_secret: bool, is_let_in: bool
+) -> None:
+    with group_of(2) as (first, second):
+        second.agent._acceptor._has_secret = has_secret
+        for member in (first, second):
+            member.start()
+        monkeypatch.setattr(acceptor, "_PEER_CREDENTIALS", Credentials(user))
+        with dial(second) as connection:
+            if is_let_in:
+                Handshake.dial(connection, KEY, time.monotonic() + LIMIT_S)
+            else:
+                # It does not even get a challenge, though it has the key.
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1000) == b""
+
+
+def test_the_worker_that_was_here_before_is_not_taken_for_this_one(pair: list[Member]) -> None:
+    _, second = pair
+    with dial(second) as connection:
+        handshake = Handshake.dial(connection, KEY, time.monotonic() + LIMIT_S)
+        handshake.send(Kind.HELLO, Greeting(0, facts={"to": 17}))
+        assert handshake.receive(Kind.WELCOME).refusal == "the worker that was here is gone"
+
+
+def test_who_closes_turns_away_who_has_not_said_who_it_is(pair: list[Member]) -> None:
+    _, second = pair
+    with dial(second) as stranger:
+        wait_until(lambda: second.agent._acceptor._strangers)
+        began_s = time.monotonic()
+        second.close()
+        assert time.monotonic() - began_s < AT_ONCE_S - 1
+        assert is_hung_up_on(stranger)
+    late, other = socket.socketpair()
+    with other:
+        second.agent._acceptor.accept(late)
+        assert late.fileno() == -1
+
+
+def test_another_key_opens_nothing(pair: list[Member]) -> None:
+    _, second = pair
+    with dial(second) as connection:
+        handshake = Handshake.dial(connection, Secret(bytes(32)), time.monotonic() + LIMIT_S)
+        handshake.send(Kind.HELLO, Greeting(0, facts={"purpose": "introduction"}))
+        with pytest.raises(NotProven):
+            handshake.receive(Kind.WELCOME)
+        assert connection.recv(1) == b""
