@@ -108,7 +108,8 @@ def use(reference: rpc.RRef[Value], factor: float) -> Tensor:
     """Uses a value that another worker has."""
     points.reach("serving")
     points.reach("taking over")
-    return reference.rpc_sync().times(factor)
+    product: Tensor = reference.rpc_sync().times(factor)
+    return product
 
 
 def fetch_back(reference: rpc.RRef[Tensor]) -> Tensor:

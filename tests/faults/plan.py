@@ -48,6 +48,9 @@ POINTS: dict[str, tuple[str, ...]] = {
     "settling": NAMES,
     "closing": NAMES,
     "leasing": NAMES,
+    "pulling": (TRAINER, HEAD),
+    "streaming": (TRAINER, HEAD),
+    "arriving": (TRAINER, HEAD),
 }
 """Where a fault can strike in a worker, and who comes there; see ``tests.faults.points``."""
 
@@ -64,6 +67,9 @@ _REPEATED = {
     "taking over": 8,
     "closing": 3,
     "leasing": 12,
+    "pulling": 8,
+    "streaming": 12,
+    "arriving": 12,
 }
 """Of points that a worker passes often: at which time at most it strikes there."""
 
@@ -102,10 +108,26 @@ CYCLE: tuple[tuple[str, str], ...] = (
     (KILL, "registered"),
     (DATA, AT_ANY_TIME),
     (STARVE, "leasing"),
+    (KILL, "pulling"),
+    (CUTS, AT_ANY_TIME),
+    (KILL, "streaming"),
+    (KILL, "arriving"),
+    (EXIT, "discovered"),
+    (STOP, AT_ANY_TIME),
 )
 """The main fault of each run, by its number: so any stretch of numbers has all kinds."""
 
-_NEEDS = {CUTS: CUT, STALL: CUT, CABLE: HOSTS, PARTITION: HOSTS, DATA: TCP}
+_NEEDS = {
+    CUTS: CUT,
+    STALL: CUT,
+    CABLE: HOSTS,
+    PARTITION: HOSTS,
+    DATA: TCP,
+    "pulling": UNIX,
+    "streaming": HOSTS,
+    "arriving": TCP,
+}
+"""The network that a fault, or its point, is possible in."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +136,7 @@ class Fault:
 
     Attributes:
         kind: What.
-        victim: The worker that it happens to.
+        victim: The worker that it happens to; of no use where it happens to the network.
         point: Where in the victim's code; empty for a time that the injector chooses.
         count: At which time that the victim gets there.
         step: The step of the training from which on the injector may do it.
@@ -131,9 +153,12 @@ class Fault:
     seconds: float = 0.0
 
     def __str__(self) -> str:
+        if self.kind == CUTS:
+            return self.kind
+        victim = "" if self.kind == STALL else f" {self.victim}"
         where = f" at '{self.point}' #{self.count}" if self.point else f" in step {self.step}"
         lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
-        return f"{self.kind} {self.victim}{where}{lasting}"
+        return f"{self.kind}{victim}{where}{lasting}"
 
 
 @dataclass(frozen=True)
@@ -148,6 +173,7 @@ class Plan:
         faults: What goes wrong.
         cut_bytes: After how many bytes a connection breaks, on average.
         has_store_server: Whether rank 0 serves the store by which they find each other.
+        shares_memory: Whether, over Unix sockets, tensors go through shared memory; or are pulled.
         detection_s: Of the workers' options.
         reconnect_s: Of the workers' options.
     """
@@ -159,6 +185,7 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     cut_bytes: int = 0
     has_store_server: bool = False
+    shares_memory: bool = True
     detection_s: float = 3.0
     reconnect_s: float = 3.0
 
@@ -169,20 +196,24 @@ class Plan:
 
     def __str__(self) -> str:
         network = f"{self.network}+tls" if self.is_secure else self.network
+        if self.has_store_server:
+            network += ", store"
+        if self.network == UNIX and not self.shares_memory:
+            network += ", pull"
         faults = "; ".join(map(str, self.faults)) or "no fault"
-        return f"{network:9} rank 0: {self.leader:8} {faults}"
+        return f"{network:18} rank 0: {self.leader:8} {faults}"
 
 
 def draw(number: int) -> Plan:
     """Returns the plan of the run with a number."""
     chance = random.Random(number)
     kind, point = CYCLE[number % len(CYCLE)]
-    network = _NEEDS.get(kind) or chance.choice((UNIX, UNIX, TCP, CUT, HOSTS))
+    network = _NEEDS.get(kind) or _NEEDS.get(point) or chance.choice((UNIX, UNIX, TCP, CUT, HOSTS))
     is_secure = network != UNIX and chance.random() < 0.25
     order = chance.sample(range(len(NAMES)), len(NAMES))
     ranks = dict(zip(NAMES, order, strict=True))
     faults = [_fault(chance, kind, point, ranks)]
-    if chance.random() < 0.4:
+    for _ in range(chance.choice((0, 0, 0, 1, 1, 2))):
         others = [other for other in BESIDE if _NEEDS.get(other, network) == network]
         faults.insert(0, _fault(chance, chance.choice(others), AT_ANY_TIME, ranks))
     if kind == KILL and point not in OF_JOINING and chance.random() < 0.2:
@@ -197,8 +228,9 @@ def draw(number: int) -> Plan:
         is_secure,
         ranks,
         tuple(faults),
-        cut_bytes=chance.choice((20_000, 200_000, 2_000_000)),
+        cut_bytes=chance.choice((5_000, 20_000, 200_000, 2_000_000)),
         has_store_server=chance.random() < 0.3,
+        shares_memory=point != "pulling" and chance.random() < 0.5,
         detection_s=patience_s,
         reconnect_s=patience_s,
     )

@@ -18,6 +18,7 @@ from tests.faults.plan import EXIT, KILL, Fault
 from weft.agent import rendezvous
 from weft.autograd.engine import Engine
 from weft.autograd.parts import Part
+from weft.channel.copying import Copier
 from weft.channel.memory import BufferPool
 from weft.protocol.backward import Discover, Settled
 from weft.protocol.shutdown import Send, Step
@@ -26,6 +27,8 @@ from weft.rpc.leaving import Leaving
 from weft.transport.handshake import Handshake
 from weft.transport.link import Link
 from weft.transport.resumable import ResumableLink
+from weft.transport.striped.arriving import ReceivingConnection
+from weft.transport.striped.outgoing import SendingConnection
 from weft.wire.messages import Kind
 
 EXIT_CODE = 7
@@ -179,4 +182,7 @@ _WRAPPERS: dict[str, Callable[[], None]] = {
     "settling": _before(Leaving, "_settle", "settling"),
     "closing": _amid_closing,
     "leasing": _before(BufferPool, "lease", "leasing"),
+    "pulling": _before(Copier, "pull", "pulling"),
+    "streaming": _before(SendingConnection, "_write", "streaming"),
+    "arriving": _before(ReceivingConnection, "_read", "arriving"),
 }

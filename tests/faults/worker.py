@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.faults import hosts, model, points
 from tests.faults.board import Board
@@ -38,7 +38,6 @@ LIMIT_S = 45.0
 """After this long a worker shows what its threads do, and ends."""
 
 INIT_LIMIT_S = 3.0
-_HELD_PIECE_S = 0.5
 _SECRET = b"of the runs with random faults"
 
 
@@ -117,6 +116,8 @@ def _prepare(plan: Plan, place: Place, report: Report) -> None:
         os.environ["WEFT_UNIX_SOCKETS"] = "0"
         os.environ["WEFT_SHM_LIMIT_BYTES"] = "0"
         os.environ["WEFT_CMA_FROM_BYTES"] = str(1 << 60)
+    elif not plan.shares_memory:
+        os.environ["WEFT_SHM_LIMIT_BYTES"] = "0"
     if plan.network == CUT:
         cutting.dial_through(place.port)
     if plan.network == HOSTS:

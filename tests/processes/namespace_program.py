@@ -35,11 +35,12 @@ def call_all() -> dict[str, object]:
     assert isinstance(source, DataConnections)
     assert peer.link is not None
     data = source._of(peer)
+    assert data.sending is not None
     return {
         "wrong": wrong,
         "way": peer.channels.channel_for(SIZES[-1]).name,
         "family": peer.link._socket.family.name,
-        "data families": [sending._socket.family.name for sending in data.sending],
+        "data families": [sending._socket.family.name for sending in data.sending.connections],
         "received": data.arrivals.bytes_received,
     }
 

@@ -14,13 +14,10 @@ from typing import Any, NamedTuple
 
 from weft.agent.rendezvous import make_open
 from weft.errors import ConfigurationError, RendezvousError, RendezvousTimeout, WeftError
-from weft.protocol.membership import Registration
+from weft.protocol.membership import FIRST_LATER_ID, ID_LIMIT, Registration
 
 _log = logging.getLogger("weft")
 
-FIRST_LATER_ID = 1 << 14
-"""Ids below are those of the first lives of ranks."""
-_ID_LIMIT = 1 << 15
 _UNWRITTEN_S = 2.0
 """How long one that came earlier may take from taking its place to saying who it is."""
 
@@ -97,9 +94,9 @@ def _with_id(store: Any, registration: Registration) -> Registration:
     if store.add(f"lives/{rank}", 1) == 1:
         return registration
     worker = FIRST_LATER_ID - 1 + store.add("later", 1)
-    if worker >= _ID_LIMIT:
+    if worker >= ID_LIMIT:
         raise ConfigurationError(
-            f"workers have come back to this group {_ID_LIMIT - FIRST_LATER_ID} times, which is "
+            f"workers have come back to this group {ID_LIMIT - FIRST_LATER_ID} times, which is "
             "all it can count; start a new group"
         )
     return dataclasses.replace(registration, id=worker, later_rank=rank)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from weft.agent.peers import Peer
 from weft.errors import DuplicateName, ProtocolError, UnknownWorker
 from weft.ids import WorkerInfo
-from weft.protocol.membership import Registration
+from weft.protocol.membership import ID_LIMIT, Registration
 
 _NAMED = 16
 """How many workers an error names."""
@@ -111,7 +111,7 @@ class Members:
             known = self.by_id.get(registration.id)
             if known is not None:
                 return known, None
-            if not self.is_open:
+            if not self.is_open or not 0 <= registration.id < ID_LIMIT:
                 raise ProtocolError(f"there is no worker of id {registration.id}")
             former = self._by_name.get(registration.name) or self._by_rank.get(registration.rank)
             if former is self.me:
@@ -129,7 +129,13 @@ class Members:
             callback(peer)
 
     def departed(self, worker: int) -> Peer:
-        """Returns, as one that is lost, a worker that left an open group before this one came."""
+        """Returns, as one that is lost, a worker that left an open group before this one came.
+
+        Raises:
+            ProtocolError: There cannot have been such a worker.
+        """
+        if not self.is_open or not 0 <= worker < ID_LIMIT:
+            raise ProtocolError(f"a message names a worker of id {worker}; there never was one")
         peer = self._make(Registration(f"number-{worker}", worker, ()))
         peer.is_departing = True
         peer.declare_lost("")

@@ -10,6 +10,10 @@ from typing import Any
 from weft.errors import ProtocolError
 from weft.ids import WorkerInfo
 
+FIRST_LATER_ID = 1 << 14
+"""In an open group: ids below are those of the first lives of ranks."""
+ID_LIMIT = 1 << 15
+
 STRICT = "strict"
 """The fact that a worker reads no pickles."""
 

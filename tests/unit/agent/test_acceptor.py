@@ -10,10 +10,9 @@ import pytest
 
 from tests.unit.agent.group import KEY, LIMIT_S, TOKEN, Member, group_of, wait_until
 from weft import knobs
-from weft.agent import acceptor
 from weft.errors import WorkerLost
 from weft.secret import Secret
-from weft.transport import addresses
+from weft.transport import addresses, neighbours
 from weft.transport.handshake import Greeting, Handshake, NotProven
 from weft.wire.messages import Kind
 
@@ -195,31 +194,25 @@ class KeepingSocket:
         return getattr(self._connection, name)
 
 
-class Credentials:
-    """Reads the credentials of a connection as those of some user."""
-
-    size = 12
-
-    def __init__(self, user: int) -> None:
-        self._user = user
-
-    def unpack(self, _: bytes) -> tuple[int, int, int]:
-        return 1, self._user, 1
-
-
+@pytest.mark.parametrize("over", ["unix", "tcp"])
 @pytest.mark.parametrize(
     ("user", "has_secret", "is_let_in"),
-    [(54321, False, False), (54321, True, True), (0, False, True), (os.geteuid(), False, True)],
+    [
+        (54321, False, False),
+        (None, False, False),
+        (54321, True, True),
+        (0, False, True),
+        (os.geteuid(), False, True),
+    ],
 )
-def test_without_a_secret_other_users_of_the_machine_are_turned_away(
-    monkeypatch: pytest.MonkeyPatch, user: int, has_secret: bool, is_let_in: bool
+def test_without_a_secret_other_users_are_turned_away(
+    monkeypatch: pytest.MonkeyPatch, over: str, user: int | None, has_secret: bool, is_let_in: bool
 ) -> None:
-    with group_of(2) as (first, second):
-        second.agent._acceptor._has_secret = has_secret
-        for member in (first, second):
-            member.start()
-        monkeypatch.setattr(acceptor, "_PEER_CREDENTIALS", Credentials(user))
-        with dial(second) as connection:
+    with group_of(1, over=over) as [member]:
+        member.agent._connector.has_secret = has_secret
+        member.start()
+        monkeypatch.setattr(neighbours, "user_of", lambda connection: user)
+        with dial(member) as connection:
             if is_let_in:
                 Handshake.dial(connection, KEY, time.monotonic() + LIMIT_S)
             else:

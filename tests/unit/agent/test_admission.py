@@ -6,10 +6,10 @@ import pytest
 from torch.distributed import HashStore
 
 from weft.agent import admission
-from weft.agent.admission import FIRST_LATER_ID, Admission, enter, note_left
+from weft.agent.admission import Admission, enter, note_left
 from weft.agent.rendezvous import join
 from weft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
-from weft.protocol.membership import Registration
+from weft.protocol.membership import FIRST_LATER_ID, Registration
 
 LIMIT_S = 10.0
 
@@ -34,6 +34,15 @@ def test_who_has_left_is_not_seen() -> None:
     first, second = come(store, "a", 0), come(store, "b", 1)
     note_left(store, first.place)
     assert come(store, "c", 2).earlier == {2: second.me}
+
+
+def test_who_wrote_in_another_run_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_UNWRITTEN_S", 0.01)
+    old, store = HashStore(), HashStore()
+    stale = come(old, "a", 0)
+    store.add("members", 1)
+    store.set(f"member/1/{stale.token}", old.get(f"member/1/{stale.token}"))
+    assert come(store, "b", 1).earlier == {}
 
 
 def test_an_id_names_one_life() -> None:
@@ -77,7 +86,7 @@ def test_ranks_and_lives_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     with pytest.raises(ConfigurationError, match="rank 16384 is too high"):
         come(store, "a", FIRST_LATER_ID)
-    monkeypatch.setattr(admission, "_ID_LIMIT", FIRST_LATER_ID + 1)
+    monkeypatch.setattr(admission, "ID_LIMIT", FIRST_LATER_ID + 1)
     for _ in range(2):
         come(store, "a", 0)
     with pytest.raises(ConfigurationError, match="start a new group"):

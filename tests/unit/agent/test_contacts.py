@@ -294,15 +294,21 @@ def test_silence_has_a_new_connection_tried_beside_the_old_one(
 
 
 def freeze(member: Member, other: Member) -> Callable[[], None]:
-    """Has a member neither read nor accept, though its system does; returns what ends that."""
-    link, reactor = member.session(other), member.agent.reactor
+    """Has a member neither read nor speak, though its system does; returns what ends that."""
+    link, acceptor, thawed = member.session(other), member.agent._acceptor, threading.Event()
     assert link.reading.acquire(timeout=LIMIT_S)
-    reactor.pause_reading(member.listener.fileno())
+    accept = acceptor.accept
+
+    def accept_later(connection: socket.socket) -> None:
+        assert thawed.wait(LIMIT_S)
+        accept(connection)
+
+    acceptor.accept = accept_later  # type: ignore[method-assign]
 
     def thaw() -> None:
+        thawed.set()
         link.reading.release()
-        reactor.resume_reading(link.read_fd)
-        reactor.resume_reading(member.listener.fileno())
+        member.agent.reactor.resume_reading(link.read_fd)
 
     return thaw
 
@@ -310,7 +316,7 @@ def freeze(member: Member, other: Member) -> Callable[[], None]:
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_worker_that_is_busy_and_does_not_read_is_not_lost(frozen: int) -> None:
     """Also when so much waits for it that its system has no room for more."""
-    with pair_of(Patience(0.3, 0.3)) as pair:
+    with pair_of(Patience(0.4, LIMIT_S)) as pair:
         members = pair.dialler, pair.acceptor
         busy, other = members[frozen], members[1 - frozen]
         pair.check()

@@ -41,7 +41,7 @@ def striping(over: str = "unix") -> Iterator[list[Member]]:
         stack.enter_context(knobs.SHM_FROM_BYTES.override(NEVER_BYTES))
         stack.enter_context(knobs.STRIPED_FROM_BYTES.override(200_000))
         stack.enter_context(knobs.STRIPE_BYTES.override(100_000))
-        stack.enter_context(knobs.STRIPE_STALL_S.override(0.2))
+        stack.enter_context(knobs.STRIPE_STALL_S.override(LIMIT_S))
         members = stack.enter_context(group_of(2, over=over))
         for member in members:
             member.start()
@@ -185,7 +185,6 @@ def test_a_data_connection_that_breaks_makes_no_loss(
 ) -> None:
     """Between two stripes or within one: what did not come is supplied behind the messages."""
     first, second = pair
-    data_of(second)._stall_s = LIMIT_S
     opened = Opened(second)
     may_go_on = hold_back(monkeypatch, stripes)
     sent = [torch.randn(SIZE), torch.randn(2 * SIZE)]
@@ -301,6 +300,7 @@ def test_silence_is_the_loss_of_the_peer(
     pair: list[Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = pair
+    data_of(second)._stall_s = 0.2
     opened = Opened(second)
     hold_back(monkeypatch, 1)
     send(first, second, torch.randn(SIZE))
@@ -312,7 +312,6 @@ def test_the_loss_of_the_peer_ends_the_wait(
     pair: list[Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = pair
-    data_of(second)._stall_s = LIMIT_S
     opened = Opened(second)
     hold_back(monkeypatch, 1)
     send(first, second, torch.randn(SIZE))
@@ -326,7 +325,6 @@ def test_the_loss_of_the_peer_ends_the_wait(
 
 def test_a_close_ends_the_wait(pair: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = pair
-    data_of(second)._stall_s = LIMIT_S
     opened = Opened(second)
     hold_back(monkeypatch, 1)
     send(first, second, torch.randn(SIZE))

@@ -10,6 +10,7 @@ from torch.distributed import DistNetworkError, HashStore, PrefixStore
 
 from weft.agent import rendezvous
 from weft.agent.rendezvous import join, open_store
+from weft.agent.signed_store import SignedStore
 from weft.errors import (
     ConfigurationError,
     DuplicateName,
@@ -18,6 +19,7 @@ from weft.errors import (
     RendezvousTimeout,
 )
 from weft.protocol.membership import Directory, Registration
+from weft.secret import Secret
 
 LIMIT_S = 20.0
 
@@ -116,6 +118,27 @@ def test_a_registration_that_makes_no_sense_is_refused() -> None:
     store.set("worker/1", b"{}")
     (outcome,) = outcomes(Joining(store, 0, 2))
     assert isinstance(outcome, ProtocolError)
+
+
+def test_a_directory_of_another_run_is_refused() -> None:
+    """It is well made, and all that can be seen of it is that this worker is not in it."""
+    old = HashStore()
+    outcomes(Joining(old, 0, 2), Joining(old, 1, 2, name="old"))
+    store = HashStore()
+    store.set("directory", old.get("directory"))
+    (outcome,) = outcomes(Joining(store, 1, 2))
+    assert isinstance(outcome, RendezvousError)
+    assert "does not have rank 1 as it registered" in str(outcome)
+
+
+def test_what_is_not_signed_is_refused_to_everyone() -> None:
+    store, secret = HashStore(), Secret(b"the secret of the group")
+    signed = SignedStore(store, secret)
+    got = outcomes(Joining(signed, 0, 3), Joining(signed, 1, 3), Joining(store, 2, 3))
+    for outcome in got[:2]:
+        assert isinstance(outcome, RendezvousError)
+        assert "'worker/2' was not written with the secret of this worker" in str(outcome)
+    assert isinstance(got[2], ProtocolError)
 
 
 def test_a_lone_worker_joins_at_once() -> None:

@@ -20,6 +20,7 @@ from weft.wire.frames import Allocate
 
 _TURN_BYTES = 4 << 20
 _TAKEN_LIMIT = 4096
+_UNDER_WAY_LIMIT = 1 << 17
 _NOWHERE = memoryview(b"")
 
 
@@ -202,6 +203,8 @@ class Arrivals:
                 raise self._error()
             arrival = self._under_way.get(key)
             if arrival is None:
+                if len(self._under_way) >= _UNDER_WAY_LIMIT:
+                    raise ProtocolError(f"over {_UNDER_WAY_LIMIT} tensors are announced at once")
                 arrival = self._under_way[key] = _Arrival(size_bytes)
                 if key.token in self._given_up:
                     arrival.is_given_up = True

@@ -1,0 +1,228 @@
+"""What the workers of the tests of strangers run: the victim, the others, and a member that is one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.processes import attacks, functions, hostility, unpickling
+from tests.processes.functions import wait_until
+from weft import rpc
+from weft.agent.current import current
+from weft.agent.peers import Peer
+from weft.protocol.membership import Registration
+from weft.rpc.worker import Worker
+from weft.transport import addresses
+from weft.transport.handshake import Handshake
+from weft.transport.resumable import ResumableLink
+from weft.wire.frames import encode_frame
+from weft.wire.messages import Kind
+
+LIMIT_S = 10.0
+CALL_LIMIT_S = 5.0
+GHOST = 77
+"""The id of a worker that is not there."""
+
+
+class State(NamedTuple):
+    """How a worker is."""
+
+    unpickled: list[str]
+    threads: int
+    descriptors: int
+    largest_bytes: int
+    members: list[str]
+
+
+def join(
+    name: str, rank: int, method: str, environment: dict[str, str], options: dict[str, Any]
+) -> None:
+    os.environ.update(environment)
+    told = {"init_method": method, "init_timeout": LIMIT_S, "rpc_timeout": LIMIT_S, **options}
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=rpc.RpcBackendOptions(**told))
+
+
+def tcp_address() -> str:
+    (address,) = [
+        each for each in current().me.registration.addresses if not each.startswith("unix")
+    ]
+    return address
+
+
+def session_with(name: str) -> str:
+    link = current().find(name).link
+    assert isinstance(link, ResumableLink)
+    return link.name
+
+
+def state() -> State:
+    return State(
+        unpickling.seen(),
+        threading.active_count(),
+        len(os.listdir("/proc/self/fd")),
+        unpickling.largest_bytes(),
+        sorted(info.name for info in rpc.get_worker_infos()),
+    )
+
+
+def threads() -> int:
+    return threading.active_count()
+
+
+def dial_at(address: str, worker: int) -> str:
+    """Has this worker dial whoever is at an address now; returns what became of it."""
+    ghost = Peer(Registration("ghost", worker, (address,)), main_by_name=False, is_self=False)
+    try:
+        current()._connector.introduce(ghost, LIMIT_S)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "introduced"
+
+
+# A member that calls all the time
+
+
+class Calls:
+    """Calls another worker, one call after the other."""
+
+    def __init__(self, to: str) -> None:
+        self._to = to
+        self._count = 0
+        self._slowest_s = 0.0
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                start_s = time.monotonic()
+                assert rpc.rpc_sync(self._to, functions.name_here, timeout=CALL_LIMIT_S) == self._to
+                self._slowest_s = max(self._slowest_s, time.monotonic() - start_s)
+                self._count += 1
+                time.sleep(0.002)  # There are tests beside it that need the machine.
+        except Exception as error:
+            self._error = error
+
+    def go_on(self) -> float:
+        """Waits for calls that begin now; returns how long the slowest since last time took."""
+        least = self._count + 2
+        wait_until(
+            lambda: self._count >= least or self._error is not None, lambda: "no call ends", LIMIT_S
+        )
+        if self._error is not None:
+            raise self._error
+        slowest_s, self._slowest_s = self._slowest_s, 0.0
+        return slowest_s
+
+
+_calls: dict[str, Calls] = {}
+
+
+def begin_calls(to: str) -> None:
+    _calls[to] = Calls(to)
+
+
+def calls_go_on(to: str) -> float:
+    return _calls[to].go_on()
+
+
+def call_once(to: str) -> str:
+    return rpc.rpc_sync(to, functions.name_here, timeout=CALL_LIMIT_S)
+
+
+# A member that attacks: what a call of it gets
+
+
+def _raised_by(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return "its result"
+
+
+def call_by_name(to: str, path: str) -> str:
+    return _raised_by(lambda: attacks.call_named(to, b"os:system", (f"touch {path}",), {}))
+
+
+def send_pickle(to: str, path: str) -> str:
+    return _raised_by(lambda: attacks.send_pickle(to, attacks.Payload(path)))
+
+
+def send_many_tensors(to: str, path: str) -> str:
+    parcels = current().part(Worker).parcels
+    before, parcels._tensor_limit = parcels._tensor_limit, 1 << 15
+    try:
+        sent = [torch.ones(2) for _ in range(200)]
+        return _raised_by(lambda: rpc.rpc_sync(to, functions.identity, args=(sent,)))
+    finally:
+        parcels._tensor_limit = before
+
+
+_held: list[Any] = []
+_gate = threading.Event()
+
+
+def begin_many_calls(to: str) -> None:
+    """Makes more calls than may wait; returns when some have been refused."""
+    _held[:] = [rpc.rpc_async(to, hold) for _ in range(100)]
+    wait_until(lambda: any(call.done() for call in _held), lambda: "none is refused", LIMIT_S)
+
+
+def end_many_calls() -> list[str]:
+    """Returns how they ended, as soon as all have."""
+    return sorted({_raised_by(call.wait) for call in _held})
+
+
+def hold() -> None:
+    assert _gate.wait(LIMIT_S)
+
+
+def open_gate() -> None:
+    _gate.set()
+
+
+# A member that attacks: what it may send over a connection of its own
+
+
+def send_frames(to: str, content: bytes, as_worker: str = "") -> tuple[list[str], bool]:
+    """Sends what no worker sends as a member that is new, or says that it is another one.
+
+    Returns:
+        The kinds of frames that came back, and whether the victim hung up.
+    """
+    greeting = hostility._greeting(to, "tcp")
+    if as_worker:
+        other = current().find(as_worker)
+        greeting.facts["registration"] = other.registration.as_json()
+        greeting = greeting.__class__(other.id, facts=greeting.facts)
+    (address,) = [
+        each for each in current().find(to).registration.addresses if each.startswith("tcp")
+    ]
+    said = []
+    with addresses.dial(addresses.parse(address), LIMIT_S) as connection:
+        handshake = Handshake.dial(connection, current()._connector.key, time.monotonic() + LIMIT_S)
+        handshake.send(Kind.HELLO, greeting)
+        try:
+            welcome = handshake.receive(Kind.WELCOME)
+        except OSError:
+            return [], True
+        said.append(f"turned away: {welcome.refusal}" if welcome.refusal else "welcome")
+        connection.settimeout(LIMIT_S)
+        try:
+            connection.sendall(content)
+            while connection.recv(1 << 16):
+                pass
+        except TimeoutError:
+            return said, False
+        except OSError:
+            pass
+        return said, True
+
+
+def frame(kind: int, control: bytes, buffers: tuple[memoryview, ...] = ()) -> bytes:
+    return b"".join(bytes(part) for part in encode_frame(kind, 0, 1, control, buffers))

@@ -1,0 +1,493 @@
+"""What a stranger can try on a worker, over connections of its own: raw sockets and no more.
+
+Each attack is a row of the table in ``docs/security/attackers.md``: what is tried, and what comes
+back for it. ``tests.processes.strangers_table`` writes that page out of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tests.processes import functions
+from tests.processes.test_unpickling import pickled_call
+from weft.agent.connector import ATTEMPT, POSITION, PURPOSE, SESSION, TO
+from weft.secret import Secret
+from weft.transport import addresses
+from weft.transport.handshake import LIMIT_BYTES, NONCE_BYTES, PROOF_BYTES, Greeting, Handshake
+from weft.transport.secure import TlsOptions, secure_client
+from weft.wire.frames import HEADER, HEADER_BYTES, encode_frame
+from weft.wire.messages import Kind
+
+LIMIT_S = 10.0
+GREETING_S = 1.0
+"""How long a greeting may take at the victim; 10 s where nobody says otherwise."""
+AT_ONCE, AT_THE_LIMIT = "at once", "when the time for a greeting is up"
+ANOTHER_SECRET = Secret(b"the secret of another group")
+CHALLENGE, REFUSAL = "a challenge", "that it proved nothing"
+GONE = "the worker that was here is gone"
+
+_ALERT_RECORD = 21
+
+
+class Got(NamedTuple):
+    """What came of an attack: what was said, how many bytes, and when the victim hung up."""
+
+    said: tuple[str, ...]
+    size_bytes: int
+    hung_up: str
+
+    def __str__(self) -> str:
+        said = ", then ".join(self.said) or "nothing"
+        size = f" ({self.size_bytes} bytes)" if self.size_bytes else ""
+        return f"{said}{size}; hung up {self.hung_up}"
+
+
+@dataclass
+class Victim:
+    """A worker that is attacked.
+
+    Attributes:
+        address: Where it listens.
+        id: Its id.
+        secret: Of its group; only attackers that have it use it.
+        token: Of the run, as the rendezvous store has it.
+        session: The name of the session between it and another worker, whose id is ``other``.
+        dial_at: Has it, or the other, dial an address, as if worker ``to`` were there.
+        tls: What its group uses.
+    """
+
+    address: addresses.TcpAddress
+    id: int
+    other: int
+    secret: Secret
+    token: str
+    session: str
+    dial_at: Callable[[str, str, int], Callable[[], str]]
+    tls: TlsOptions | None = None
+    pickle_mark: str = ""
+    told_dialler: str = field(default="", init=False)
+
+    @property
+    def key(self) -> Secret:
+        """What members prove that they have."""
+        return self.secret.derive(self.token)
+
+
+Attack = Callable[[Victim], Got]
+
+
+class Row(NamedTuple):
+    """A row of the table: what is tried, and what comes of it."""
+
+    title: str
+    attack: Attack
+    said: tuple[str, ...]
+    hung_up: str
+
+
+# Talking
+
+
+@contextmanager
+def connected(victim: Victim) -> Iterator[socket.socket]:
+    with addresses.dial(victim.address, LIMIT_S) as connection:
+        connection.settimeout(LIMIT_S)
+        yield connection
+
+
+def read_all(connection: Any, begun_s: float, before: bytes = b"") -> Got:
+    """Reads until the victim hangs up."""
+    heard, alerts = bytearray(before), ()
+    try:
+        while part := connection.recv(4096):
+            heard += part
+    except TimeoutError:
+        raise AssertionError(f"still connected; it said {bytes(heard)!r}") from None
+    except ssl.SSLError as error:
+        alerts = (_alert(error),)
+    except OSError:
+        pass
+    elapsed_s = time.monotonic() - begun_s
+    if elapsed_s < GREETING_S * 0.75:
+        hung_up = AT_ONCE
+    else:
+        assert GREETING_S * 0.9 < elapsed_s < GREETING_S + 2.0, f"it took {elapsed_s:.2f} s"
+        hung_up = AT_THE_LIMIT
+    return Got((*_said(bytes(heard)), *alerts), len(heard), hung_up)
+
+
+def _said(heard: bytes) -> Iterator[str]:
+    if heard[:1] == bytes((_ALERT_RECORD,)):
+        yield f"a TLS alert: {_ALERTS.get(heard[6], heard[6])}"
+        return
+    while heard:
+        kind, _, _, size, _ = HEADER.unpack_from(heard)
+        content, heard = heard[HEADER_BYTES:][:size], heard[HEADER_BYTES + size :]
+        if kind == Kind.CHALLENGE:
+            yield CHALLENGE
+        elif kind == Kind.GOODBYE and not content:
+            yield REFUSAL
+        elif kind == Kind.WELCOME:
+            yield f'"{json.loads(content[PROOF_BYTES:])["refusal"]}"'
+        else:
+            yield f"a frame of kind {kind}"
+
+
+_ALERTS = {70: "protocol version", 48: "unknown CA", 116: "certificate required"}
+
+
+def _alert(error: ssl.SSLError) -> str:
+    reason = (error.reason or "").rpartition("ALERT_")[2]
+    return f"a TLS alert: {reason.replace('_', ' ').lower()}"
+
+
+def send(content: bytes, *, ends: bool = False) -> Attack:
+    """Returns the attack of sending something right away."""
+
+    def run(victim: Victim) -> Got:
+        with connected(victim) as connection:
+            begun_s = time.monotonic()
+            connection.sendall(content)
+            if ends:
+                connection.shutdown(socket.SHUT_WR)
+            return read_all(connection, begun_s)
+
+    return run
+
+
+def drip(content: bytes) -> Attack:
+    """Returns the attack of sending a byte now and then."""
+
+    def run(victim: Victim) -> Got:
+        with connected(victim) as connection:
+            begun_s = time.monotonic()
+            connection.settimeout(0.02)
+            heard = b""
+            for place in range(len(content)):
+                try:
+                    connection.send(content[place : place + 1])
+                    part = connection.recv(4096)
+                except TimeoutError:
+                    continue
+                except OSError:
+                    break
+                if not part:
+                    break
+                heard += part
+            connection.settimeout(LIMIT_S)
+            return read_all(connection, begun_s, heard)
+
+    return run
+
+
+def frame(kind: int, content: bytes) -> bytes:
+    return b"".join(bytes(part) for part in encode_frame(kind, 0, 0, content))
+
+
+# Greetings
+
+
+class Recorder:
+    """A connection of which is kept what this side writes, perhaps changed on its way."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.written = b""
+        self.read = bytearray()
+        self.change: Callable[[bytes], bytes] = lambda data: data
+
+    def sendall(self, data: bytes) -> None:
+        self.written += data
+        self._connection.sendall(self.change(data))
+
+    def recv(self, size: int) -> bytes:
+        data = self._connection.recv(size)
+        self.read += data
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+def introduction(victim: Victim) -> Greeting:
+    """Returns a greeting that the other member may send."""
+    return Greeting(victim.other, facts={PURPOSE: "introduction", TO: victim.id})
+
+
+def resumption(victim: Victim, session: str) -> Greeting:
+    facts = {PURPOSE: "resume", TO: victim.id, SESSION: session, POSITION: 0, ATTEMPT: 1 << 20}
+    return Greeting(victim.other, facts=facts)
+
+
+def say_hello(
+    connection: Any,
+    key: Secret,
+    greeting: Greeting,
+    change: Callable[[bytes], bytes] = lambda data: data,
+) -> tuple[Got, bytes]:
+    """Greets with a key, and waits for the end; returns what was written, too."""
+    recorder = Recorder(connection)
+    recorder.change = change
+    begun_s = time.monotonic()
+    handshake = Handshake.dial(recorder, key, time.monotonic() + LIMIT_S)  # type: ignore[arg-type]
+    connection.settimeout(LIMIT_S)
+    handshake.send(Kind.HELLO, greeting)
+    connection.settimeout(LIMIT_S)
+    return read_all(connection, begun_s, bytes(recorder.read)), recorder.written
+
+
+def greet(
+    key: Callable[[Victim], Secret], greeting: Callable[[Victim], Greeting] = introduction
+) -> Attack:
+    def run(victim: Victim) -> Got:
+        with connected(victim) as connection:
+            return say_hello(connection, key(victim), greeting(victim))[0]
+
+    return run
+
+
+def replay(greeting: Callable[[Victim], Greeting]) -> Attack:
+    """Returns the attack of saying once more what a member has said."""
+
+    def run(victim: Victim) -> Got:
+        with connected(victim) as connection:
+            # Nothing is changed by it: the session is not begun, and this is no attempt for it.
+            first, said = say_hello(connection, victim.key, greeting(victim))
+            assert first.said[-1] not in (CHALLENGE, REFUSAL), first
+        with connected(victim) as connection:
+            begun_s = time.monotonic()
+            connection.sendall(said)
+            return read_all(connection, begun_s)
+
+    return run
+
+
+def flip_bits(victim: Victim) -> Got:
+    """A greeting of a member with one bit changed, every 23rd of them; all must fare the same."""
+    results = set()
+    size_bits = 8 * (PROOF_BYTES + NONCE_BYTES + 100)
+    for bit in range(8 * HEADER_BYTES, 8 * HEADER_BYTES + size_bits, 23):
+
+        def change(data: bytes, bit: int = bit) -> bytes:
+            changed = bytearray(data)
+            changed[bit // 8] ^= 1 << bit % 8
+            return bytes(changed)
+
+        with connected(victim) as connection:
+            results.add(say_hello(connection, victim.key, introduction(victim), change)[0])
+    (result,) = results
+    return result
+
+
+def between(who: str, to: Callable[[Victim], int]) -> Attack:
+    """Returns the attack of passing on what a worker says that dials the attacker."""
+
+    def run(victim: Victim) -> Got:
+        with socket.create_server((victim.address.host, 0)) as listener:
+            listener.settimeout(LIMIT_S)
+            address = addresses.TcpAddress(*listener.getsockname()[:2])
+            dialled = victim.dial_at(who, str(address), to(victim))
+            ours, _ = listener.accept()
+        with ours, connected(victim) as connection:
+            ours.settimeout(LIMIT_S)
+            begun_s = time.monotonic()
+            challenge = connection.recv(4096)
+            ours.sendall(challenge)
+            connection.sendall(ours.recv(1 << 17))
+            answer = connection.recv(4096)
+            ours.sendall(answer) if answer else ours.close()
+            got = read_all(connection, begun_s, challenge + answer)
+        victim.told_dialler = dialled()
+        return got
+
+    return run
+
+
+def another_run(victim: Victim) -> Secret:
+    return victim.secret.derive("0" * len(victim.token))
+
+
+def with_pickle(victim: Victim) -> Got:
+    """A call with a pickle, in place of a greeting."""
+    return send(frame(Kind.HELLO, b"\0" * 64 + pickled_call()) + pickled_call())(victim)
+
+
+CLIENT_HELLO = bytes.fromhex("160301007a0100007603031d")
+
+STRANGERS = [
+    Row("says nothing", send(b""), (CHALLENGE,), AT_THE_LIMIT),
+    Row("hangs up at once", send(b"", ends=True), (CHALLENGE,), AT_ONCE),
+    Row("4 KiB of random bytes", send(os.urandom(4096)), (CHALLENGE,), AT_ONCE),
+    Row("a request of HTTP", send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), (CHALLENGE,), AT_ONCE),
+    Row("TLS, where there is none", send(CLIENT_HELLO * 20), (CHALLENGE,), AT_ONCE),
+    Row(
+        "half a greeting, then silence",
+        send(frame(Kind.HELLO, b"x" * 200)[:100]),
+        (CHALLENGE,),
+        AT_THE_LIMIT,
+    ),
+    Row(
+        "a greeting, a byte now and then (slow-loris)",
+        drip(frame(Kind.HELLO, b"x" * 1000)),
+        (CHALLENGE,),
+        AT_THE_LIMIT,
+    ),
+    Row(
+        "a greeting of 4 GiB is announced",
+        send(HEADER.pack(Kind.HELLO, 0, 0, 0xFFFFFFFF, 0)),
+        (CHALLENGE,),
+        AT_ONCE,
+    ),
+    Row(
+        "the largest greeting there may be, of nothing but brackets",
+        send(frame(Kind.HELLO, b"[" * LIMIT_BYTES)),
+        (CHALLENGE, REFUSAL),
+        AT_ONCE,
+    ),
+    Row("no secret: a greeting that proves nothing", send(frame(Kind.HELLO, b"\0" * 200)),
+        (CHALLENGE, REFUSAL), AT_ONCE),
+    Row("another secret", greet(lambda victim: ANOTHER_SECRET.derive(victim.token)),
+        (CHALLENGE, REFUSAL), AT_ONCE),
+    Row(
+        "the token of the run, which the rendezvous store tells, as another worker without secret",
+        greet(lambda victim: Secret(victim.token.encode())),
+        (CHALLENGE, REFUSAL),
+        AT_ONCE,
+    ),
+    Row("the secret, and the token of another run", greet(another_run), (CHALLENGE, REFUSAL),
+        AT_ONCE),
+    Row("what a member said when it came, again", replay(introduction), (CHALLENGE, REFUSAL),
+        AT_ONCE),
+    Row(
+        "what a member said when it resumed a session, again",
+        replay(lambda victim: resumption(victim, "another")),
+        (CHALLENGE, REFUSAL),
+        AT_ONCE,
+    ),
+    Row(
+        "resumes the session of two members, whose name is known, without the secret",
+        greet(lambda _: ANOTHER_SECRET, lambda victim: resumption(victim, victim.session)),
+        (CHALLENGE, REFUSAL),
+        AT_ONCE,
+    ),
+    Row("what a member says, with one bit changed", flip_bits, (CHALLENGE, REFUSAL), AT_ONCE),
+    Row(
+        "the worker's own challenge, answered by itself (reflection)",
+        between("victim", lambda victim: victim.id),
+        (CHALLENGE,),
+        AT_ONCE,
+    ),
+    Row(
+        "what a member says to a worker whose address the stranger has now",
+        between("other", lambda _: 77),
+        (CHALLENGE, f'"{GONE}"'),
+        AT_ONCE,
+    ),
+    Row("a call with a pickle before a greeting", send(pickled_call()), (CHALLENGE,), AT_ONCE),
+    Row("a pickle in place of a greeting", with_pickle, (CHALLENGE, REFUSAL), AT_ONCE),
+    Row(
+        "a frame of 2 TiB is announced before a greeting",
+        send(HEADER.pack(Kind.CALL, 0, 1, 0, 0) + (1 << 41).to_bytes(8, "little")),
+        (CHALLENGE,),
+        AT_ONCE,
+    ),
+]  # fmt: skip
+
+
+# Workers with TLS
+
+
+def speak_tls(prepare: Callable[[ssl.SSLContext, Victim], None]) -> Attack:
+    """Returns the attack of a TLS client that trusts everybody."""
+
+    def run(victim: Victim) -> Got:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.set_alpn_protocols(["weft"])
+        prepare(context, victim)
+        with connected(victim) as connection:
+            begun_s = time.monotonic()
+            try:
+                with context.wrap_socket(connection, suppress_ragged_eofs=False) as wrapped:
+                    return read_all(wrapped, begun_s)
+            except ssl.SSLError as error:
+                return Got((_alert(error),), 0, AT_ONCE)
+
+    return run
+
+
+def as_tls_member(key: Callable[[Victim], Secret]) -> Attack:
+    """Returns the attack of somebody with a certificate of the right authority."""
+
+    def run(victim: Victim) -> Got:
+        assert victim.tls is not None
+        with addresses.dial(victim.address, LIMIT_S) as plain:
+            connection = secure_client(plain, victim.tls, LIMIT_S)
+            return say_hello(connection, key(victim), introduction(victim))[0]
+
+    return run
+
+
+def downgrade(victim: Victim) -> Got:
+    """A member that has been made to believe that there is no TLS at the other end."""
+    with connected(victim) as connection:
+        begun_s = time.monotonic()
+        text = json.dumps({"worker": victim.other}).encode()
+        connection.sendall(frame(Kind.HELLO, b"\0" * (PROOF_BYTES + NONCE_BYTES) + text))
+        return read_all(connection, begun_s)
+
+
+def _old(context: ssl.SSLContext, victim: Victim) -> None:
+    assert victim.tls is not None
+    context.load_cert_chain(victim.tls.certificate)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+
+
+def _of_another_authority(certificate: str) -> Callable[[ssl.SSLContext, Victim], None]:
+    return lambda context, victim: context.load_cert_chain(certificate)
+
+
+def tls_rows(certificate: str) -> list[Row]:
+    """Returns what is tried on workers with TLS; the certificate is of another authority."""
+    return [
+        Row("a greeting without TLS (downgrade)", downgrade, (), AT_ONCE),
+        Row("a request of HTTP", send(b"GET / HTTP/1.1\r\n\r\n"), (), AT_ONCE),
+        Row("says nothing", send(b""), (), AT_THE_LIMIT),
+        Row("half of TLS's first message, then silence", send(CLIENT_HELLO), (), AT_THE_LIMIT),
+        Row("TLS 1.2", speak_tls(_old), ("a TLS alert: protocol version",), AT_ONCE),
+        Row(
+            "TLS without a certificate",
+            speak_tls(lambda context, victim: None),
+            ("a TLS alert: certificate required",),
+            AT_ONCE,
+        ),
+        Row(
+            "TLS with a certificate of another authority",
+            speak_tls(_of_another_authority(certificate)),
+            ("a TLS alert: unknown ca",),
+            AT_ONCE,
+        ),
+        Row(
+            "TLS with a certificate of the group's authority, and another secret",
+            as_tls_member(lambda victim: ANOTHER_SECRET.derive(victim.token)),
+            (CHALLENGE, REFUSAL),
+            AT_ONCE,
+        ),
+        Row(
+            "the same, and the token without the secret",
+            as_tls_member(lambda victim: Secret(victim.token.encode())),
+            (CHALLENGE, REFUSAL),
+            AT_ONCE,
+        ),
+    ]
+
+
+_ = functions  # Imported by the workers for what is pickled in ``pickled_call``.
