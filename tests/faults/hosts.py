@@ -62,8 +62,9 @@ def plug_in(rank: int) -> None:
 
 
 def unplug(rank: int) -> None:
-    """Has nothing go to a worker's address, or come from it, any more."""
-    _run_ip("addr", "del", f"{address_of(rank)}/32", "dev", "lo")
+    """Has nothing go to a worker's address, or come from it, any more; it may be so already."""
+    with contextlib.suppress(FileNotFoundError):
+        _run_ip("addr", "del", f"{address_of(rank)}/32", "dev", "lo")
 
 
 def dial_from(rank: int) -> None:
@@ -84,7 +85,9 @@ def dial_from(rank: int) -> None:
 
 def _run_ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=_LIMIT_S)
-    if "File exists" in done.stderr:
+    if "File exists" in done.stderr or "already assigned" in done.stderr:
         raise FileExistsError(done.stderr)
+    if "Address not found" in done.stderr or "Cannot assign" in done.stderr:
+        raise FileNotFoundError(done.stderr)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

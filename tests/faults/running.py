@@ -101,6 +101,7 @@ class _Run:
         self._reports: dict[str, int] = {}
         self._endings = {name: Ending() for name in NAMES}
         self._due: list[tuple[float, Callable[[], None]]] = []
+        self._parted: set[int] = set()
         self._is_over = False
 
     def run(self) -> Outcome:
@@ -138,6 +139,8 @@ class _Run:
                 os.close(descriptor)
             for _, undo in self._due:
                 undo()
+            for rank in self._parted:
+                hosts.plug_in(rank)
             if self._network is not None:
                 cuts = self._network.close()["cuts"]
                 for number, fault in enumerate(plan.faults):
@@ -231,10 +234,10 @@ class _Run:
             os.kill(pid, signal.SIGKILL)
         elif fault.kind == PARTITION:
             hosts.unplug(rank)
-            self._later(2 * KILL_LIMIT_S, lambda: hosts.plug_in(rank))
+            self._parted.add(rank)
         elif fault.kind == CABLE:
             hosts.unplug(rank)
-            self._later(fault.seconds, lambda: hosts.plug_in(rank))
+            self._later(fault.seconds, lambda: self._plug_in(rank))
         elif fault.kind == STOP:
             os.kill(pid, signal.SIGSTOP)
             self._later(fault.seconds, lambda: self._continue(fault.victim))
@@ -246,6 +249,10 @@ class _Run:
         else:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._commands[fault.victim], f"{fault.kind} {fault.seconds}\n".encode())
+
+    def _plug_in(self, rank: int) -> None:
+        if rank not in self._parted:
+            hosts.plug_in(rank)
 
     def _continue(self, victim: str) -> None:
         pid = self._pids.get(victim)

@@ -234,7 +234,11 @@ def _break_data(_: float) -> None:
             sending.connections[-1]._socket.shutdown(socket.SHUT_RDWR)
 
 
-_DEEDS = {"hold": _hold, "data": _break_data, "exit": lambda _: os._exit(points.EXIT_CODE)}
+_DEEDS: dict[str, Callable[[float], object]] = {
+    "hold": _hold,
+    "data": _break_data,
+    "exit": lambda _: os._exit(points.EXIT_CODE),
+}
 
 
 # What nobody may say

@@ -17,9 +17,7 @@ from tests.processes.functions import wait_until
 from tests.processes.hosts import Host, enter
 from tests.processes.open_workers import OpenWorkers
 from weft import rpc, secret
-from weft.agent.current import current
 from weft.errors import RendezvousError, WorkerLost
-from weft.transport.resumable import ResumableLink
 
 STORE_PORT = 29_400
 LIMIT_S = 15.0
@@ -187,12 +185,6 @@ def states() -> dict[str, str]:
 
 def states_of_others() -> dict[str, str]:
     return {name: state for name, state in states().items() if state != "SELF"}
-
-
-def resumptions(of: str) -> int:
-    link = current().find(of).link
-    assert isinstance(link, ResumableLink)
-    return link.resumption_count
 
 
 def hold(key: str) -> str:

@@ -1,4 +1,4 @@
-"""What the workers of the tests of strangers run: the victim, the others, and a member that is one."""
+"""What the workers of the tests of strangers run: the victim, the others, and a bad member."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def send_many_tensors(to: str, path: str) -> str:
     parcels = current().part(Worker).parcels
     before, parcels._tensor_limit = parcels._tensor_limit, 1 << 15
     try:
-        sent = [torch.ones(2) for _ in range(200)]
+        sent = [torch.ones(5000) for _ in range(200)]  # Too large for the way of small ones.
         return _raised_by(lambda: rpc.rpc_sync(to, functions.identity, args=(sent,)))
     finally:
         parcels._tensor_limit = before

@@ -66,18 +66,22 @@ class Group:
         self.names.append(name)
         told = {"tls": self._tls, **options}
         method = f"file://{self._folder / 'store'}"
-        self.warm.begin(name, strange_members.join, name, rank, method, self._settings, told)
+        begun = (strange_members.join, name, rank, method, self._settings, told)
+        self.warm.begin(self._process(name), *begun)
 
     def join(self, name: str, rank: int, **options: Any) -> None:
         self.begin_join(name, rank, **options)
-        self.warm.result(name)
+        self.warm.result(self._process(name))
 
     def do(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        return self.warm.do(name, function, *args)
+        return self.warm.do(self._process(name), function, *args)
+
+    def _process(self, name: str) -> str:
+        return f"{self._folder.name}: {name}"
 
     def close(self) -> None:
         for name in self.names:
-            self.warm.kill(name)
+            self.warm.kill(self._process(name))
 
     def victim(self) -> Victim:
         address = addresses.parse(self.do(VICTIM, strange_members.tcp_address))
@@ -95,8 +99,9 @@ class Group:
         )
 
     def _dial_at(self, who: str, address: str, worker: int) -> Callable[[], str]:
-        self.warm.begin(who, strange_members.dial_at, address, worker)
-        return lambda: str(self.warm.result(who))
+        process = self._process(who)
+        self.warm.begin(process, strange_members.dial_at, address, worker)
+        return lambda: str(self.warm.result(process))
 
     def state(self) -> State:
         told: State = self.do(VICTIM, strange_members.state)

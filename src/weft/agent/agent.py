@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import socket
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +24,7 @@ from weft import knobs
 from weft.agent.acceptor import Acceptor
 from weft.agent.answers import Answers
 from weft.agent.calls import PendingCall
-from weft.agent.connector import Connector, verdict_in
+from weft.agent.connector import Connector, Speechless, verdict_in
 from weft.agent.contacts import Contacts
 from weft.agent.housekeeper import Housekeeper, Job
 from weft.agent.lanes import Lanes
@@ -38,7 +40,7 @@ from weft.agent.upkeep import Upkeep
 from weft.channel.choice import describe
 from weft.channel.cma import Nonce
 from weft.channel.memory import BufferPool
-from weft.errors import NotInitialized, ProtocolError, WorkerLost
+from weft.errors import CallTimeout, NotInitialized, ProtocolError, WorkerLost
 from weft.protocol.membership import Registration
 from weft.transport.link import Link, LinkClosed
 from weft.transport.spinning import Spinning
@@ -278,6 +280,8 @@ class Agent:
 
     def _send_quietly(self, peer: Peer, message: Outgoing) -> None:
         with contextlib.suppress(WorkerLost, NotInitialized):
+            with self.reactor.idling():
+                self.connect(peer, math.inf)
             self.send(peer, message)
 
     def closed_error(self, peer: Peer) -> Exception:
@@ -287,20 +291,57 @@ class Agent:
             f"worker {self.info.name!r} is shutting down; the call to {peer.name!r} was not made"
         )
 
-    def connect(self, peer: Peer) -> Link:
+    def connect(self, peer: Peer, deadline_s: float | None = None) -> Link:
         """Returns the link to ``peer``, made now if there is none. Blocks for a limited time.
+
+        Args:
+            peer: The other worker.
+            deadline_s: When to give up on one that listens and does not speak, by
+                ``time.monotonic``; None for the default time of a call from now.
 
         Raises:
             WorkerLost: Nobody answers.
+            CallTimeout: It did not speak in time; it may be busy or stopped, and is not lost.
             NotInitialized: This worker has shut down.
         """
         self._check_open()
+        began_s = monotonic()
+        if deadline_s is None:
+            deadline_s = began_s + self.default_timeout_s
         try:
-            return self._connector.connect(peer)
+            return self._connector.connect(peer, deadline_s)
+        except Speechless as error:
+            self._check_open()
+            elapsed_s = monotonic() - began_s
+            raise CallTimeout(
+                f"no connection to worker {peer.name!r} within {elapsed_s:.1f} s: it is busy or "
+                f"stopped, or the network is slow ({error})",
+                worker=peer.name,
+                elapsed_s=elapsed_s,
+            ) from error
         except Unreachable as error:
             self.lose(peer, str(error))
             self._check_open()
             raise peer.lost_error() from error
+
+    def connect_all(
+        self, peers: Iterable[Peer], on_lost: Callable[[Peer], None] = lambda peer: None
+    ) -> None:
+        """Connects to all, so that the death of each is noticed; those that are busy come last.
+
+        Blocks until all have spoken, or are lost: then ``on_lost`` is called.
+        """
+        waiting = deque(peer for peer in peers if not peer.is_self)
+        while waiting:
+            peer = waiting.popleft()
+            try:
+                self.connect(peer, monotonic() + self._connector.timeout_s)
+            except CallTimeout:
+                waiting.append(peer)
+            except WorkerLost:
+                on_lost(peer)
+            except NotInitialized:
+                return
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -12,6 +12,7 @@ import itertools
 import json
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -46,9 +47,15 @@ HOST = "host"
 """In the facts of a registration: the name of the host, for messages."""
 
 _FIRST_PAUSE_S = 0.02
+_DATA_LIMIT_S = 2.0
+"""How long a data connection may take: whoever has something to send waits for it."""
 _LONGEST_PAUSE_S = 0.5
 _CROSSING_S = 0.25
 """How long a connection that the other side makes may take to arrive before this side dials."""
+
+
+class Speechless(TimeoutError):
+    """A worker did not speak in time. It may be busy, or stopped: it is not lost."""
 
 
 class Refused(ConnectionRefusedError):
@@ -115,49 +122,76 @@ class Connector:
         self._registration = {REGISTRATION: me.as_json()} if is_open else {}
         self._capabilities = dataclasses.replace(capabilities, memory_nonce=self.memory.nonce)
         self._uses_unix = bool(knobs.UNIX_SOCKETS.get())
+        self._dialling: set[socket.socket] = set()
+        self._is_closed = False
 
     def close(self) -> None:
-        """Lends no more memory to those who connect."""
+        """Lends no more memory to those who connect, and ends what is being dialled."""
+        self._is_closed = True
+        for connection in list(self._dialling):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self.memory.close()
 
     # The first connection to a peer
 
-    def connect(self, peer: Peer) -> Link:
-        """Returns the link to ``peer``, dialling it if there is none. Blocks at most the timeout.
+    def connect(self, peer: Peer, deadline_s: float) -> Link:
+        """Returns the link to ``peer``, dialling it if there is none. Blocks at most so long.
+
+        Args:
+            peer: The other worker.
+            deadline_s: When to give up, by ``time.monotonic``; may be infinite.
 
         Raises:
             WorkerLost: The peer is lost.
             Unreachable: Nobody answers where it said it listens.
+            Speechless: Somebody listens there, but did not speak in time: it may be busy.
         """
-        with peer.dial_lock:
+        remaining_s = deadline_s - time.monotonic()
+        patience_s = -1 if remaining_s > threading.TIMEOUT_MAX else max(remaining_s, 0)
+        if not peer.dial_lock.acquire(timeout=patience_s):
+            raise Speechless("it is being dialled already")
+        try:
             with peer.state_lock:
                 if peer.link is not None:
                     return peer.link
                 if peer.lost is not None:
                     raise peer.lost_error()
-            try:
-                return self._connect_patiently(peer)
-            except (OSError, ProtocolError, LinkClosed, ConfigurationError) as error:
-                if peer.lost is not None:
-                    raise peer.lost_error() from error
-                raise Unreachable(f"no connection to {_where(peer)}: {error}") from error
-            finally:
-                peer.is_dialling = False
+            return self._connect_patiently(peer, deadline_s)
+        except Speechless:
+            raise
+        except (OSError, ProtocolError, LinkClosed, ConfigurationError) as error:
+            if peer.lost is not None:
+                raise peer.lost_error() from error
+            raise Unreachable(f"no connection to {_where(peer)}: {error}") from error
+        finally:
+            peer.is_dialling = False
+            peer.dial_lock.release()
 
-    def _connect_patiently(self, peer: Peer) -> Link:
-        """Tries again where the network breaks; not where the answer is no."""
-        deadline_s = time.monotonic() + self.timeout_s
+    def _connect_patiently(self, peer: Peer, deadline_s: float) -> Link:
+        """Tries again where the network breaks or nobody speaks; not where the answer is no."""
+        give_up_s = time.monotonic() + self.timeout_s
         name, pause_s = secrets.token_hex(16), _FIRST_PAUSE_S
         for attempt in itertools.count(1):
+            limit_s = min(time.monotonic() + self.timeout_s, deadline_s)
             try:
                 if self._may_dial(peer):
-                    return self._dial(peer, Terms(name, True, attempt), deadline_s)
-                return self._await_link(peer, deadline_s)
-            except (Refused, LinkClosed, TimeoutError, ProtocolError):
+                    return self._dial(peer, Terms(name, True, attempt), limit_s)
+                return self._await_link(peer, limit_s)
+            except (Refused, LinkClosed, ProtocolError):
                 raise
-            except OSError:
-                if peer.lost is not None or time.monotonic() + pause_s > deadline_s:
+            except TimeoutError as error:
+                # Its system has accepted the connection: it lives.
+                give_up_s = time.monotonic() + self.timeout_s
+                if time.monotonic() + pause_s >= deadline_s:
+                    raise Speechless(str(error)) from error
+            except OSError as error:
+                if time.monotonic() + pause_s > give_up_s:
                     raise
+                if time.monotonic() + pause_s >= deadline_s:
+                    raise Speechless(str(error)) from error
+            if self._is_closed or peer.lost is not None:
+                raise LinkClosed("it is not wanted any more")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise AssertionError("attempts do not end")
@@ -170,6 +204,7 @@ class Connector:
 
     def _dial(self, peer: Peer, terms: Terms, deadline_s: float) -> Link:
         connection = self._open(peer, deadline_s)
+        self._dialling.add(connection)
         memory: list[int] = []
         is_unix = connection.family == socket.AF_UNIX
         try:
@@ -194,6 +229,7 @@ class Connector:
             raise
         finally:
             close_all(memory)
+            self._dialling.discard(connection)
         connection.close()
         if answer.refusal == CROSSED:
             return self._await_link(peer, deadline_s)
@@ -280,7 +316,8 @@ class Connector:
         connections: list[socket.socket] = []
         try:
             for _ in range(count):
-                with self._greeted(peer, self.timeout_s) as (connection, handshake):
+                limit_s = min(self.timeout_s, _DATA_LIMIT_S)
+                with self._greeted(peer, limit_s) as (connection, handshake):
                     self._ask(peer, handshake, DATA, {SET: number})
                     connections.append(connection)
         except BaseException:

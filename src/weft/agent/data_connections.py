@@ -37,7 +37,7 @@ _log = logging.getLogger("weft")
 
 _DRAIN_LIMIT_S = 5.0
 _DRAIN_POLL_S = 0.001
-_DIAL_AGAIN_S = 1.0
+_DIAL_AGAIN_S = 10.0
 """How long tensors follow their messages where no data connection could be made."""
 _SPARE_WAITS = 16
 """How many tasks may wait for tensors without counting as running; each takes a thread."""

@@ -207,4 +207,4 @@ def _on_acknowledged(peer: Peer, frame: Frame) -> None:
 def _on_goodbye(peer: Peer, frame: Frame) -> None:
     if isinstance(peer.link, ResumableLink):
         peer.link.is_ending = True
-        peer.link.acknowledge(least_bytes=0)  # It waits for that.
+        peer.link.acknowledge()  # It waits for that.

@@ -63,7 +63,10 @@ class OpenCalls:
 
         Raises:
             WorkerLost: The peer cannot be reached; the call is closed again.
+            CallTimeout: There is no connection, and none could be made in time.
         """
+        if peer.link is None and not peer.is_self:
+            self._agent.connect(peer, call.deadline_s)
         call.number = number = self._table.add(call)
         try:
             self._agent.send(peer, message_of(number), may_block=may_block)
@@ -84,7 +87,7 @@ class OpenCalls:
         self, peer: Peer, call: PendingCall, message_of: Callable[[int], Outgoing]
     ) -> None:
         """Like ``ask`` and ``wait``, with the answer read by this thread wherever possible."""
-        link = None if peer.is_self else (peer.link or self._agent.connect(peer))
+        link = None if peer.is_self else (peer.link or self._agent.connect(peer, call.deadline_s))
         if link is None or not link.reading.acquire(False):
             self.ask(peer, call, message_of)
             self.wait(call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -88,7 +89,7 @@ class Departing:
         """Tells one worker, and connects to it first if need be."""
         try:
             with self._agent.reactor.idling():
-                self._agent.connect(peer)
+                self._agent.connect(peer, math.inf)
             self._agent.post_ints(peer, Kind.SHUTDOWN, Step.LEAVING)
         except (WorkerLost, NotInitialized):
             self._on_gone(peer)

@@ -8,7 +8,7 @@ import threading
 import time
 
 from weft.agent.peers import Peer
-from weft.errors import NotInitialized, ProtocolError, ShutdownError, WorkerLost
+from weft.errors import ProtocolError, ShutdownError, WorkerLost
 from weft.protocol.shutdown import Action, Closed, Leader, ProbeLater, Report, Send, Step
 from weft.rpc.worker import Worker
 from weft.wire.frames import Frame
@@ -91,19 +91,12 @@ class Leaving:
 
     def _watch_all(self, _: object, __: object) -> None:
         """Connects to everybody: a worker that dies before it calls shutdown is then noticed."""
-        for peer in self._agent.peers.values():
-            if not peer.is_self:
-                self._watch(peer)
+        with self._agent.reactor.idling():
+            self._agent.connect_all(self._agent.peers.values(), self._on_lost)
 
     def _watch_leader(self, _: object, __: object) -> None:
-        self._watch(self._agent.peers[_LEADER])
-
-    def _watch(self, peer: Peer) -> None:
-        try:
-            self._agent.connect(peer)
-        except (WorkerLost, NotInitialized):
-            if peer.lost is not None:
-                self._on_lost(peer)
+        with self._agent.reactor.idling():
+            self._agent.connect_all([self._agent.peers[_LEADER]], self._on_lost)
 
     # Messages
 

@@ -183,9 +183,9 @@ class ResumableLink(Link):
             if self._outgoing.kept_bytes <= self._limit_bytes:
                 self._room.notify_all()
 
-    def acknowledge(self, least_bytes: int = LEAST_BYTES) -> None:
+    def acknowledge(self) -> None:
         """Tells the peer how much was received, if that is news. Never blocks."""
-        position = self._incoming.acknowledgement(least_bytes)
+        position = self._incoming.acknowledgement()
         if position is not None and not self._is_broken:
             control = encode_ints(position)
             with contextlib.suppress(LinkClosed):
@@ -311,7 +311,7 @@ class ResumableLink(Link):
 
     def say_goodbye(self) -> None:
         """Tells the peer that the end of the connection is not going to be a break."""
-        if not self._is_closed:
+        with contextlib.suppress(LinkClosed):  # It has ended, maybe just now.
             self.send(encode_frame(Kind.GOODBYE, 0, 0, b""), may_block=False)
 
     def drain(self, timeout_s: float) -> None:

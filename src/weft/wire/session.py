@@ -108,13 +108,9 @@ class Incoming:
         self.position += size_bytes
         return self.position - self._told >= ACKNOWLEDGE_BYTES
 
-    def acknowledgement(self, least_bytes: int = LEAST_BYTES) -> int | None:
-        """Returns the position to acknowledge, as told from now on; None if there is no need.
-
-        Args:
-            least_bytes: How much must have been received since the last time, and a byte more.
-        """
-        if self.position - self._told <= least_bytes:
+    def acknowledgement(self) -> int | None:
+        """Returns the position to acknowledge, as told from now on; None if there is no need."""
+        if self.position - self._told <= LEAST_BYTES:
             return None
         self._told = self.position
         return self._told

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from weft import knobs
 from weft.agent.acceptor import Acceptor
-from weft.agent.connector import Connector, Terms
+from weft.agent.connector import Connector, Speechless, Terms
 from weft.agent.peers import Peer, Unreachable
 from weft.channel.choice import Capabilities, describe
 from weft.channel.cma import Nonce
@@ -139,8 +140,8 @@ def test_either_side_may_dial(make_sides: Make, dialler: int) -> None:
     sides = make_sides()
     peer = sides[dialler].peers[1 - dialler]
     with running(sides[1 - dialler].accept):
-        link = sides[dialler].connector.connect(peer)
-    assert sides[dialler].connector.connect(peer) is link
+        link = sides[dialler].connector.connect(peer, math.inf)
+    assert sides[dialler].connector.connect(peer, math.inf) is link
     assert peer.linked.is_set()
     exchange(sides)
 
@@ -156,7 +157,7 @@ def test_crossed_dialling_always_ends_with_one_connection(make_sides: Make) -> N
             side: Side, start: threading.Barrier = start, links: list[Link] = links
         ) -> None:
             start.wait()
-            links.append(side.connector.connect(side.peers[1 - side.rank]))
+            links.append(side.connector.connect(side.peers[1 - side.rank], math.inf))
 
         acceptors = [threading.Thread(target=accept_all, args=(side,)) for side in sides]
         for thread in acceptors:
@@ -184,7 +185,7 @@ def test_many_threads_that_need_a_peer_share_one_connection(make_sides: Make) ->
     sides = make_sides()
     links: list[Link] = []
     peer = sides[0].peers[1]
-    callers = [lambda: links.append(sides[0].connector.connect(peer))] * 8
+    callers = [lambda: links.append(sides[0].connector.connect(peer, math.inf))] * 8
     with running(sides[1].accept, *callers):
         pass
     assert len(links) == 8
@@ -196,7 +197,7 @@ def test_nobody_answers(make_sides: Make) -> None:
     sides = make_sides()
     sides[1].listener.close()
     with pytest.raises(Unreachable, match="no connection to worker 'worker1' at unix:@weft"):
-        sides[0].connector.connect(sides[0].peers[1])
+        sides[0].connector.connect(sides[0].peers[1], math.inf)
 
 
 @pytest.mark.parametrize("addresses", [(), ("carrier pigeon",), ("tcp:127.0.0.1:1",)])
@@ -204,7 +205,7 @@ def test_a_peer_that_listens_nowhere_in_reach(make_sides: Make, addresses: tuple
     sides = make_sides()
     peer = Peer(Registration("far", 1, addresses), main_by_name=True, is_self=False)
     with pytest.raises(Unreachable, match="far"):
-        sides[0].connector.connect(peer)
+        sides[0].connector.connect(peer, math.inf)
 
 
 def test_a_peer_of_another_host_that_listens_there_only(make_sides: Make) -> None:
@@ -212,14 +213,23 @@ def test_a_peer_of_another_host_that_listens_there_only(make_sides: Make) -> Non
     for host, hint in (("here", ""), ("there", "on host 'there', this worker on 'here'.*LISTEN")):
         registration = Registration("far", 1, ("tcp:127.0.0.1:1",), facts={"host": host})
         with pytest.raises(Unreachable, match=f"refused{hint and '; it is '}{hint}") as caught:
-            sides[0].connector.connect(Peer(registration, main_by_name=True, is_self=False))
+            sides[0].connector.connect(
+                Peer(registration, main_by_name=True, is_self=False), math.inf
+            )
         assert ("WEFT_LISTEN" in str(caught.value)) == (host == "there")
 
 
-def test_a_peer_that_never_answers_is_waited_for_in_time(make_sides: Make) -> None:
+def test_a_peer_that_listens_and_does_not_speak_is_waited_for_and_not_lost(
+    make_sides: Make,
+) -> None:
+    """Its system accepts the connection: it is busy, or stopped."""
     sides = make_sides(0.02)
-    with pytest.raises(Unreachable, match=r"too long|timed out"):
-        sides[0].connector.connect(sides[0].peers[1])
+    began_s = time.monotonic()
+    with pytest.raises(Speechless, match="too long|timed out"):
+        sides[0].connector.connect(sides[0].peers[1], began_s + 0.3)
+    assert time.monotonic() - began_s < 0.3 + LIMIT_S / 2
+    assert sides[0].peers[1].lost is None
+    assert not sides[0].peers[1].is_dialling
 
 
 def test_a_lost_peer_is_not_dialled_and_not_accepted(make_sides: Make) -> None:
@@ -228,12 +238,12 @@ def test_a_lost_peer_is_not_dialled_and_not_accepted(make_sides: Make) -> None:
     assert peer.declare_lost("a test") is not None
     assert peer.declare_lost("again") is None
     with pytest.raises(WorkerLost, match=r"worker1.*a test") as caught:
-        sides[0].connector.connect(peer)
+        sides[0].connector.connect(peer, math.inf)
     assert caught.value.worker == "worker1"
     assert caught.value.cause == "a test"
     assert caught.value is not peer.lost
     with running(sides[0].accept), pytest.raises(Unreachable, match="turned away: this group lost"):
-        sides[1].connector.connect(sides[1].peers[0])
+        sides[1].connector.connect(sides[1].peers[0], math.inf)
     assert sides[0].links == sides[1].links == []
 
 
@@ -242,7 +252,7 @@ def test_who_waits_for_a_connection_learns_of_the_loss(make_sides: Make) -> None
     peer = sides[0].peers[1]
     peer.is_accepting = True
     with running(lambda: peer.declare_lost("killed")), pytest.raises(WorkerLost, match="killed"):
-        sides[0].connector.connect(peer)
+        sides[0].connector.connect(peer, math.inf)
 
 
 def test_a_connection_of_the_other_side_that_comes_to_nothing_is_made_here(
@@ -260,7 +270,7 @@ def test_a_connection_of_the_other_side_that_comes_to_nothing_is_made_here(
 
     peer.linked.wait = fail  # type: ignore[method-assign]
     with running(sides[1].accept):
-        assert sides[0].connector.connect(peer) is sides[0].links[0]
+        assert sides[0].connector.connect(peer, math.inf) is sides[0].links[0]
 
 
 def hello(worker: int, **facts: object) -> Greeting:
@@ -297,7 +307,7 @@ def test_a_peer_of_another_run_is_no_peer(make_sides: Make) -> None:
             handshake.send(Kind.WELCOME, hello(1))
 
     with running(answer), pytest.raises(Unreachable, match="another run"):
-        sides[0].connector.connect(sides[0].peers[1])
+        sides[0].connector.connect(sides[0].peers[1], math.inf)
     assert sides[0].links == []
 
 
@@ -311,7 +321,7 @@ def test_a_connection_that_breaks_during_the_greeting_is_made_again(make_sides: 
         sides[1].accept()
 
     with running(answer):
-        sides[0].connector.connect(sides[0].peers[1])
+        sides[0].connector.connect(sides[0].peers[1], math.inf)
     exchange(sides)
 
 
@@ -320,5 +330,5 @@ def test_the_first_address_that_answers_is_taken(make_sides: Make) -> None:
     texts = ("odd", str(UnixAddress("weft-nobody")), str(sides[1].address))
     peer = Peer(Registration("worker1", 1, texts), main_by_name=True, is_self=False)
     with running(sides[1].accept):
-        sides[0].connector.connect(peer)
+        sides[0].connector.connect(peer, math.inf)
     assert peer.link is sides[0].links[0]

@@ -69,8 +69,11 @@ def test_a_break_is_mended_at_once(contact: Contact) -> None:
     contact.broke(1.0, "end of file", is_answer=True)
     assert contact.is_broken
     assert contact.due_s() == 1.0
+    assert not contact.is_dialling
     assert contact.step(1.0) is Step.DIAL
+    assert contact.is_dialling
     contact.resumed(1.1)
+    assert not contact.is_dialling, "who is about to dial need not any more"
     assert not contact.is_broken
     assert contact.step(6.0) is Step.NOTHING
     assert contact.due_s() == 6.1

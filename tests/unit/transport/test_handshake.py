@@ -183,6 +183,21 @@ def test_what_was_said_is_not_taken_back_as_an_answer(pair: Pair) -> None:
         acceptor.receive(Kind.HELLO)
 
 
+def test_nobody_proves_anything_by_repeating_what_it_is_told(pair: Pair) -> None:
+    """Not even a greeting of a kind that both sides might send, at the same place."""
+    end = Recorder(pair[0])
+    dialler, acceptor = begin((end, pair[1]))  # type: ignore[arg-type]
+    dialler.send(Kind.HELLO, HELLO)
+    acceptor.receive(Kind.HELLO)
+    acceptor.send(Kind.WELCOME, WELCOME)
+    dialler.receive(Kind.WELCOME)
+    end.written = b""
+    dialler.send(Kind.VERDICT, HELLO)
+    pair[1].sendall(end.written)
+    with pytest.raises(NotProven):
+        dialler.receive(Kind.VERDICT)
+
+
 def greeting_in(frame: bytes) -> tuple[bytes, bytes]:
     """Returns the proof in a HELLO, and its text."""
     said = frame[HEADER.size :]

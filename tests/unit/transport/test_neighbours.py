@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -8,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.another_user import NOBODY, as_nobody
 from weft.errors import ProtocolError
 from weft.transport import neighbours
 from weft.transport.neighbours import check_user, user_of
 
-NOBODY = 65534
 LIMIT_S = 10.0
 KINDS = ["unix", "127.0.0.1", "127.8.8.8", "::1"]
 
@@ -48,18 +47,6 @@ def test_the_other_end_is_of_this_user(pair: tuple[socket.socket, socket.socket]
     for connection in pair:
         assert user_of(connection) == os.geteuid()
         check_user(connection)
-
-
-@contextlib.contextmanager
-def as_nobody() -> Iterator[None]:
-    """Has this thread's new sockets belong to another user."""
-    if os.geteuid():
-        pytest.skip("only root can be another user")
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -301,7 +301,7 @@ def test_the_peer_is_told_how_much_came(end: End) -> None:
     end.other.sendall(as_bytes(FRAMES[1]))
     end.receive(1)
     end.link.acknowledge()
-    end.link.acknowledge(least_bytes=0)
+    end.link.acknowledge()
     said = encode_frame(Kind.ACKNOWLEDGED, 0, 0, encode_ints(len(as_bytes(FRAMES[1]))))
     assert end.arrived(len(as_bytes(said))) == as_bytes(said)
     end.other.setblocking(False)
@@ -409,6 +409,8 @@ def test_a_session_that_has_ended_is_not_resumed(end: End) -> None:
 
 
 def test_hanging_up_is_no_break(end: End) -> None:
+    end.other.sendall(as_bytes(FRAMES[1]))
+    end.receive(1)  # It could be acknowledged.
     end.link.hang_up()
     with end.link.reading, pytest.raises(LinkClosed):
         end.link.receive(may_block=True)
@@ -416,7 +418,7 @@ def test_hanging_up_is_no_break(end: End) -> None:
         end.link.send(FRAMES[0], may_block=False)
     end.link.say_goodbye()
     end.link.break_off("too late")
-    end.link.acknowledge(least_bytes=-1)
+    end.link.acknowledge()
     end.link.flush()
     assert end.breaks == []
 
@@ -439,6 +441,20 @@ def test_the_last_word_is_a_goodbye(end: End) -> None:
     end.link.say_goodbye()
     expected = as_bytes(FRAMES[0], encode_frame(Kind.GOODBYE, 0, 0, b""))
     assert end.arrived(len(expected)) == expected
+
+
+def test_a_session_that_ends_just_then_needs_no_goodbye(
+    end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = end.link.send
+
+    def end_first(parts: list[Buffer], *, may_block: bool) -> None:
+        end.link.hang_up()
+        send(parts, may_block=may_block)
+
+    monkeypatch.setattr(end.link, "send", end_first)
+    end.link.say_goodbye()
+    assert end.breaks == []
 
 
 def test_a_drain_waits_until_the_peer_has_everything(end: End) -> None:

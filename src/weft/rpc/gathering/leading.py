@@ -159,17 +159,13 @@ class Led:
 
     def _tell_failure(self, key: Key, peer: Peer, error: Exception) -> None:
         if not peer.is_self and peer.lost is None:
-            with contextlib.suppress(WorkerLost, NotInitialized), detached():
+            with contextlib.suppress(WorkerLost, NotInitialized, CallTimeout), detached():
                 rpc_async(peer.info, self._failed, args=(key, error))
 
     def _watch(self, workers: tuple[int, ...], _: object) -> None:
         """Connects to those who have not come: if one of them dies, that is noticed then."""
         with self._agent.reactor.idling():
-            for worker in workers:
-                peer = self._agent.peers[worker]
-                if not peer.is_self and peer.link is None:
-                    with contextlib.suppress(WorkerLost, NotInitialized):
-                        self._agent.connect(peer)
+            self._agent.connect_all(self._agent.peers[worker] for worker in workers)
 
     def close(self, error: NotInitialized) -> None:
         """Fails all, and refuses new ones: this worker leaves."""

@@ -1,0 +1,92 @@
+"""What a member of a group, who has the secret, can try on a worker that allows little.
+
+Each is a row of the table in ``docs/security/attackers.md``, as those of strangers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.processes import strange_members
+from tests.processes.stranger_groups import ATTACKER, OTHER, VICTIM, Group
+from tests.processes.strangers import frame
+from weft.wire.frames import HEADER
+from weft.wire.messages import Kind
+
+MODULES = ("tests.processes.functions", "tests.processes.strange_members", "torch")
+OPTIONS = {"allowed_modules": MODULES, "strict": True, "num_worker_threads": 2}
+SETTINGS = {
+    "WEFT_TENSOR_LIMIT": "100",
+    "WEFT_FRAME_LIMIT_BYTES": str(1 << 24),
+    "WEFT_CONTROL_LIMIT_BYTES": str(1 << 20),
+    "WEFT_QUEUE_LIMIT_CALLS": "20",
+}
+HUNG_UP = "is welcome, then hung up on"
+
+
+class MemberRow(NamedTuple):
+    """A row of the table: what a member tries, how, and what comes of it.
+
+    ``attack`` gets the path of a file that must not come to be.
+    """
+
+    title: str
+    attack: Callable[[Group, str], str]
+    result: str
+
+
+def _frames(content: bytes, as_worker: str = "") -> Callable[[Group, str], str]:
+    def run(group: Group, path: str) -> str:
+        said, is_hung_up = group.do(
+            ATTACKER, strange_members.send_frames, VICTIM, content, as_worker
+        )
+        assert is_hung_up
+        return HUNG_UP if said == ["welcome"] else ", ".join(said)
+
+    return run
+
+
+def _call(function: Callable[[str, str], str]) -> Callable[[Group, str], str]:
+    return lambda group, path: str(group.do(ATTACKER, function, VICTIM, path))
+
+
+def _too_many_calls(group: Group, path: str) -> str:
+    group.do(ATTACKER, strange_members.begin_many_calls, VICTIM)
+    group.do(VICTIM, strange_members.open_gate)
+    return ", ".join(group.do(ATTACKER, strange_members.end_many_calls))
+
+
+MEMBERS = [
+    MemberRow(
+        "a frame of 1 TiB is announced",
+        _frames(HEADER.pack(Kind.CALL, 0, 1, 0, 1) + (1 << 40).to_bytes(8, "little")),
+        HUNG_UP,
+    ),
+    MemberRow(
+        "a control part of 1 GiB is announced",
+        _frames(HEADER.pack(Kind.CALL, 0, 0, 1 << 30, 1)),
+        HUNG_UP,
+    ),
+    MemberRow(
+        "65,535 tensors of 1 GiB are announced",
+        _frames(HEADER.pack(Kind.CALL, 0, 65535, 0, 1) + 65535 * (1 << 30).to_bytes(8, "little")),
+        HUNG_UP,
+    ),
+    MemberRow("a message of an unknown kind", _frames(frame(200, b"")), HUNG_UP),
+    MemberRow("a greeting in the middle", _frames(frame(Kind.HELLO, b"{}")), HUNG_UP),
+    MemberRow("a call whose parts make no sense", _frames(frame(Kind.CALL, b"\xff" * 99)), HUNG_UP),
+    MemberRow("says that it is another member", _frames(b"", OTHER), "turned away: crossed"),
+    MemberRow(
+        "more tensors in a call than the limit",
+        _call(strange_members.send_many_tensors),
+        "SerializationError",
+    ),
+    MemberRow("more calls than may wait", _too_many_calls, "QueueFull, its result"),
+    MemberRow("calls os.system by its name", _call(strange_members.call_by_name), "NotAllowed"),
+    MemberRow(
+        "a pickle that calls os.system (pickle bomb)",
+        _call(strange_members.send_pickle),
+        "NotAllowed",
+    ),
+]

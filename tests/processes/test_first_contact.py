@@ -1,0 +1,68 @@
+"""The first call to a worker that is stopped: it takes no longer than the call may, and no loss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import leaving
+from tests.processes.functions import add
+from tests.processes.open_workers import OpenWorkers
+from weft import rpc
+from weft.errors import CallTimeout
+
+LIMIT_S = 0.6
+SLACK_S = 1.5
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[OpenWorkers]:
+    """Workers ``a``, ``b`` and ``c``, between which there are no connections yet."""
+    made = OpenWorkers()
+    for name in leaving.NAMES:
+        made.begin(name, leaving.join, name, str(tmp_path / "store"), 3)
+    for name in leaving.NAMES:
+        made.result(name)
+    yield made
+    for name in leaving.NAMES:
+        made.kill(name)
+    made.close()
+
+
+def ask(to: str, way: str, timeout: float) -> tuple[float, object]:
+    began_s = time.monotonic()
+    try:
+        if way == "sync":
+            outcome: object = rpc.rpc_sync(to, add, args=(1, 2), timeout=timeout)
+        else:
+            outcome = rpc.rpc_async(to, add, args=(1, 2), timeout=timeout).wait()
+    except Exception as error:
+        outcome = error
+    return time.monotonic() - began_s, outcome
+
+
+def states() -> dict[str, str]:
+    return {each.worker.name: each.state.name for each in rpc.health()}
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_a_stopped_worker_is_waited_for_and_not_lost(workers: OpenWorkers, way: str) -> None:
+    assert workers.do("a", states)["b"] == "UNUSED"
+    pid = workers.do("b", os.getpid)
+    os.kill(pid, signal.SIGSTOP)
+    took_s, error = workers.do("a", ask, "b", way, LIMIT_S)
+    assert isinstance(error, CallTimeout)
+    assert "'b'" in str(error)
+    assert error.worker == "b"
+    assert took_s < LIMIT_S + SLACK_S
+    assert workers.do("a", states)["b"] != "LOST"
+    workers.begin("a", ask, "b", way, 20.0)
+    assert workers.do("c", ask, "a", way, 20.0)[1] == 3
+    os.kill(pid, signal.SIGCONT)
+    assert workers.result("a")[1] == 3
+    assert workers.do("a", states)["b"] == "CONNECTED"
