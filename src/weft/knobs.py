@@ -149,7 +149,7 @@ STRIPE_THREADS = Knob(
 STRIPE_STALL_S = Knob(
     "STRIPE_STALL_S",
     60.0,
-    "Seconds after which a peer that sends nothing of a tensor that it has announced is lost.",
+    "Seconds without a byte of a tensor that was announced, after which it is asked for again.",
 )
 UNIX_SOCKETS = Knob(
     "UNIX_SOCKETS", 1, "1 to reach peers on this host by Unix sockets, 0 to reach them by TCP."

@@ -80,3 +80,9 @@ def test_two_different_secrets_are_told_apart_without_telling_them(tmp_path: Pat
     _, told = run({"WEFT_SECRET": SECRET, "WEFT_SECRET_FILE": str(tmp_path / "none")})
     assert "both WEFT_SECRET_FILE and WEFT_SECRET are set" in told
     assert_hidden(SECRET, told)
+
+
+def test_what_shows_is_noticed() -> None:
+    for shown in (SECRET, SECRET.encode().hex(), f"... {SECRET[:8]}"):
+        with pytest.raises(AssertionError):
+            assert_hidden(SECRET, f"before {shown} after")

@@ -225,17 +225,31 @@ class DataConnections:
         token = next(iter(sizes)).token
         buffers: Sequence[Buffer]
         try:
-            buffers = [arrivals.wait(key, size, self._stall_s) for key, size in sizes.items()]
+            buffers = [self._await(peer, arrivals, key, size) for key, size in sizes.items()]
         except NotComing as error:
             return ask_for_supply(self._agent, peer, token, STRIPED, list(sizes.values()), error)
-        except TimeoutError as error:
-            self._agent.lose(peer, f"a tensor that it has announced does not come: {error}")
-            raise self._end_error(peer) from error
         finally:
             arrivals.forget(sizes)
         self._agent.pulled_bytes += sum(sizes.values())
         self._agent.post_ints(peer, Kind.ARRIVED, token)
         return buffers
+
+    def _await(
+        self, peer: Peer, arrivals: Arrivals, key: TransferKey, size_bytes: int
+    ) -> memoryview:
+        """Waits for one transfer; where nothing at all comes for long, over another connection."""
+        while True:
+            try:
+                return arrivals.wait(key, size_bytes, self._stall_s)
+            except TimeoutError as error:
+                # It may be busy, and then it is not lost: once it hears of this it sends again.
+                _log.warning("of a tensor of worker %r %s", peer.name, str(error))
+                data = self._of(peer)
+                with data.lock:
+                    numbers = {each.number for each in data.receiving}
+                for number in sorted(numbers):
+                    self._end_receiving(peer, number)
+                    self._agent.post_ints(peer, Kind.DATA_BROKEN, number)
 
     def drop(self, peer: Peer, table: BufferTable) -> None:
         """Notes that nobody will fetch the transfers of a message: they go when they are here."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from weft.agent.calls import PendingCall
 from weft.agent.peers import Peer
 from weft.agent.served_calls import ServedCall
-from weft.errors import NotInitialized
+from weft.errors import CallTimeout, NotInitialized
 from weft.protocol.calls import CallTable
 from weft.transport.link import READ_TICK_S, Link
 from weft.wire.frames import Frame
@@ -66,7 +66,7 @@ class OpenCalls:
             CallTimeout: There is no connection, and none could be made in time.
         """
         if peer.link is None and not peer.is_self:
-            self._agent.connect(peer, call.deadline_s)
+            self._connect(peer, call)
         call.number = number = self._table.add(call)
         try:
             self._agent.send(peer, message_of(number), may_block=may_block)
@@ -83,11 +83,18 @@ class OpenCalls:
         if housekeeper is not None and call.deadline_s < housekeeper.next_s:
             housekeeper.nudge(call.deadline_s)
 
+    def _connect(self, peer: Peer, call: PendingCall) -> Link:
+        """Makes the connection for a call, in no more time than the call has."""
+        try:
+            return self._agent.connect(peer, call.deadline_s)
+        except CallTimeout as error:
+            raise call.timeout_error() from error
+
     def ask_and_wait(
         self, peer: Peer, call: PendingCall, message_of: Callable[[int], Outgoing]
     ) -> None:
         """Like ``ask`` and ``wait``, with the answer read by this thread wherever possible."""
-        link = None if peer.is_self else (peer.link or self._agent.connect(peer, call.deadline_s))
+        link = None if peer.is_self else (peer.link or self._connect(peer, call))
         if link is None or not link.reading.acquire(False):
             self.ask(peer, call, message_of)
             self.wait(call)

@@ -11,7 +11,7 @@ from weft.agent.calls import PendingCall
 from weft.agent.current import current
 from weft.agent.peers import Peer
 from weft.agent.served_calls import current_call
-from weft.errors import ArgumentTypeError, CallCancelled, NotOwner, WorkerLost
+from weft.errors import ArgumentTypeError, CallCancelled, CallTimeout, NotOwner, WorkerLost
 from weft.ids import WorkerInfo
 from weft.rpc import serving
 from weft.rpc.current_call import nest
@@ -232,6 +232,9 @@ def _start(
     future: Future[Any] = Future(worker, call)
     try:
         worker.agent.calls.ask(peer, call, request.message)
+    except CallTimeout as error:
+        request.take_back()
+        worker.agent.calls.fail(call, error)
     except Exception:
         request.take_back()
         raise

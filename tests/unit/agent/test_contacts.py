@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,94 +11,20 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agent.group import KEY, LIMIT_S, Member, group_of, wait_until
+from tests.unit.agent.group import LIMIT_S, Member, group_of, wait_until
+from tests.unit.agent.sessions import HEAD, Pair, content, pair_of, send
 from weft import knobs
 from weft.agent import contacts
-from weft.agent.connector import Connector, Terms
-from weft.agent.peers import Peer
+from weft.agent.connector import Connector
 from weft.agent.protection import Patience
 from weft.transport import addresses
 from weft.transport.handshake import Greeting, Handshake
-from weft.transport.link import LinkClosed
 from weft.transport.resumable import ResumableLink
-from weft.wire.frames import Frame, encode_frame
+from weft.wire.frames import encode_frame
 from weft.wire.messages import Kind
 
-HEAD = struct.Struct("<III")
 AT_ONCE_S = 5.0
 """Less than any patience, and more than a slow moment of the machine."""
-
-
-class Inbox:
-    """What came to a member; each writer's frames are to come once and in order."""
-
-    def __init__(self, member: Member) -> None:
-        self.count = 0
-        self.wrong: list[object] = []
-        self._next: dict[int, int] = {}
-        member.agent.on(Kind.CALL, self._take, inline=True)
-
-    def _take(self, peer: Peer, frame: Frame) -> None:
-        writer, number, size = HEAD.unpack_from(frame.control)
-        if self._next.get(writer, 0) != number:
-            self.wrong.append((writer, number, self._next.get(writer)))
-        self._next[writer] = number + 1
-        if [bytes(buffer) for buffer in frame.buffers] != [content(number, size)]:
-            self.wrong.append((writer, number, "content"))
-        self.count += 1
-
-
-def content(number: int, size: int) -> bytes:
-    return bytes([number % 251]) * size
-
-
-def send(member: Member, other: Member, number: int, size: int = 10, writer: int = 0) -> None:
-    parts = encode_frame(
-        Kind.CALL, 0, 0, HEAD.pack(writer, number, size), [memoryview(content(number, size))]
-    )
-    member.agent.send(member.peer(other), parts, may_block=bool(number % 2))
-
-
-class Pair:
-    """Two members with a session, which the first has dialled, and what came to each."""
-
-    def __init__(self, members: list[Member]) -> None:
-        self.dialler, self.acceptor = members
-        self.inboxes = [Inbox(member) for member in members]
-        for member in members:
-            member.start()
-        self.dialler.agent.connect(self.dialler.peer(self.acceptor))
-        wait_until(lambda: self.acceptor.peer(self.dialler).link)
-
-    @property
-    def links(self) -> tuple[ResumableLink, ResumableLink]:
-        return self.dialler.session(self.acceptor), self.acceptor.session(self.dialler)
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether both are connected, by the same connection."""
-        one, other = self.links
-        is_one = one.last_attempt == other.last_attempt
-        return is_one and not one.is_broken and not other.is_broken
-
-    def lost(self) -> list[str]:
-        peers = self.dialler.peer(self.acceptor), self.acceptor.peer(self.dialler)
-        return [peer.lost.cause for peer in peers if peer.lost is not None]
-
-    def check(self, first_number: int = 0) -> None:
-        """Sends both ways, and waits until all of it has come."""
-        counts = [inbox.count for inbox in self.inboxes]
-        for number in range(first_number, first_number + 3):
-            send(self.dialler, self.acceptor, number)
-            send(self.acceptor, self.dialler, number)
-        wait_until(lambda: [inbox.count for inbox in self.inboxes] == [n + 3 for n in counts])
-        assert [inbox.wrong for inbox in self.inboxes] == [[], []]
-
-
-@contextlib.contextmanager
-def pair_of(patience: Patience | None = None) -> Iterator[Pair]:
-    with group_of(2, over="tcp", patience=patience) as members:
-        yield Pair(members)
 
 
 @pytest.fixture
@@ -492,113 +416,3 @@ def test_how_long_nothing_was_heard_is_told(pair: Pair) -> None:
     assert member.agent.contacts.silence_s(member.peer(other)) > 90.0
     with link._room:
         link._is_broken = False
-
-
-# Attempts that come late, or from others
-
-
-def greet(pair: Pair, facts: dict[str, Any]) -> Greeting | None:
-    return greet_at(pair.acceptor, facts)
-
-
-def greet_at(member: Member, facts: dict[str, Any]) -> Greeting | None:
-    """Says to a member, as its peer would, what a connection is for; returns the answer, if any."""
-    with addresses.dial(member.address, LIMIT_S) as connection:
-        handshake = Handshake.dial(connection, KEY, time.monotonic() + LIMIT_S)
-        handshake.send(Kind.HELLO, Greeting(0, facts=facts))
-        try:
-            return handshake.receive(Kind.WELCOME)
-        except ConnectionError:
-            return None
-
-
-@pytest.mark.parametrize("attempt", [-1, 0, 1, None, "2", True, 1.5])
-def test_an_attempt_that_is_not_the_latest_does_not_disturb(pair: Pair, attempt: object) -> None:
-    pair.check()
-    facts = {
-        "purpose": "resume",
-        "session": pair.links[1].name,
-        "position": 0,
-        "attempt": attempt,
-    }
-    assert greet(pair, facts) is None
-    pair.check(3)
-    assert pair.links[1].resumption_count == 0
-
-
-@pytest.mark.parametrize("position", [-1, None, "0", True])
-def test_a_position_that_is_none_does_not_disturb(pair: Pair, position: object) -> None:
-    facts = {
-        "purpose": "resume",
-        "session": pair.links[1].name,
-        "position": position,
-        "attempt": 2,
-    }
-    assert greet(pair, facts) is None
-    pair.check()
-    assert pair.links[1].resumption_count == 0
-
-
-def test_a_position_at_which_nothing_was_sent_is_the_loss(pair: Pair) -> None:
-    facts = {"purpose": "resume", "session": pair.links[1].name, "position": 1 << 40, "attempt": 2}
-    greet(pair, facts)
-    wait_until(lambda: pair.acceptor.peer(pair.dialler).lost)
-    assert "cannot go on" in pair.lost()[-1]
-
-
-def test_only_the_side_that_dialled_resumes(pair: Pair) -> None:
-    link = pair.links[1]
-    link.was_dialled = True
-    facts = {"purpose": "resume", "session": link.name, "position": 0, "attempt": 2}
-    assert greet(pair, facts) is None
-    link.was_dialled = False
-    pair.check()
-    assert link.resumption_count == 0
-
-
-@pytest.mark.parametrize("purpose", ["resume", "probe"])
-def test_a_session_that_nobody_knows_is_refused(pair: Pair, purpose: str) -> None:
-    answer = greet(pair, {"purpose": purpose, "session": "?", "position": 0, "attempt": 2})
-    assert answer is not None
-    assert answer.refusal == "there is no such session"
-    pair.check()
-
-
-def test_an_earlier_greeting_that_is_slow_does_not_replace_the_session(pair: Pair) -> None:
-    """It was on its way when the dialler gave the attempt up and made another."""
-    agent, peer = pair.acceptor.agent, pair.acceptor.peer(pair.dialler)
-    link = pair.links[1]
-    ours, theirs = socket.socketpair()
-    with theirs:
-        late = agent.links.make_link(ours, peer, Terms(link.name, False, 0))
-        with pytest.raises(LinkClosed, match="slower"):
-            agent.links.adopt(peer, late)
-        assert ours.fileno() == -1
-    assert peer.link is link
-    pair.check()
-
-
-def test_a_connection_to_a_worker_that_was_lost_meanwhile_is_closed(pair: Pair) -> None:
-    agent, peer = pair.acceptor.agent, pair.acceptor.peer(pair.dialler)
-    agent.lose(peer, "a test")
-    ours, theirs = socket.socketpair()
-    with theirs:
-        with pytest.raises(LinkClosed, match="lost"):
-            agent.links.adopt(peer, agent.links.make_link(ours, peer, None))
-        assert ours.fileno() == -1
-
-
-@pytest.mark.parametrize("purpose", ["resume", "probe"])
-def test_a_session_that_is_only_being_made_is_to_be_tried_again(purpose: str) -> None:
-    """Its connection broke before this side was done with the greeting."""
-    with group_of(2, over="tcp") as members:
-        for member in members:
-            member.start()
-        peer = members[1].peer(members[0])
-        peer.is_accepting = True
-        facts = {"purpose": purpose, "session": "?", "position": 0, "attempt": 2}
-        assert greet_at(members[1], facts) is None
-        peer.is_accepting = False
-        answer = greet_at(members[1], facts)
-        assert answer is not None
-        assert answer.refusal == "there is no such session"

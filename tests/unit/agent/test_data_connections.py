@@ -296,16 +296,22 @@ def test_a_connection_of_a_set_that_has_broken_comes_too_late(pair: list[Member]
     assert data_of(second)._of(peer).receiving == []
 
 
-def test_silence_is_the_loss_of_the_peer(
-    pair: list[Member], monkeypatch: pytest.MonkeyPatch
+def test_what_does_not_come_for_long_is_asked_for_again(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Its sender may be busy, which is no loss."""
     first, second = pair
     data_of(second)._stall_s = 0.2
     opened = Opened(second)
     hold_back(monkeypatch, 1)
-    send(first, second, torch.randn(SIZE))
-    assert isinstance(opened.failure(), WorkerLost)
-    assert second.peer(first).lost is not None
+    sent = torch.randn(SIZE)
+    send(first, second, sent)
+    assert torch.equal(opened.next().tensors(detached=False)[0], sent)
+    assert "nothing came for" in caplog.text
+    assert second.peer(first).lost is None
+    assert data_of(first)._of(first.peer(second)).kept == {}
+    opened.parcel = None
+    wait_until(lambda: second.agent.pool.statistics().leased_count == 0)
 
 
 def test_the_loss_of_the_peer_ends_the_wait(

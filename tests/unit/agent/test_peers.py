@@ -225,7 +225,7 @@ def test_a_peer_that_listens_and_does_not_speak_is_waited_for_and_not_lost(
     """Its system accepts the connection: it is busy, or stopped."""
     sides = make_sides(0.02)
     began_s = time.monotonic()
-    with pytest.raises(Speechless, match="too long|timed out"):
+    with pytest.raises(Speechless, match=r"too long|timed out"):
         sides[0].connector.connect(sides[0].peers[1], began_s + 0.3)
     assert time.monotonic() - began_s < 0.3 + LIMIT_S / 2
     assert sides[0].peers[1].lost is None

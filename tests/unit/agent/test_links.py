@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.agent.group import KEY, LIMIT_S, Member, group_of, wait_until
+from tests.unit.agent.sessions import Pair, pair_of
+from weft.agent.connector import Terms
+from weft.transport import addresses
+from weft.transport.handshake import Greeting, Handshake
+from weft.transport.link import LinkClosed
+from weft.wire.messages import Kind
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with pair_of() as made:
+        yield made
+
+
+def greet(pair: Pair, facts: dict[str, Any]) -> Greeting | None:
+    return greet_at(pair.acceptor, facts)
+
+
+def greet_at(member: Member, facts: dict[str, Any]) -> Greeting | None:
+    """Says to a member, as its peer would, what a connection is for; returns the answer, if any."""
+    with addresses.dial(member.address, LIMIT_S) as connection:
+        handshake = Handshake.dial(connection, KEY, time.monotonic() + LIMIT_S)
+        handshake.send(Kind.HELLO, Greeting(0, facts=facts))
+        try:
+            return handshake.receive(Kind.WELCOME)
+        except ConnectionError:
+            return None
+
+
+@pytest.mark.parametrize("attempt", [-1, 0, 1, None, "2", True, 1.5])
+def test_an_attempt_that_is_not_the_latest_does_not_disturb(pair: Pair, attempt: object) -> None:
+    pair.check()
+    facts = {
+        "purpose": "resume",
+        "session": pair.links[1].name,
+        "position": 0,
+        "attempt": attempt,
+    }
+    assert greet(pair, facts) is None
+    pair.check(3)
+    assert pair.links[1].resumption_count == 0
+
+
+@pytest.mark.parametrize("position", [-1, None, "0", True])
+def test_a_position_that_is_none_does_not_disturb(pair: Pair, position: object) -> None:
+    facts = {
+        "purpose": "resume",
+        "session": pair.links[1].name,
+        "position": position,
+        "attempt": 2,
+    }
+    assert greet(pair, facts) is None
+    pair.check()
+    assert pair.links[1].resumption_count == 0
+
+
+def test_a_position_at_which_nothing_was_sent_is_the_loss(pair: Pair) -> None:
+    facts = {"purpose": "resume", "session": pair.links[1].name, "position": 1 << 40, "attempt": 2}
+    greet(pair, facts)
+    wait_until(lambda: pair.acceptor.peer(pair.dialler).lost)
+    assert "cannot go on" in pair.lost()[-1]
+
+
+def test_only_the_side_that_dialled_resumes(pair: Pair) -> None:
+    link = pair.links[1]
+    link.was_dialled = True
+    facts = {"purpose": "resume", "session": link.name, "position": 0, "attempt": 2}
+    assert greet(pair, facts) is None
+    link.was_dialled = False
+    pair.check()
+    assert link.resumption_count == 0
+
+
+@pytest.mark.parametrize("purpose", ["resume", "probe"])
+def test_a_session_that_nobody_knows_is_refused(pair: Pair, purpose: str) -> None:
+    answer = greet(pair, {"purpose": purpose, "session": "?", "position": 0, "attempt": 2})
+    assert answer is not None
+    assert answer.refusal == "there is no such session"
+    pair.check()
+
+
+def test_an_earlier_greeting_that_is_slow_does_not_replace_the_session(pair: Pair) -> None:
+    """It was on its way when the dialler gave the attempt up and made another."""
+    agent, peer = pair.acceptor.agent, pair.acceptor.peer(pair.dialler)
+    link = pair.links[1]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        late = agent.links.make_link(ours, peer, Terms(link.name, False, 0))
+        with pytest.raises(LinkClosed, match="slower"):
+            agent.links.adopt(peer, late)
+        assert ours.fileno() == -1
+    assert peer.link is link
+    pair.check()
+
+
+def test_a_connection_to_a_worker_that_was_lost_meanwhile_is_closed(pair: Pair) -> None:
+    agent, peer = pair.acceptor.agent, pair.acceptor.peer(pair.dialler)
+    agent.lose(peer, "a test")
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with pytest.raises(LinkClosed, match="lost"):
+            agent.links.adopt(peer, agent.links.make_link(ours, peer, None))
+        assert ours.fileno() == -1
+
+
+@pytest.mark.parametrize("purpose", ["resume", "probe"])
+def test_a_session_that_is_only_being_made_is_to_be_tried_again(purpose: str) -> None:
+    """Its connection broke before this side was done with the greeting."""
+    with group_of(2, over="tcp") as members:
+        for member in members:
+            member.start()
+        peer = members[1].peer(members[0])
+        peer.is_accepting = True
+        facts = {"purpose": purpose, "session": "?", "position": 0, "attempt": 2}
+        assert greet_at(members[1], facts) is None
+        peer.is_accepting = False
+        answer = greet_at(members[1], facts)
+        assert answer is not None
+        assert answer.refusal == "there is no such session"
