@@ -230,7 +230,7 @@ def draw(number: int) -> Plan:
         tuple(faults),
         cut_bytes=chance.choice((5_000, 20_000, 200_000, 2_000_000)),
         has_store_server=chance.random() < 0.3,
-        shares_memory=point != "pulling" and chance.random() < 0.5,
+        shares_memory=point not in ("pulling", "leasing") and chance.random() < 0.5,
         detection_s=patience_s,
         reconnect_s=patience_s,
     )

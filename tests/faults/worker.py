@@ -26,7 +26,7 @@ from tests.faults.plan import CUT, HOSTS, NAMES, TRAINER, UNIX, Plan
 from tests.leaks import find_leaks, take_state
 from tests.processes import cutting
 from weft import rpc
-from weft.agent.current import current
+from weft.agent.current import current, is_set
 from weft.agent.data_connections import DataConnections
 from weft.channel.table import STRIPED
 from weft.errors import RendezvousError, WeftError
@@ -226,6 +226,8 @@ def _hold(seconds: float) -> None:
 
 def _break_data(_: float) -> None:
     """Breaks a connection for large tensors, if there is one."""
+    if not is_set():
+        return  # The training has ended meanwhile.
     source = current().part(Worker).parcels.sources[STRIPED]
     assert isinstance(source, DataConnections)
     for data in list(source._data.values()):

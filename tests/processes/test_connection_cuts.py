@@ -17,9 +17,10 @@ from tests.processes import cutting
 from tests.processes.conftest import options
 from tests.processes.cutting import CuttingNetwork
 from tests.processes.functions import wait_until
-from weft import rpc
+from weft import autograd, rpc
 from weft.agent.current import current
 from weft.launch import Cluster, Nursery
+from weft.optim import DistributedOptimizer
 from weft.transport.resumable import ResumableLink
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
@@ -169,3 +170,68 @@ def test_references_are_released_all_the_same(over_tcp: Cluster, network: Cuttin
 
 def fetch_and_add(reference: weft.RRef[torch.Tensor]) -> torch.Tensor:
     return reference.to_here() + 1
+
+
+class Tower(torch.nn.Module):
+    """A part of a model, of which the next part is on another worker."""
+
+    def __init__(self, seed: int, next_part: weft.RRef[torch.nn.Module] | None) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = torch.nn.Linear(8, 8, dtype=torch.float64)
+        self.next_part = next_part
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = torch.tanh(self.linear(value))
+        return value if self.next_part is None else self.next_part.rpc_sync().forward(value)
+
+    def parameter_references(self) -> list[weft.RRef[torch.Tensor]]:
+        return [weft.RRef(parameter) for parameter in self.parameters()]
+
+
+def trained_alone(steps: int) -> list[float]:
+    parts = torch.nn.Sequential(Tower(2, None), Tower(1, None))
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
+    return [step_of(parts, optimizer, number) for number in range(steps)]
+
+
+def step_of(parts: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
+    optimizer.zero_grad()
+    loss = loss_of(parts(given(number)))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def given(number: int) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(number)
+    return torch.randn(4, 8, generator=chance, dtype=torch.float64)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return (output - 0.5).pow(2).mean()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("network", [(3_000, 60)], indirect=True)
+def test_training_is_what_it_is_in_one_process(over_tcp: Cluster, network: CuttingNetwork) -> None:
+    """Through hand-overs of references, backward passes and steps of the optimizers."""
+    steps = 40
+    second = rpc.remote(over_tcp.names[1], Tower, args=(1, None))
+    first = rpc.remote(over_tcp.names[0], Tower, args=(2, second))
+    parameters = [
+        reference
+        for part in (first, second)
+        for reference in part.rpc_sync().parameter_references()
+    ]
+    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
+    before = sum(map(resumptions, over_tcp.names))
+    losses = []
+    for number in range(steps):
+        with autograd.context() as context_id:
+            loss = loss_of(first.rpc_sync().forward(given(number)))
+            autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+            losses.append(loss.item())
+    assert losses == trained_alone(steps)
+    assert sum(map(resumptions, over_tcp.names)) > before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from weft.agent.peers import Peer
 from weft.errors import WorkerLost
 from weft.ids import WorkerInfo
 from weft.transport.resumable import ResumableLink
+
+_log = logging.getLogger("weft")
 
 
 class WorkerState(enum.Enum):
@@ -79,7 +82,10 @@ def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]
         # Those that are lost meanwhile are in both lists.
         if peer.id not in told:
             told.add(peer.id)
-            callback(peer.lost_error())
+            try:
+                callback(peer.lost_error())
+            except Exception:
+                _log.exception("a callback for the loss of worker %r failed", peer.name)
 
     agent.on_lost(tell)
     for peer in list(agent.peers.values()):

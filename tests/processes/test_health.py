@@ -1,0 +1,158 @@
+"""What a program learns of the other workers: how they are, and that one was lost, and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import leaving
+from tests.processes.functions import add, wait_until
+from tests.processes.open_workers import OpenWorkers
+from weft import rpc
+from weft.errors import WorkerLost
+from weft.rpc import WorkerState
+
+AT_ONCE_S = 1.0
+"""Far below what any timeout would take, and above what a busy machine does."""
+
+_told: list[WorkerLost] = []
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[OpenWorkers]:
+    workers = OpenWorkers()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def workers(warm: OpenWorkers, tmp_path: Path) -> Iterator[OpenWorkers]:
+    for name in leaving.NAMES:
+        warm.begin(name, leaving.join, name, str(tmp_path / "store"), 3)
+    for name in leaving.NAMES:
+        warm.result(name)
+    yield warm
+    for name in leaving.NAMES:
+        warm.kill(name)
+
+
+# Run by the workers
+
+
+def listen() -> None:
+    rpc.on_worker_lost(_told.append)
+
+
+def listen_no_more() -> None:
+    rpc.on_worker_lost(_told.append)()
+
+
+def listen_badly() -> None:
+    def fail(error: WorkerLost) -> None:
+        raise RuntimeError("of the program")
+
+    rpc.on_worker_lost(fail)
+
+
+def told(count: int) -> list[WorkerLost]:
+    wait_until(lambda: len(_told) >= count, lambda: f"told of {_told}")
+    return _told
+
+
+def states() -> list[rpc.WorkerHealth]:
+    return rpc.health()
+
+
+def call(to: str) -> int:
+    return rpc.rpc_sync(to, add, args=(1, 2))
+
+
+def have_children() -> int:
+    """Makes a process that lives on when this one is killed, as data loaders do."""
+    pid = os.fork()
+    if not pid:
+        time.sleep(30)
+        os._exit(0)
+    return pid
+
+
+def is_worker_in_child() -> bool:
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(theirs, b"yes" if rpc.is_available() and _is_worker() else b"no")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return os.read(ours, 3) == b"yes"
+
+
+def _is_worker() -> bool:
+    try:
+        rpc.get_worker_info()
+    except RuntimeError:
+        return False
+    return True
+
+
+# The tests
+
+
+def test_states_from_no_connection_to_loss(workers: OpenWorkers) -> None:
+    before = workers.do("a", states)
+    assert [each.worker.name for each in before] == ["a", "b", "c"]
+    assert [each.state for each in before] == [WorkerState.SELF] + [WorkerState.UNUSED] * 2
+    workers.do("a", call, "b")
+    assert workers.do("a", states)[1].state is WorkerState.CONNECTED
+    workers.kill("b")
+    wait_until(
+        lambda: workers.do("a", states)[1].state is WorkerState.LOST, lambda: "it is not lost"
+    )
+    lost = workers.do("a", states)[1]
+    assert lost.error is not None
+    assert lost.error.worker == "b"
+    assert lost.error.cause == "end of file"
+    assert abs(lost.error.since - time.time()) < 10
+    assert str(lost).startswith("b (rank 1): lost since ")
+    assert str(lost).endswith(": end of file")
+
+
+def test_a_program_is_told_once_of_each(workers: OpenWorkers) -> None:
+    workers.do("a", listen_badly)
+    workers.do("a", listen)
+    workers.do("a", listen_no_more)
+    for name in "bc":
+        workers.do("a", call, name)
+        workers.kill(name)
+    found = workers.do("a", told, 2)
+    assert sorted(error.worker for error in found) == ["b", "c"]
+    workers.do("a", listen)
+    # Those that were lost before; and nobody is told twice.
+    again = workers.do("a", told, 4)
+    assert sorted(error.worker for error in again[2:]) == ["b", "c"]
+
+
+def test_a_death_is_noticed_though_children_live_on(workers: OpenWorkers) -> None:
+    """They must not keep the connections of the worker that has made them."""
+    workers.do("a", call, "b")
+    pid = workers.do("b", os.getpid)
+    child = workers.do("b", have_children)
+    try:
+        workers.do("a", listen)
+        since_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        assert [error.worker for error in workers.do("a", told, 1)] == ["b"]
+        assert time.monotonic() - since_s < AT_ONCE_S
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_process_is_no_worker_and_its_parent_stays_one(workers: OpenWorkers) -> None:
+    workers.do("a", call, "b")
+    assert not workers.do("b", is_worker_in_child)
+    assert workers.do("a", call, "b") == 3
+    assert workers.do("b", call, "a") == 3
