@@ -86,9 +86,14 @@ def _descriptors() -> dict[object, str]:
 
 
 def _shared_memory() -> dict[object, str]:
-    """Returns this user's entries of ``/dev/shm``, which other processes may have made as well."""
+    """Returns this user's entries of ``/dev/shm``, which other processes may have made as well.
+
+    Not multiprocessing's semaphores: Weft has none, and programs of other tests may run meanwhile.
+    """
     found: dict[object, str] = {}
     for entry in Path("/dev/shm").iterdir():
+        if entry.name.startswith("sem.mp-"):
+            continue
         try:
             if entry.stat().st_uid == os.getuid():
                 found[entry.name] = entry.name

@@ -59,7 +59,7 @@ OF_JOINING = ("registering", "registered")
 
 OF_CONNECTING = ("hello", "welcome", "joined")
 _REPEATED = {
-    "sending": 60,
+    "sending": 40,
     "serving": 10,
     "gradients": 12,
     "discovered": 8,
@@ -68,8 +68,8 @@ _REPEATED = {
     "closing": 3,
     "leasing": 8,
     "pulling": 8,
-    "streaming": 12,
-    "arriving": 12,
+    "streaming": 6,
+    "arriving": 6,
 }
 """Of points that a worker passes often: at which time at most it strikes there."""
 

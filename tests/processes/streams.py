@@ -43,7 +43,8 @@ def way_to(name: str, size_bytes: int) -> ChannelKind:
 def connections_with(name: str) -> tuple[int, int]:
     """Returns how many data connections lead to a worker, and how many come from it."""
     data = data_connections()._of(current().find(name))
-    return len(data.sending), len(data.receiving)
+    sending = [] if data.sending is None else data.sending.connections
+    return len(sending), len(data.receiving)
 
 
 def arrivals_from(name: str) -> Arrivals:
@@ -51,7 +52,9 @@ def arrivals_from(name: str) -> Arrivals:
 
 
 def outbox_to(name: str) -> Outbox:
-    return data_connections()._of(current().find(name)).outbox
+    sending = data_connections()._of(current().find(name)).sending
+    assert sending is not None
+    return sending.outbox
 
 
 def transfers_from(name: str) -> int:

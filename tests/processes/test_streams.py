@@ -32,6 +32,7 @@ from tests.processes.streams import (
     way_to,
 )
 from weft import knobs, rpc
+from weft.agent.current import current
 from weft.channel.table import STRIPED, ChannelKind
 from weft.errors import CallTimeout
 from weft.launch import Cluster, Nursery
@@ -134,9 +135,13 @@ def test_an_answer_that_comes_too_late_is_dropped(group: Cluster) -> None:
     connect_data("worker0")
     gc.collect()
     before = functions.pool_statistics().leased_bytes
-    args = ("late", bytes_of(8 * FROM))
+    future = rpc.rpc_async("worker0", functions.pass_gate, args=("late", bytes_of(8 * FROM)))
+    # Its caller gives it up, but the callee does not hear of that in time.
+    calls = current().calls
+    assert calls._table.take_entry(future._call)
+    calls.fail(future._call, future._call.timeout_error())
     with pytest.raises(CallTimeout):
-        rpc.rpc_sync("worker0", functions.pass_gate, args=args, timeout=0.3)
+        future.wait()
     received = arrivals_from("worker0").bytes_received
     rpc.rpc_sync("worker0", functions.open_gate, args=("late",))
     wait_until(

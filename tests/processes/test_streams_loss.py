@@ -93,7 +93,7 @@ def test_a_peer_whose_data_connections_cannot_be_made_is_sent_streams(
         await_verdicts("worker0")
         peer = current().find("worker0")
 
-        def refuse(count: int) -> list[object]:
+        def refuse(count: int, number: int) -> list[object]:
             raise ConnectionRefusedError("nobody listens")
 
         peer.dial_data = refuse  # type: ignore[assignment]

@@ -26,6 +26,7 @@ from weft.errors import (
     DuplicateName,
     RendezvousError,
     RendezvousTimeout,
+    WeftError,
 )
 from weft.protocol.membership import Directory, Registration, assemble
 
@@ -248,6 +249,8 @@ def _wait(store: Any, key: str, timeout_s: float) -> bool:
         try:
             store.wait([key], timedelta(seconds=timeout_s - _ROUNDING_S))
             return True
+        except WeftError:
+            return False  # A store of Weft's own knows that nobody will come.
         except (RuntimeError, ValueError):
             pass  # Or the store is gone, and so is whoever hosts it: to be seen below.
     while not _is_there(store, key):
