@@ -138,7 +138,7 @@ def test_an_answer_that_comes_too_late_is_dropped(group: Cluster) -> None:
     future = rpc.rpc_async("worker0", functions.pass_gate, args=("late", bytes_of(8 * FROM)))
     # Its caller gives it up, but the callee does not hear of that in time.
     calls = current().calls
-    assert calls._table.take_entry(future._call)
+    assert calls._table.take(future._call.number) is future._call
     calls.fail(future._call, future._call.timeout_error())
     with pytest.raises(CallTimeout):
         future.wait()
