@@ -351,45 +351,6 @@ class Agent:
 
     # Receiving
 
-    def on_readable(self, peer: Peer, link: Link) -> None:
-        if not link.reading.acquire(False):
-            return  # A caller reads this link itself, and arms it again when it is done.
-        reactor = self.reactor
-        try:
-            self.read(peer, link, may_block=False)
-        finally:
-            link.reading.release()
-            link.brought_tasks = bool(reactor.tasks.turns)
-            if link.brought_tasks or reactor.urgent:
-                reactor.leave_unarmed(link.read_fd)
-            else:
-                reactor.resume_reading(link.read_fd)
-
-    def on_writable(self, peer: Peer, link: Link) -> None:
-        try:
-            link.flush()
-        except LinkClosed as error:
-            self.lose(peer, str(error))
-
-    def after_tasks(self, peer: Peer, link: Link, may_look: bool) -> bool:
-        """Looks, after a request, whether the next one comes at once; returns whether it did."""
-        reactor, fd = self.reactor, link.read_fd
-        if not reactor.take_unarmed(fd):
-            return False  # Armed meanwhile: another thread may be reading it.
-        # After answers only, others of this worker go on meanwhile, and need the interpreter.
-        may_look = may_look and link.brought_tasks
-        if may_look and link.request_spinning.is_worthwhile() and link.reading.acquire(False):
-            try:
-                self.read(peer, link, may_block=False, spinning=link.request_spinning)
-            finally:
-                link.reading.release()
-            link.brought_tasks = bool(reactor.tasks.turns)
-            if link.brought_tasks or reactor.urgent:
-                reactor.leave_unarmed(fd)
-                return True
-        reactor.resume_reading(fd)
-        return False
-
     def read(
         self,
         peer: Peer,

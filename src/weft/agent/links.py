@@ -143,14 +143,53 @@ class Links:
 
     def _watch(self, peer: Peer, link: Link) -> None:
         bound, agent = functools.partial, self._agent
-        agent.reactor.watch_writing(link.write_fd, bound(agent.on_writable, peer, link))
+        agent.reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link))
         agent.reactor.watch_reading(
             link.read_fd,
-            bound(agent.on_readable, peer, link),
-            bound(agent.after_tasks, peer, link),
+            bound(self._on_readable, peer, link),
+            bound(self._after_tasks, peer, link),
         )
         if isinstance(link, ResumableLink) and link.is_broken:
             self.pause(link)  # It broke at once, and was paused before it was watched.
+
+    def _on_readable(self, peer: Peer, link: Link) -> None:
+        if not link.reading.acquire(False):
+            return  # A caller reads this link itself, and arms it again when it is done.
+        reactor = self._agent.reactor
+        try:
+            self._agent.read(peer, link, may_block=False)
+        finally:
+            link.reading.release()
+            link.brought_tasks = bool(reactor.tasks.turns)
+            if link.brought_tasks or reactor.urgent:
+                reactor.leave_unarmed(link.read_fd)
+            else:
+                reactor.resume_reading(link.read_fd)
+
+    def _on_writable(self, peer: Peer, link: Link) -> None:
+        try:
+            link.flush()
+        except LinkClosed as error:
+            self._agent.lose(peer, str(error))
+
+    def _after_tasks(self, peer: Peer, link: Link, may_look: bool) -> bool:
+        """Looks, after a request, whether the next one comes at once; returns whether it did."""
+        reactor, fd = self._agent.reactor, link.read_fd
+        if not reactor.take_unarmed(fd):
+            return False  # Armed meanwhile: another thread may be reading it.
+        # After answers only, others of this worker go on meanwhile, and need the interpreter.
+        may_look = may_look and link.brought_tasks
+        if may_look and link.request_spinning.is_worthwhile() and link.reading.acquire(False):
+            try:
+                self._agent.read(peer, link, may_block=False, spinning=link.request_spinning)
+            finally:
+                link.reading.release()
+            link.brought_tasks = bool(reactor.tasks.turns)
+            if link.brought_tasks or reactor.urgent:
+                reactor.leave_unarmed(fd)
+                return True
+        reactor.resume_reading(fd)
+        return False
 
     def pause(self, link: Link) -> None:
         """Waits no more for events of a link, which has no connection now."""

@@ -21,18 +21,22 @@ _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _ESTABLISHED = "01"
 _NO_PROCESS = "0"
 """The inode of a connection that no process has, or has accepted: its user is not told."""
-_LOOKS = 3
+_LOOKS = 10
 """The table is no snapshot: while others connect, an entry may be passed over."""
 
 
 def check_user(connection: socket.socket) -> None:
-    """Raises ProtocolError unless this user, or root, has the other end of ``connection``.
+    """Sees that this user, or root, has the other end of ``connection``.
 
     A TCP connection must have been accepted by now.
+
+    Raises:
+        ProtocolError: Somebody else has it.
+        ConnectionError: The kernel does not say who; it may next time.
     """
     user = user_of(connection)
     if user is None:
-        raise ProtocolError("without a secret, it must be known which user is at the other end")
+        raise ConnectionError("without a secret, it must be known which user is at the other end")
     if user not in (0, os.geteuid()):
         raise ProtocolError(
             f"user {user} is at the other end, this worker is of user {os.geteuid()}; without a "

@@ -252,7 +252,7 @@ def test_a_worker_that_is_busy_and_does_not_read_is_not_lost(frozen: int) -> Non
             buffer = memoryview(content(number, 1_000_000))
             message = encode_frame(Kind.CALL, 0, 0, parts, [buffer])
             other.agent.send(other.peer(busy), message, may_block=False)
-        time.sleep(1.3)  # The kernel's probes are by now rarer than the patience is long.
+        time.sleep(3.0)  # The kernel's probes are by now rarer than the patience is long.
         assert pair.lost() == []
         thaw()
         wait_until(lambda: inbox.count == 33)

@@ -85,7 +85,7 @@ def test_root_may_be_at_the_other_end(
 def test_a_connection_that_nobody_has_accepted_is_of_nobody() -> None:
     with listen("127.0.0.1") as listener, dial(listener) as dialled:
         assert user_of(dialled) is None
-        with pytest.raises(ProtocolError, match="it must be known which user"):
+        with pytest.raises(ConnectionError, match="it must be known which user"):
             check_user(dialled)
 
 
