@@ -239,10 +239,8 @@ class Acceptor:
         if peer.lost is not None:
             self._answer(connection, handshake, _lost_before(peer))
         elif is_begun and link is None:
-            raise ProtocolError("this side is not done yet: it is to be tried again")
-        elif facts[PURPOSE] == PROBE and link is None and peer.is_dialling:
-            # This side has not heard yet that the session stands, and dials it again.
-            self._answer(connection, handshake, "")
+            # It has not heard yet that the session stands. The other side tries again.
+            raise ProtocolError("this side is not done yet")
         elif not is_known:
             self._answer(connection, handshake, "there is no such session")
         elif facts[PURPOSE] == PROBE:
