@@ -196,6 +196,9 @@ def _candidates(function: object) -> Iterator[tuple[str, str]]:
         for path in (getattr(function, "__qualname__", None), name):
             if isinstance(path, str):
                 yield module, path
+        # What torch._dynamo has wrapped, such as torch.manual_seed, is there under one name only.
+        if module.startswith("torch.") and isinstance(name, str):
+            yield "torch", name
 
 
 def _script_candidates(function: Any) -> Iterator[tuple[str, str]]:

@@ -178,3 +178,14 @@ def test_a_module_that_fails_to_import_says_why(
 )
 def test_any_callable_can_be_described(function: object, text: str) -> None:
     assert describe(function).endswith(text)
+
+
+def test_what_pytorch_wraps_goes_by_the_name_that_is_left() -> None:
+    """Importing torch._dynamo makes ``torch.manual_seed`` another object than its original."""
+    import torch._dynamo
+
+    assert torch._dynamo is not None
+    assert torch.manual_seed is not torch.random.manual_seed
+    name = name_of(torch.manual_seed, main_by_name=False)
+    assert name is not None
+    assert resolve(name) is torch.manual_seed
