@@ -149,7 +149,7 @@ class Links:
             bound(self._on_readable, peer, link),
             bound(self._after_tasks, peer, link),
         )
-        if isinstance(link, ResumableLink) and link.is_broken:
+        if link.is_broken:
             self.pause(link)  # It broke at once, and was paused before it was watched.
 
     def _on_readable(self, peer: Peer, link: Link) -> None:

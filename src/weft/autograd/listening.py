@@ -49,6 +49,9 @@ class Listener:
                 self.give_back(reading)
                 return []
             reading.append((peer, link))
+            if link.is_free:
+                self.give_back(reading)  # Its worker is lost.
+                return []
             self._agent.reactor.pause_reading(link.read_fd)
         return reading
 
@@ -110,7 +113,9 @@ class Listener:
         def read(spinning: Spinning | None) -> None:
             ready = poll.poll(READ_TICK_S * 1e3) if spinning is None else _spin(poll, spinning)
             for fd, _ in ready:
-                self._agent.read(*by_fd[fd], may_block=False)
+                peer, link = by_fd[fd]
+                # A session without a connection is always ready, and has nothing.
+                self._agent.read(peer, link, may_block=link.is_broken)
 
         return read
 

@@ -13,7 +13,6 @@ from weft.agent.current import current
 from weft.agent.peers import Peer
 from weft.errors import WorkerLost
 from weft.ids import WorkerInfo
-from weft.transport.resumable import ResumableLink
 
 _log = logging.getLogger("weft")
 
@@ -104,7 +103,7 @@ def _health_of(agent: Agent, peer: Peer) -> WorkerHealth:
         return WorkerHealth(peer.info, WorkerState.UNUSED, 0.0, None)
     silence_s = agent.contacts.silence_s(peer)
     state = WorkerState.CONNECTED
-    if isinstance(link, ResumableLink) and link.is_broken:
+    if link.is_broken:
         state = WorkerState.RECONNECTING
     elif silence_s > agent.links.patience.detection_s / 2:
         state = WorkerState.SILENT

@@ -70,6 +70,16 @@ class Link:
         self._write_socket = connection.dup()
         self.write_fd = self._write_socket.fileno()
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether there is no connection now, but may be one again."""
+        return False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it has ended, and has no descriptors any more."""
+        return self.read_fd < 0
+
     def send(self, parts: list[Buffer], *, may_block: bool) -> None:
         """Writes ``parts`` in order, now or, where the socket is full, as soon as there is room.
 
@@ -263,7 +273,7 @@ class Link:
         Blocks for a moment. Returns False where somebody is still writing.
         """
         with self.reading:
-            if self.read_fd < 0:
+            if self.is_free:
                 return True
             # A full link is left to ``flush``, which nobody calls any more.
             if not self._writing.acquire(timeout=SEND_PATIENCE_S) and not self._is_full:

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.agent.group import Member, group_of, wait_until
+from weft.autograd.listening import Listener
+from weft.transport.link import READ_TICK_S, Link
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def trio(request: pytest.FixtureRequest) -> Iterator[list[Member]]:
+    with group_of(3, over=request.param) as members:
+        for member in members:
+            member.start()
+        for other in members[1:]:
+            members[0].agent.connect(members[0].peer(other))
+        yield members
+
+
+def links_of(trio: list[Member]) -> list[Link]:
+    links = [trio[0].peer(other).link for other in trio[1:]]
+    assert all(link is not None for link in links)
+    return links  # type: ignore[return-value]
+
+
+def test_connections_are_taken_over_and_given_back(trio: list[Member]) -> None:
+    listener = Listener(trio[0].agent)
+    reading = listener.take_over([trio[0].peer(other) for other in trio[1:]])
+    assert [link for _, link in reading] == links_of(trio)
+    assert all(link.reading.locked() for link in links_of(trio))
+    listener.give_back(reading)
+    assert not any(link.reading.locked() for link in links_of(trio))
+
+
+def test_nothing_is_read_of_a_worker_that_was_lost_before(trio: list[Member]) -> None:
+    """Its connection has no descriptors any more."""
+    first = trio[0]
+    peers = [first.peer(other) for other in trio[1:]]
+    first.agent.lose(peers[1], "a test")
+    wait_until(lambda: links_of(trio)[1].is_free)
+    listener = Listener(first.agent)
+    assert listener.take_over(peers) == []
+    assert not any(link.reading.locked() for link in links_of(trio))
+
+
+def test_a_broken_session_is_waited_for_without_a_spin(
+    trio: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = trio[0]
+    peers = [first.peer(other) for other in trio[1:]]
+    if links_of(trio)[0]._socket.family == socket.AF_UNIX:
+        pytest.skip("there are sessions over TCP only")
+    listener = Listener(first.agent)
+    reading = listener.take_over(peers)
+    reads = 0
+    read = first.agent.read
+
+    def count(*args: object, **options: object) -> bool:
+        nonlocal reads
+        reads += 1
+        return read(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(first.agent, "read", count)
+    links_of(trio)[0].stop()  # type: ignore[attr-defined]
+    listener.read_until(reading, [], time.monotonic() + 5 * READ_TICK_S)
+    assert 1 <= reads <= 12
+    links_of(trio)[0].report_break("a test")  # type: ignore[attr-defined]
+    listener.give_back(reading)
