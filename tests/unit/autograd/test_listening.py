@@ -41,7 +41,8 @@ def test_nothing_is_read_of_a_worker_that_was_lost_before(trio: list[Member]) ->
     first = trio[0]
     peers = [first.peer(other) for other in trio[1:]]
     first.agent.lose(peers[1], "a test")
-    wait_until(lambda: links_of(trio)[1].is_free)
+    lost = links_of(trio)[1]
+    wait_until(lambda: lost.is_free and not lost.reading.locked())
     listener = Listener(first.agent)
     assert listener.take_over(peers) == []
     assert not any(link.reading.locked() for link in links_of(trio))
