@@ -1,4 +1,4 @@
-"""What users call: ``context``, ``backward`` and ``get_gradients``."""
+"""What users call: ``context``, ``backward``, ``grad`` and ``get_gradients``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Literal
 from torch import Tensor
 
 from weft.agent.current import current
+from weft.autograd.captures import checked_inputs
 from weft.autograd.contexts import current_id, set_current_id
 from weft.autograd.engine import Engine
-from weft.errors import ArgumentTypeError, ConfigurationError
+from weft.autograd.modes import PassMode
+from weft.autograd.roots import roots_of
+from weft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 
 
 class context:
@@ -53,6 +56,8 @@ def backward(
     roots: Sequence[Tensor],
     retain_graph: bool = False,
     *,
+    create_graph: bool = False,
+    grad_tensors: Sequence[Tensor | None] | None = None,
     mode: Literal["smart", "fast"] = "smart",
 ) -> None:
     """Backpropagates from ``roots`` through all workers that took part. Blocks until done.
@@ -63,8 +68,11 @@ def backward(
 
     Args:
         context_id: The context in which the roots were computed.
-        roots: Scalar tensors of this worker that require grad.
+        roots: Tensors of this worker that require grad; scalars, where no gradient is given.
         retain_graph: Whether to keep the graphs for another pass over the same context.
+        create_graph: Whether the gradients are to have a graph, through all workers, so that
+            they can be differentiated in turn, within the context; keeps the graphs as well.
+        grad_tensors: The gradient at each root; None for that of a scalar, which is one.
         mode: Either name means the same: gradients go ahead as in the FAST mode of
             ``torch.distributed.autograd``, and results that were not used are found out where
             they keep gradients waiting, so that it is right for every program.
@@ -75,6 +83,17 @@ def backward(
     """
     if mode not in ("smart", "fast"):
         raise ConfigurationError(f"mode is {mode!r}; it must be 'smart' or 'fast'")
+    check_context_id(context_id)
+    engine: Engine = current().part(Engine)
+    if create_graph or grad_tensors is not None:
+        how = PassMode(retain_graph or create_graph, create_graph)
+        engine.run(context_id, roots_of(roots, grad_tensors), how)
+    else:
+        engine.backward(context_id, roots, retain_graph=retain_graph)
+
+
+def check_context_id(context_id: int) -> None:
+    """Raises ArgumentTypeError if something is no number of a context."""
     try:
         operator.index(context_id)
     except TypeError as error:
@@ -82,8 +101,84 @@ def backward(
             "incompatible function arguments: the first must be the number of an autograd context, "
             f"not a {type(context_id).__name__}"
         ) from error
+
+
+def grad(
+    context_id: int,
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of tensors of this worker, through all workers. Blocks until done.
+
+    As ``torch.autograd.grad``: nothing is added to ``.grad``, to the context or to anything on
+    another worker, so a function that another worker has called may use it within its inner
+    loop, in the context of the call (see ``current_context_id``).
+
+    Args:
+        context_id: The context in which the outputs were computed.
+        outputs: Tensors of this worker.
+        inputs: Tensors of this worker that the outputs depend on, leaves or not.
+        grad_outputs: The gradient at each output; None for that of a scalar, which is one.
+        retain_graph: Whether to keep the graphs for another pass; by default ``create_graph``.
+        create_graph: Whether the gradients are to have a graph, through all workers, so that
+            they can be differentiated in turn, to any order, within the context.
+        allow_unused: Whether an input that no output depends on has None for its gradient.
+
+    Returns:
+        A gradient for each input.
+
+    Raises:
+        ArgumentTypeError: An argument is of the wrong type.
+        AutogradError: An argument cannot work, an input was not used, or the pass failed; names
+            the worker and the operation.
+    """
+    check_context_id(context_id)
+    if isinstance(outputs, Tensor):
+        outputs = [outputs]
+    if isinstance(grad_outputs, Tensor):
+        grad_outputs = [grad_outputs]
     engine: Engine = current().part(Engine)
-    engine.backward(context_id, roots, retain_graph=retain_graph)
+    roots = roots_of(outputs, grad_outputs, what="output")
+    retain = create_graph if retain_graph is None else retain_graph
+    mode = PassMode(retain, create_graph, for_inputs=True)
+    wanted = checked_inputs(inputs)
+    return all_used(engine.gradients_of(context_id, roots, wanted, mode), allow_unused)
+
+
+def all_used(found: Sequence[Tensor | None], allow_unused: bool) -> tuple[Tensor, ...]:
+    """Returns gradients of inputs as a tuple.
+
+    Raises:
+        AutogradError: One is None, and that is not allowed.
+    """
+    for place, gradient in enumerate(found):
+        if gradient is None and not allow_unused:
+            raise AutogradError(
+                f"One of the differentiated Tensors appears to not have been used in the graph: "
+                f"inputs[{place}]; pass allow_unused=True if None is what you want for it"
+            )
+    return tuple(found)  # type: ignore[arg-type]
+
+
+def current_context_id() -> int:
+    """Returns the number of the context that the running code is recorded in.
+
+    In a function that another worker has called, that is the context of the call.
+
+    Raises:
+        AutogradError: There is none.
+    """
+    context_id = current_id()
+    if not context_id:
+        raise AutogradError(
+            "no autograd context is open here: call this within `with weft.autograd.context()`, or "
+            "in a function that was called from within one"
+        )
+    return context_id
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The messages of a backward pass as bytes.
 
-The frame has the number of the pass as its number, and in its flags whether graphs are retained.
+The frame has the number of the pass as its number, and the mode of the pass in its flags.
 Gradients are a head and, behind it, compact values or (as a parcel) tensors; all other messages
 are a tag and 64-bit integers. ``Failed`` has two byte strings behind them, whose lengths are among
 the integers.
@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
+from weft.autograd.modes import PassMode, mode_of
 from weft.errors import ProtocolError
 from weft.protocol.backward import (
     Abort,
@@ -26,11 +27,10 @@ from weft.protocol.backward import (
 from weft.wire.frames import Buffer
 from weft.wire.messages import decode_ints, encode_ints
 
-RETAIN_GRAPH = 1
 COMPACT = 2
-"""Flags of a frame."""
+"""Flag of a frame, beside those of the mode of its pass."""
 
-_HEAD = struct.Struct("<qqqIIII")
+_HEAD = struct.Struct("<qqqqIIII")
 _HEAD_INTEGERS = 3
 _PROGRESS_INTEGERS = 4
 _FAILED_HEAD_BYTES = 8 * (_HEAD_INTEGERS + 3)
@@ -43,28 +43,30 @@ class PassName(NamedTuple):
         context_id: The context.
         pass_id: Number of the pass in the group; the worker that leads it is in the high bits.
         oldest_id: Passes of the same leader in the context with lower numbers are over.
-        retain_graph: Whether graphs must survive for another pass.
+        mode: How the pass is run.
     """
 
     context_id: int
     pass_id: int
     oldest_id: int
-    retain_graph: bool
-
-    @property
-    def flags(self) -> int:
-        """The flags of its frames."""
-        return RETAIN_GRAPH if self.retain_graph else 0
+    mode: PassMode
 
 
-def encode_head(name: PassName, message: Gradients) -> bytes:
-    """Returns what goes before the gradients themselves."""
+def encode_head(name: PassName, message: Gradients, recorded_id: int = 0) -> bytes:
+    """Returns what goes before the gradients themselves.
+
+    Args:
+        name: The pass.
+        message: The message.
+        recorded_id: The number under which the gradients were recorded as a message of the
+            context in their turn; 0 where they have no graph.
+    """
     progress = message.progress
+    ids = (name.context_id, name.oldest_id, message.message_id, recorded_id)
     if progress is None:
-        return _HEAD.pack(name.context_id, name.oldest_id, message.message_id, 0, 0, 0, 0)
-    counts, ids = _parts_of(progress)
-    head = _HEAD.pack(name.context_id, name.oldest_id, message.message_id, *counts)
-    return head + encode_ints(*ids)
+        return _HEAD.pack(*ids, 0, 0, 0, 0)
+    counts, told = _parts_of(progress)
+    return _HEAD.pack(*ids, *counts) + encode_ints(*told)
 
 
 def _parts_of(progress: Progress) -> tuple[tuple[int, int, int, int], list[int]]:
@@ -74,27 +76,28 @@ def _parts_of(progress: Progress) -> tuple[tuple[int, int, int, int], list[int]]
     return counts, walked + executed + answered + reached
 
 
-def decode_head(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Gradients, int]:
+def decode_head(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Gradients, int, int]:
     """Reads what ``encode_head`` wrote.
 
     Returns:
-        The pass, the message without its gradients, and where these begin.
+        The pass, the message without its gradients, the number under which these were recorded,
+        and where they begin.
 
     Raises:
         ProtocolError: It is malformed.
     """
     if len(data) < _HEAD.size:
         raise ProtocolError(f"gradients have a head of {len(data)} bytes, too few")
-    context_id, oldest_id, message_id, *counts = _HEAD.unpack_from(data)
-    name = PassName(context_id, pass_id, oldest_id, bool(flags & RETAIN_GRAPH))
+    context_id, oldest_id, message_id, recorded_id, *counts = _HEAD.unpack_from(data)
+    name = PassName(context_id, pass_id, oldest_id, mode_of(flags))
     count = sum(counts)
     if not count:
-        return name, Gradients(message_id, ()), _HEAD.size
+        return name, Gradients(message_id, ()), recorded_id, _HEAD.size
     end = _HEAD.size + 8 * count
     if len(data) < end:
         raise ProtocolError("the head of gradients does not add up to its length")
     progress = _progress_of(counts, struct.unpack_from(f"<{count}q", data, _HEAD.size))
-    return name, Gradients(message_id, (), progress), end
+    return name, Gradients(message_id, (), progress), recorded_id, end
 
 
 def _progress_of(counts: list[int] | tuple[int, ...], ids: tuple[int, ...]) -> Progress:
@@ -137,7 +140,7 @@ def decode(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Message]:
     reader = _READERS.get(tag)
     if reader is None or len(integers) < _HEAD_INTEGERS:
         raise ProtocolError(f"{len(data)} bytes with tag {tag} are no message of a backward pass")
-    name = PassName(integers[1], pass_id, integers[2], bool(flags & RETAIN_GRAPH))
+    name = PassName(integers[1], pass_id, integers[2], mode_of(flags))
     return name, reader(integers[_HEAD_INTEGERS:], data)
 
 

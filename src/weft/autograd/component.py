@@ -6,7 +6,7 @@ What the rules are and why they are right is in ``docs/protocols/autograd.md``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
@@ -14,8 +14,9 @@ from torch.autograd.graph import GradientEdge, Node
 from weft.autograd.contexts import ReceiveRecord
 from weft.autograd.gradients import Sink, sum_of
 from weft.autograd.local_engine import gradients_at
+from weft.autograd.modes import PassMode
 from weft.autograd.single import run_node
-from weft.autograd.walk import Group, Partition, Reached, receives_behind
+from weft.autograd.walk import End, Group, Partition, Reached, receives_behind, targets_of
 from weft.errors import ProtocolError
 from weft.protocol.backward import Progress
 
@@ -43,24 +44,24 @@ class Component:
     Args:
         sends: The sends, live or not.
         reached: What they reach together.
-        receive_of: Receives by placeholder node.
+        ends: Where the graph ends, by node.
         sink: Takes the gradients of leaves.
-        retain_graph: Whether another pass may follow.
+        mode: How the pass is run.
     """
 
     def __init__(
         self,
         sends: Sequence[Live],
         reached: Reached,
-        receive_of: Mapping[Node, ReceiveRecord],
+        ends: Mapping[Node, End],
         sink: Sink,
-        retain_graph: bool,
+        mode: PassMode,
     ) -> None:
         self._sends = sends
         self._reached = reached
-        self._receive_of = receive_of
+        self._ends = ends
         self._sink = sink
-        self._retain_graph = retain_graph
+        self._mode = mode
         self._place_of = {send.message_id: place for place, send in enumerate(sends)}
         self._all = (1 << len(sends)) - 1
         self._live = 0
@@ -138,7 +139,7 @@ class Component:
             found: Iterable[ReceiveRecord] = self._reached.receives
         else:
             edges = [edge for number in news for edge in self._sends[self._place_of[number]].edges]
-            found = receives_behind(edges, self._receive_of, self._visited)
+            found = receives_behind(edges, self._ends, self._visited)
         fresh = {record.message_id for record in found} - self._live_receives
         self._live_receives |= fresh
         return fresh
@@ -161,7 +162,7 @@ class Component:
 
     def _partitioned(self) -> Partition:
         seeds = [(1 << place, send.edges) for place, send in enumerate(self._sends)]
-        return Partition(seeds, self._receive_of, self._reached.leaves)
+        return Partition(seeds, self._ends, self._reached.leaves)
 
     def _advance_partition(self, partition: Partition) -> list[Answer]:
         answers_any = any(
@@ -183,7 +184,7 @@ class Component:
         gradients = self._pending.pop(node, None)
         if gradients is None:
             return
-        results = run_node(node, gradients)
+        results = run_node(node, gradients, self._mode.create_graph)
         for (target, target_nr), gradient in zip(node.next_functions, results, strict=True):
             if target is not None and gradient is not None:
                 self._keep(target, target_nr, gradient)
@@ -197,14 +198,14 @@ class Component:
         for edge, _ in roots:
             if edge.node in self._reached.leaves:  # A parameter that was sent as it is.
                 ready.leaves[edge.node] = self._reached.leaves[edge.node]
-        targets = [GradientEdge(node, 0) for node in ready.leaves]
+        targets, variables = targets_of(ready.leaves)
         for receive in ready.receives:
             targets += [GradientEdge(receive.node, nr) for nr in range(len(receive.metas))]
         captured = self._grad(roots, targets)
-        for_leaves, for_messages = captured[: len(ready.leaves)], captured[len(ready.leaves) :]
+        for_leaves, for_messages = captured[: len(variables)], captured[len(variables) :]
         borrowed = [gradient for _, gradient in roots]
         borrowed += [gradient for gradient in for_messages if gradient is not None]
-        self._sink(pairs_of(ready.leaves.values(), for_leaves), borrowed)
+        self._sink(pairs_of(variables, for_leaves), borrowed)
         return answers_of(ready.receives, for_messages)
 
     def _take_roots(self) -> list[tuple[GradientEdge, Tensor]]:
@@ -221,12 +222,13 @@ class Component:
         if not roots or not targets:
             return [None] * len(targets)
         edges, gradients = zip(*roots, strict=True)
-        return gradients_at(targets, edges, gradients, retain_graph=self._retain_graph)
+        retain, create = self._mode.retain_graph, self._mode.create_graph
+        return gradients_at(targets, edges, gradients, retain_graph=retain, create_graph=create)
 
 
 def pairs_of(
-    variables: Iterable[Tensor], gradients: Iterable[Tensor | None]
-) -> list[tuple[Tensor, Tensor]]:
+    variables: Iterable[Any], gradients: Iterable[Tensor | None]
+) -> list[tuple[Any, Tensor]]:
     """Returns leaves with their gradients, as far as there are any."""
     return [
         (variable, gradient)

@@ -12,6 +12,7 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,12 +68,15 @@ class ReceiveRecord:
         from_worker: Who sent it, and waits for the gradients.
         node: The placeholder; its output ``i`` stands for tensor ``i``.
         metas: What the tensors look like here.
+        sends_before: How many messages this worker had sent in the context before: nothing that
+            was sent later can lead to this one.
     """
 
     message_id: int
     from_worker: int
     node: Node
     metas: tuple[TensorMeta, ...]
+    sends_before: int = 0
 
 
 def flags_of(tensor: Tensor) -> int:
@@ -96,6 +100,8 @@ class Context:
         self.gradients = Gradients()
         self.receive_of: dict[Node, ReceiveRecord] = {}
         """Receives by placeholder node; graph walks end at these."""
+        self.maps: list[Any] = []
+        """Computations of this worker that can be repeated if others are lost; see mapreduce."""
         self._counter = itertools.count(1) if counter is None else counter
         self._lock = threading.Lock()
         self._sends: dict[int, SendRecord] = {}
@@ -144,36 +150,33 @@ class Context:
         result = list(tensors)
         places = [place for place, flag in enumerate(flags) if flag & REQUIRES_GRAD]
         if message_id and places:
-            received = [result[place] for place in places]
-            placeholders = self.record_differentiable(message_id, from_worker, received)
-            for place, placeholder in zip(places, placeholders, strict=True):
-                result[place] = placeholder
+            self.place_received(message_id, from_worker, result, places)
         for tensor, flag in zip(result, flags, strict=True):
             if flag & PARAMETER:
                 # What isinstance(tensor, torch.nn.Parameter) looks at.
                 tensor._is_param = True
         return result
 
-    def record_differentiable(
-        self, message_id: int, from_worker: int, tensors: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
+    def place_received(
+        self, message_id: int, from_worker: int, values: list[Any], places: Sequence[int]
+    ) -> None:
         """Records the tensors of a received message that required grad at a known worker.
 
         Args:
             message_id: What ``record_send`` returned at the sender.
             from_worker: The sender.
-            tensors: As received; used up.
-
-        Returns:
-            The placeholders, for the program.
+            values: What was received; placeholders take the place of these tensors.
+            places: Where in it they are.
         """
+        tensors = [values[place] for place in places]
         metas = _metas_of(tensors)
         node, placeholders = make_placeholders(tensors)
-        record = ReceiveRecord(message_id, from_worker, node, metas)
+        record = ReceiveRecord(message_id, from_worker, node, metas, len(self._sends))
         with self._lock:
             self._receives[message_id] = record
             self.receive_of[node] = record
-        return placeholders
+        for place, placeholder in zip(places, placeholders, strict=True):
+            values[place] = placeholder
 
     def add_known_worker(self, worker: int) -> None:
         """Notes a worker that takes part in the context.
@@ -223,6 +226,7 @@ class Context:
             self._sends.clear()
             self._receives.clear()
             self.receive_of = {}
+            self.maps = []
         self.gradients.clear()
 
 

@@ -16,14 +16,18 @@ from torch import Tensor
 from weft.agent.agent import Agent
 from weft.agent.parcels import ParcelService
 from weft.agent.peers import Peer
+from weft.autograd.captures import Captures
 from weft.autograd.codec import PassName
 from weft.autograd.contexts import Contexts
 from weft.autograd.ddp import AVERAGING, watch
 from weft.autograd.envelopes import Envelopes
 from weft.autograd.failures import operation_of
+from weft.autograd.gradients import Sink
 from weft.autograd.graph import LocalPass
 from weft.autograd.listening import Listener
+from weft.autograd.modes import PassMode
 from weft.autograd.parts import LOST, LedPart, Part
+from weft.autograd.roots import Roots
 from weft.errors import AutogradError, WorkerLost
 from weft.ids import scoped_id, worker_of
 from weft.protocol import backward as protocol
@@ -56,7 +60,7 @@ class Engine:
     def __init__(self, agent: Agent, parcels: ParcelService) -> None:
         self.contexts = Contexts(agent.me.id)
         self._agent = agent
-        self._envelopes = Envelopes(agent, parcels)
+        self._envelopes = Envelopes(agent, parcels, self.contexts)
         self._listener = Listener(agent)
         self._me = agent.me.id
         self._pass_numbers = itertools.count(1)
@@ -76,11 +80,34 @@ class Engine:
     def backward(
         self, context_id: int, roots: Sequence[Tensor], *, retain_graph: bool = False
     ) -> None:
-        """Runs a backward pass; see ``weft.autograd.backward``."""
+        """Runs a backward pass from scalars into the context; see ``weft.autograd.backward``."""
+        self.run(context_id, roots, PassMode(retain_graph))
+
+    def run(
+        self,
+        context_id: int,
+        roots: Roots | Sequence[Tensor],
+        mode: PassMode,
+        *,
+        sink: Sink | None = None,
+        captures: Captures | None = None,
+        retains_here: bool = False,
+    ) -> None:
+        """Runs a backward pass, and blocks until it is over everywhere.
+
+        Args:
+            context_id: The context.
+            roots: Where it starts.
+            mode: How it is run.
+            sink: Takes the gradients of leaves of this worker; by default the context does.
+            captures: Collects the gradients of certain tensors instead.
+            retains_here: Whether graphs of this worker must survive, whatever becomes of others.
+        """
         context = self.contexts.get(context_id)
-        local = LocalPass(context, retain_graph)
+        here = mode._replace(retain_graph=True) if retains_here else mode
+        local = LocalPass(context, here, sink, captures)
         local.start(roots)
-        led = self._begin_to_lead(context_id, retain_graph, local)
+        led = self._begin_to_lead(context_id, mode, local)
         try:
             self._lead(led, [self._agent.peers[worker] for worker in context.known_workers])
         except BaseException as error:
@@ -90,6 +117,28 @@ class Engine:
             with self._lock:
                 del self._led[led.pass_id], self._parts[led.pass_id]
             local.close()
+
+    def gradients_of(
+        self, context_id: int, roots: Roots, inputs: Sequence[Tensor], mode: PassMode
+    ) -> list[Tensor | None]:
+        """Returns the gradients of tensors of this worker; see ``weft.autograd.grad``.
+
+        Args:
+            context_id: The context.
+            roots: Where the passes start.
+            inputs: The tensors, which require grad.
+            mode: How the passes are run; ``for_inputs``.
+        """
+        captures = Captures(self.contexts.get(context_id), inputs)
+        if captures.is_complete:
+            self.run(context_id, roots, mode, captures=captures)
+            return captures.results()
+        # More than one pass may come by the same nodes.
+        mode = mode._replace(retain_graph=True)
+        self.run(context_id, roots, mode, captures=captures)
+        for further in captures.further_roots():
+            self.run(context_id, further, mode, captures=captures)
+        return captures.results()
 
     def release(self, context_id: int, told_by: int | None = None) -> None:
         """Lets go of a context here, and tells the workers that know it."""
@@ -111,14 +160,14 @@ class Engine:
 
     # Leading
 
-    def _begin_to_lead(self, context_id: int, retain_graph: bool, local: LocalPass) -> LedPart:
+    def _begin_to_lead(self, context_id: int, mode: PassMode, local: LocalPass) -> LedPart:
         with self._lock:
             pass_id = scoped_id(self._me, next(self._pass_numbers))
             oldest_id = pass_id
             for other in self._led.values():
                 if other.name.context_id == context_id:
                     oldest_id = min(oldest_id, other.pass_id)
-            name = PassName(context_id, pass_id, oldest_id, retain_graph)
+            name = PassName(context_id, pass_id, oldest_id, mode)
             led = LedPart(self._me, name, local)
             self._led[pass_id] = self._parts[pass_id] = led
             return led
@@ -258,7 +307,7 @@ class Engine:
         name = part.name
         assert name is not None
         context = self.contexts.get_or_create(name.context_id)
-        part.local = LocalPass(context, name.retain_graph)
+        part.local = LocalPass(context, name.mode)
         with self._lock:
             self._forget_older(name)
             self._passes_of.setdefault(name.context_id, []).append(name.pass_id)

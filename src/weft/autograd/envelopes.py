@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from weft.agent.agent import Agent
-from weft.agent.parcels import ParcelService
+from weft.agent.parcels import Parcel, ParcelService
 from weft.agent.peers import Peer
 from weft.autograd import codec
 from weft.autograd.codec import COMPACT, PassName
+from weft.autograd.contexts import Contexts
 from weft.protocol.backward import Failed, Gradients, Message
 from weft.serialize import compact
 from weft.serialize.exceptions import pack_error
@@ -27,12 +28,17 @@ _SMALL_NUMEL = 1024
 class Envelopes:
     """Makes and opens the frames of backward passes, for one worker.
 
+    Gradients with a graph of their own, of a pass that is itself recorded, are recorded as any
+    other message of the context is.
+
     Args:
         agent: The worker's agent.
         parcels: Carries what is too large or too unusual for compact values.
+        contexts: What the worker has recorded.
     """
 
-    def __init__(self, agent: Agent, parcels: ParcelService) -> None:
+    def __init__(self, agent: Agent, parcels: ParcelService, contexts: Contexts) -> None:
+        self._contexts = contexts
         self._worker_name = agent.info.name
         self._parcels = parcels
         self._reader: Reader = agent.parts.get(Reader, TRUSTING)
@@ -48,23 +54,31 @@ class Envelopes:
                 is_strict = peer.registration.is_strict
                 message.error = pack_error(message.error, self._worker_name, is_plain=is_strict)
             control = codec.encode(name, message)
-            buffers += encode_frame(Kind.BACKWARD, name.flags, name.pass_id, control)
+            buffers += encode_frame(Kind.BACKWARD, name.mode.flags, name.pass_id, control)
         return buffers
 
     def _seal_gradients(self, peer: Peer, name: PassName, message: Gradients) -> list[Buffer]:
-        head = codec.encode_head(name, message)
+        flags = name.mode.flags
         gradients = [_plain(gradient) for gradient in message.gradients]
-        values = compact.encode(gradients, [])
+        differentiable: list[Tensor] = []
+        values = compact.encode(gradients, differentiable)
         if values is not None:
-            flags = name.flags | COMPACT
-            return encode_frame(Kind.GRADIENTS, flags, name.pass_id, head + values)
+            recorded_id = self._record(name, differentiable, peer)
+            head = codec.encode_head(name, message, recorded_id)
+            return encode_frame(Kind.GRADIENTS, flags | COMPACT, name.pass_id, head + values)
         is_strict = peer.registration.is_strict
         packed = (pack_plain if is_strict else pack)(gradients, main_by_name=True)
+        head = codec.encode_head(name, message, self._record(name, packed.tensors, peer))
         sealed = self._parcels.seal(
-            peer, Kind.GRADIENTS, name.flags, name.pass_id, head, packed.payload, packed.tensors
+            peer, Kind.GRADIENTS, flags, name.pass_id, head, packed.payload, packed.tensors
         )
         assert not isinstance(sealed, Frame)  # Nobody records messages to oneself.
         return sealed
+
+    def _record(self, name: PassName, tensors: Sequence[Tensor], peer: Peer) -> int:
+        if not name.mode.create_graph:
+            return 0
+        return self._contexts.get_or_create(name.context_id).record_send(tensors, peer.id)
 
     def open(self, peer: Peer, frame: Frame) -> tuple[PassName, Message]:
         """Returns the message in a frame, and its pass. May block: it fetches large gradients.
@@ -77,12 +91,20 @@ class Envelopes:
         if frame.kind == Kind.BACKWARD:
             return codec.decode(frame.id, flags, control)
         if flags & COMPACT:
-            name, message, start = codec.decode_head(frame.id, flags, control)
-            message.gradients = compact.decode(control, start, [])
+            name, message, recorded_id, start = codec.decode_head(frame.id, flags, control)
+            places: list[int] = []
+            values = compact.decode(control, start, places)
+            if recorded_id:
+                context = self._contexts.get_or_create(name.context_id)
+                context.place_received(recorded_id, peer.id, values, places)
+            message.gradients = values
             return name, message
         parcel = self._parcels.open(peer, frame)
-        name, message, _ = codec.decode_head(frame.id, flags, parcel.head)
+        name, message, recorded_id, _ = codec.decode_head(frame.id, flags, parcel.head)
         tensors = parcel.tensors(detached=True)
+        if recorded_id:
+            context = self._contexts.get_or_create(name.context_id)
+            tensors = context.record_receive(recorded_id, peer.id, tensors, flags_in(parcel))
         gradients = self._reader.unpack(parcel.payload, tensors, ())
         message.gradients = cast(list[Tensor | None], gradients)
         return name, message
@@ -95,6 +117,11 @@ class Envelopes:
         """Has the sender of gradients that nobody needs any more let go of them."""
         if frame.kind == Kind.GRADIENTS and not frame.flags & COMPACT:
             self._parcels.discard(peer, self._parcels.read(frame))
+
+
+def flags_in(parcel: Parcel) -> list[int]:
+    """Returns what a parcel tells of its tensors, as ``Context.record_receive`` takes it."""
+    return [flag.requires_grad | flag.is_parameter << 1 for flag in parcel.flags()]
 
 
 def _plain(gradient: Tensor | None) -> Tensor | None:

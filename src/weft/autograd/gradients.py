@@ -45,6 +45,8 @@ def is_private(gradient: Tensor) -> bool:
 
 def owned(gradient: Tensor) -> Tensor:
     """Returns a gradient in memory of its own: as much of it as need be is a copy."""
+    if gradient.requires_grad:
+        return gradient.clone()  # Its graph may have kept it.
     if is_private(gradient):
         return gradient
     if gradient.layout is torch.sparse_coo:

@@ -6,21 +6,25 @@ what has become ready. One thread at a time may use it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node
 
 from weft.autograd.averaging import Averaging, find_averaging
+from weft.autograd.captures import Captures
 from weft.autograd.component import Component, Live
 from weft.autograd.contexts import Context, TensorMeta
 from weft.autograd.gradients import Sink
 from weft.autograd.leaf_hooks import with_leaf_hooks
 from weft.autograd.lone import LoneSend
-from weft.autograd.walk import Reached, SentGraph, reached_by_one
-from weft.errors import ArgumentTypeError, AutogradError, ProtocolError
+from weft.autograd.modes import PassMode
+from weft.autograd.roots import Roots, roots_of
+from weft.autograd.walk import End, Reached, SentGraph, reached_by_one
+from weft.errors import AutogradError, ProtocolError
 from weft.protocol.backward import ROOTS, Progress
 
 
@@ -37,17 +41,30 @@ class LocalPass:
 
     Args:
         context: What the worker recorded; what is sent from now on has no part in the pass.
-        retain_graph: Whether the graph must survive for another pass.
+        mode: How the pass is run.
         sink: Takes the gradients of leaves; by default the context does.
+        captures: The tensors of this worker, where it leads a pass for inputs.
     """
 
     def __init__(
-        self, context: Context, retain_graph: bool = False, sink: Sink | None = None
+        self,
+        context: Context,
+        mode: PassMode = PassMode(),  # noqa: B008 (it cannot change)
+        sink: Sink | None = None,
+        captures: Captures | None = None,
     ) -> None:
         self._context = context
-        self._retain_graph = retain_graph
-        self._sink = with_leaf_hooks(context.gradients.add_all if sink is None else sink)
-        self._roots: tuple[Tensor, ...] = ()
+        self._mode = mode
+        self._ends: Mapping[Node, End] = context.receive_of
+        self._wanted: Container[Node] | None = () if mode.for_inputs else None
+        if captures is not None:
+            self._ends, self._wanted = captures.ends, captures.stops
+            self._sink: Sink = captures.add
+        else:
+            self._sink = with_leaf_hooks(context.gradients.add_all if sink is None else sink)
+        # What a pass that is recorded adds up is part of the graph, whatever the thread was set to.
+        self._recording = torch.enable_grad if mode.create_graph else contextlib.nullcontext
+        self._roots: Roots | None = None
         self._reached_of: dict[int, tuple[Reached, Sequence[Live]]] | None = None
         self._component_of: dict[int, Component | LoneSend] = {}
         self._touched: dict[int, Component | LoneSend] = {}
@@ -55,19 +72,23 @@ class LocalPass:
         self._is_settled = False
         self._averaging: Averaging | None = None
 
-    def start(self, roots: Iterable[Tensor]) -> None:
-        """Makes the roots live; their gradients are ones.
+    def start(self, roots: Roots | Iterable[Tensor]) -> None:
+        """Makes the roots live.
 
         Args:
-            roots: Scalars that require grad.
+            roots: They, or scalars whose gradients are ones.
 
         Raises:
             ArgumentTypeError: If they are no tensors.
             AutogradError: If a root cannot be backpropagated from.
         """
-        # The tensors keep the graph alive: an edge to a Python node alone would not.
-        self._roots = _checked_roots(roots)
-        self._touch(ROOTS).arrive(ROOTS, [torch.ones_like(root) for root in self._roots])
+        self._roots = roots = roots if isinstance(roots, Roots) else roots_of(roots)
+        gradients = roots.gradients
+        if not self._mode.create_graph:
+            gradients = tuple([gradient.detach() for gradient in gradients])
+        component = self._touch(ROOTS)
+        with self._recording():
+            component.arrive(ROOTS, gradients)
 
     def announce(self, message_ids: Iterable[int]) -> None:
         """Notes that messages which were sent here are live.
@@ -85,7 +106,8 @@ class LocalPass:
             ProtocolError: If they do not belong to a message that this worker sent.
         """
         component = self._touch(message_id)
-        component.arrive(message_id, self._placed(message_id, gradients))
+        with self._recording():
+            component.arrive(message_id, self._placed(message_id, gradients))
 
     def settle(self) -> None:
         """Notes that of all live messages there has been news."""
@@ -103,7 +125,9 @@ class LocalPass:
         outgoing: list[Outgoing] = []
         touched, self._touched = self._touched, {}
         for key, component in touched.items():
-            for receive, gradients in component.advance(self._is_settled, progress):
+            with self._recording():
+                answers = component.advance(self._is_settled, progress)
+            for receive, gradients in answers:
                 outgoing.append(Outgoing(receive.from_worker, receive.message_id, gradients))
             if component.is_finished:
                 self._unfinished.pop(key, None)
@@ -135,7 +159,7 @@ class LocalPass:
             self._averaging = None
         self._reached_of = {}
         self._component_of, self._touched, self._unfinished = {}, {}, {}
-        self._roots = ()
+        self._roots = None
 
     def _touch(self, message_id: int) -> Component | LoneSend:
         component = self._component_of.get(message_id)
@@ -147,10 +171,8 @@ class LocalPass:
     def _make_component(self, message_id: int) -> Component | LoneSend:
         if self._reached_of is None:
             self._reached_of = self._walk_all()
-            components = self._reached_of.values()
-            self._averaging = find_averaging(components, self._context, self._sink)
-            if self._averaging is not None:
-                self._sink = self._averaging.add_all
+            if not self._mode.for_inputs:
+                self._find_averaging(self._reached_of.values())
         if message_id not in self._reached_of:
             raise ProtocolError(
                 f"message {message_id} is not among those sent in autograd context "
@@ -159,33 +181,51 @@ class LocalPass:
         reached, sends = self._reached_of[message_id]
         component: Component | LoneSend
         if len(sends) == 1:
-            component = LoneSend(sends[0], reached, self._sink, self._retain_graph)
+            component = LoneSend(sends[0], reached, self._sink, self._mode)
         else:
-            component = Component(
-                sends, reached, self._context.receive_of, self._sink, self._retain_graph
-            )
+            component = Component(sends, reached, self._ends, self._sink, self._mode)
         for send in sends:
             self._component_of[send.message_id] = component
         return component
 
+    def _find_averaging(self, components: Iterable[tuple[Reached, Sequence[Live]]]) -> None:
+        self._averaging = find_averaging(components, self._context, self._sink)
+        if self._averaging is None:
+            return
+        if self._mode.create_graph:
+            raise AutogradError(
+                "create_graph=True leads to a module under DistributedDataParallel, whose averages "
+                "cannot be differentiated; use the module itself, and average in the last pass"
+            )
+        self._sink = self._averaging.add_all
+
     def _walk_all(self) -> dict[int, tuple[Reached, Sequence[Live]]]:
         """Walks from all that was sent, used or not; what shares nodes forms a component."""
         sends = [Live(record.message_id, record.edges) for record in self._context.sends()]
-        if self._roots:
-            sends.append(Live(ROOTS, tuple(get_gradient_edge(root) for root in self._roots)))
+        if self._roots is not None:
+            sends.append(Live(ROOTS, self._roots.edges))
         if len(sends) == 1:
             only = sends[0]
-            reached = reached_by_one(only.edges, self._context.receive_of)
+            reached = self._as_wanted(reached_by_one(only.edges, self._ends))
             return {only.message_id: (reached, sends)}
-        graph = SentGraph(self._context.receive_of)
+        graph = SentGraph(self._ends)
         for send in sends:
             graph.add(send.edges)
         found: dict[int, tuple[Reached, Sequence[Live]]] = {}
-        for reached in graph.components():
+        for component in graph.components():
+            reached = self._as_wanted(component)
             members = [sends[member] for member in reached.members]
             for send in members:
                 found[send.message_id] = (reached, members)
         return found
+
+    def _as_wanted(self, reached: Reached) -> Reached:
+        """Leaves out the leaves whose gradients nobody asks for."""
+        wanted = self._wanted
+        if wanted is None:
+            return reached
+        leaves = {node: leaf for node, leaf in reached.leaves.items() if node in wanted}
+        return reached._replace(leaves=leaves)
 
     def _placed(
         self, message_id: int, gradients: Sequence[Tensor | None]
@@ -212,34 +252,3 @@ def _placed_as(meta: TensorMeta, gradient: Tensor | None) -> Tensor | None:
             f"{tuple(meta.shape)}"
         )
     return gradient if gradient.device == meta.device else gradient.to(meta.device)
-
-
-def _checked_roots(roots: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    try:
-        checked = tuple(roots)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            "incompatible function arguments: the roots must be a list of tensors, "
-            f"not a {type(roots).__name__}; for one loss pass [loss]"
-        ) from error
-    if not checked:
-        raise AutogradError(
-            "No tensors provided for gradient computation; backward needs at least one root"
-        )
-    for place, root in enumerate(checked):
-        if not isinstance(root, Tensor):
-            raise ArgumentTypeError(
-                f"incompatible function arguments: root {place} is a {type(root).__name__}, "
-                "not a tensor"
-            )
-        if not root.requires_grad:
-            raise AutogradError(
-                f"root {place} does not require grad (requires_grad not set on it); was it made "
-                "under torch.no_grad(), or of tensors that do not require grad?"
-            )
-        if root.numel() != 1:
-            raise AutogradError(
-                f"root {place} has shape {tuple(root.shape)}; it is not a scalar, all roots need "
-                "to be scalar: take a sum() or mean() first"
-            )
-    return checked

@@ -20,6 +20,7 @@ def gradients_at(
     gradients: tuple[Tensor, ...],
     *,
     retain_graph: bool,
+    create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Runs a graph from edges with gradients to other edges.
 
@@ -28,16 +29,22 @@ def gradients_at(
         edges: Where the graph starts.
         gradients: The gradients there, of the right shapes.
         retain_graph: Whether what the nodes keep must survive.
+        create_graph: Whether the run itself is recorded.
 
     Returns:
         A gradient for each of ``inputs``, None where none arrives.
     """
     if _engine is None:
         return torch.autograd.grad(
-            edges, tuple(inputs), gradients, retain_graph=retain_graph, allow_unused=True
+            edges,
+            tuple(inputs),
+            gradients,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=True,
         )
     captured: tuple[Tensor | None, ...] = _engine.run_backward(
-        edges, gradients, retain_graph, False, tuple(inputs), True, accumulate_grad=False
+        edges, gradients, retain_graph, create_graph, tuple(inputs), True, accumulate_grad=False
     )
     return captured
 

@@ -14,7 +14,8 @@ from torch.autograd.graph import GradientEdge
 from weft.autograd.component import Answer, Live, answers_of, pairs_of
 from weft.autograd.gradients import Sink
 from weft.autograd.local_engine import gradients_at
-from weft.autograd.walk import Reached
+from weft.autograd.modes import PassMode
+from weft.autograd.walk import Reached, targets_of
 from weft.errors import ProtocolError
 from weft.protocol.backward import Progress
 
@@ -26,18 +27,17 @@ class LoneSend:
         send: The send.
         reached: What it reaches.
         sink: Takes the gradients of leaves.
-        retain_graph: Whether another pass may follow.
+        mode: How the pass is run.
     """
 
-    __slots__ = ("_gradients", "_is_live", "_reached", "_retain_graph", "_send", "_sink",
-                 "is_finished")  # fmt: skip
+    __slots__ = ("_gradients", "_is_live", "_mode", "_reached", "_send", "_sink", "is_finished")
 
-    def __init__(self, send: Live, reached: Reached, sink: Sink, retain_graph: bool) -> None:
+    def __init__(self, send: Live, reached: Reached, sink: Sink, mode: PassMode) -> None:
         self.is_finished = False
         self._send = send
         self._reached = reached
         self._sink = sink
-        self._retain_graph = retain_graph
+        self._mode = mode
         self._is_live = False
         self._gradients: Sequence[Tensor | None] | None = None
 
@@ -76,7 +76,7 @@ class LoneSend:
 
     def _run(self, gradients: Sequence[Tensor | None]) -> list[Answer]:
         leaves, receives = self._reached.leaves, self._reached.receives
-        targets = [GradientEdge(node, 0) for node in leaves]
+        targets, variables = targets_of(leaves)
         for receive in receives:
             targets += [GradientEdge(receive.node, nr) for nr in range(len(receive.metas))]
         edges = self._send.edges
@@ -86,9 +86,10 @@ class LoneSend:
         if len(given) < len(edges):
             both = zip(edges, gradients, strict=True)
             edges = tuple([edge for edge, gradient in both if gradient is not None])
-        captured = gradients_at(targets, edges, given, retain_graph=self._retain_graph)
-        for_messages = captured[len(leaves) :]
+        retain, create = self._mode.retain_graph, self._mode.create_graph
+        captured = gradients_at(targets, edges, given, retain_graph=retain, create_graph=create)
+        for_messages = captured[len(variables) :]
         if leaves:
             borrowed = [*given, *[gradient for gradient in for_messages if gradient is not None]]
-            self._sink(pairs_of(leaves.values(), captured[: len(leaves)]), borrowed)
+            self._sink(pairs_of(variables, captured[: len(variables)]), borrowed)
         return answers_of(receives, for_messages)

@@ -21,18 +21,21 @@ from weft.autograd.local_engine import gradients_at
 Gradients = tuple[Tensor | None, ...]
 
 
-def run_node(node: Node, gradients: Mapping[int, Tensor]) -> Gradients:
+def run_node(
+    node: Node, gradients: Mapping[int, Tensor], create_graph: bool = False
+) -> Gradients:
     """Runs ``node``, once and for all.
 
     Args:
         node: A node that is no leaf.
         gradients: What has come for its outputs, by output number.
+        create_graph: Whether the run itself is recorded.
 
     Returns:
         A gradient for each of its ``next_functions``, None where there is none.
     """
-    with torch.no_grad():
-        incoming = _after_tensor_hooks(node, gradients)
+    with torch.set_grad_enabled(create_graph):
+        incoming = _after_tensor_hooks(node, gradients, create_graph)
         for hook in hooks_of(node.register_prehook):
             incoming = _as_tuple(hook(incoming), incoming)
         results = _fitted(node, _apply(node, incoming))
@@ -41,13 +44,16 @@ def run_node(node: Node, gradients: Mapping[int, Tensor]) -> Gradients:
         return results
 
 
-def _after_tensor_hooks(node: Node, gradients: Mapping[int, Tensor]) -> Gradients:
+def _after_tensor_hooks(
+    node: Node, gradients: Mapping[int, Tensor], create_graph: bool
+) -> Gradients:
     # Asked for the gradient at the node where it starts, the engine runs the hooks and no more.
     return gradients_at(
         [GradientEdge(node, output_nr) for output_nr in range(len(_metas(node)))],
         tuple([GradientEdge(node, output_nr) for output_nr in gradients]),
         tuple(gradients.values()),
         retain_graph=True,
+        create_graph=create_graph,
     )
 
 

@@ -1,14 +1,15 @@
 """Walks through the graph of one worker: what sends reach, and which of them share nodes.
 
-All walks end at placeholders, where the graph goes on at another worker, and at leaves. The
-loops here run once for each node of the user's graph, so they are written out.
+All walks end at placeholders, where the graph goes on at another worker, at leaves, and at stops:
+nodes behind which a pass has nothing to look for. The loops here run once for each node of the
+user's graph, so they are written out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
@@ -19,26 +20,68 @@ from weft.autograd.leaf_hooks import has_leaf_hooks
 Next = tuple[Node | None, int]
 
 
+@final
+class Stop(NamedTuple):
+    """A node at which a pass ends, since the gradients of its outputs are all that is wanted.
+
+    Attributes:
+        node: The node.
+        is_hooked: Whether there are hooks that must see the whole gradient of an output.
+    """
+
+    node: Node
+    is_hooked: bool
+
+    @property
+    def places(self) -> list[tuple[Node, int]]:
+        """Its outputs."""
+        count = len(self.node._input_metadata)
+        return [(self.node, output_nr) for output_nr in range(count)]
+
+
+End = ReceiveRecord | Stop
+"""What is known of a node at which a walk ends."""
+
+Leaf = Tensor | Stop
+
+
 class Reached(NamedTuple):
     """What the members of one component reach; members are numbers that ``add`` returned."""
 
     members: list[int]
-    leaves: dict[Node, Tensor]
+    leaves: dict[Node, Leaf]
     receives: list[ReceiveRecord]
+
+
+def targets_of(leaves: Mapping[Node, Leaf]) -> tuple[list[GradientEdge], list[Any]]:
+    """Returns where the gradients of leaves and stops come to, and what each belongs to.
+
+    That is the leaf, or the place of an output of a stop.
+    """
+    targets: list[GradientEdge] = []
+    variables: list[Any] = []
+    for node, leaf in leaves.items():
+        if type(leaf) is Stop:
+            targets += [GradientEdge(*place) for place in leaf.places]
+            variables += leaf.places
+        else:
+            targets.append(GradientEdge(node, 0))
+            variables.append(leaf)
+    return targets, variables
 
 
 class SentGraph:
     """The graph behind what was sent; each node is visited once.
 
     Args:
-        receive_of: Receives by placeholder node; may grow meanwhile.
+        ends: Where walks end, by node; may grow meanwhile.
     """
 
-    def __init__(self, receive_of: Mapping[Node, ReceiveRecord]) -> None:
-        self._receive_of = receive_of
+    def __init__(self, ends: Mapping[Node, End]) -> None:
+        self._ends = ends
         self._visitor: dict[Node, int] = {}
-        self._leaf_variables: dict[Node, Tensor] = {}
-        self._leaves: list[dict[Node, Tensor]] = []
+        self._leaf_variables: dict[Node, Leaf] = {}
+        self._leaves: list[dict[Node, Leaf]] = []
         self._receives: list[list[ReceiveRecord]] = []
         self._parents: list[int] = []
 
@@ -56,7 +99,7 @@ class SentGraph:
         return member, self._receives[member]
 
     def _walk(self, seeds: Iterable[Next], member: int) -> None:
-        visitor, receive_of = self._visitor, self._receive_of
+        visitor, ends = self._visitor, self._ends
         stack: list[Node] = []
         push, pop, visitor_of = stack.append, stack.pop, visitor.get
         edges = seeds
@@ -75,16 +118,20 @@ class SentGraph:
             node = pop()
             edges = node.next_functions
             if not edges:
-                self._visit_leaf(node, member)
-            elif node in receive_of:
-                self._receives[member].append(receive_of[node])
+                variable = leaf_variable(node)
+                if variable is not None:
+                    self._visit_leaf(node, variable, member)
+            elif node in ends:
+                end = ends[node]
+                if type(end) is Stop:
+                    self._visit_leaf(node, end, member)
+                else:
+                    self._receives[member].append(end)
                 edges = ()
 
-    def _visit_leaf(self, node: Node, member: int) -> None:
-        variable = leaf_variable(node)
-        if variable is not None:
-            self._leaf_variables[node] = variable
-            self._leaves[member][node] = variable
+    def _visit_leaf(self, node: Node, leaf: Leaf, member: int) -> None:
+        self._leaf_variables[node] = leaf
+        self._leaves[member][node] = leaf
 
     def _meet(self, node: Node, earlier: int, member: int) -> None:
         """Notes that two sends reach ``node``; leaves without hooks do not connect them."""
@@ -114,11 +161,9 @@ class SentGraph:
         return list(by_root.values())
 
 
-def reached_by_one(
-    edges: Iterable[GradientEdge], receive_of: Mapping[Node, ReceiveRecord]
-) -> Reached:
+def reached_by_one(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> Reached:
     """Walks from the edges of a send that is the only one."""
-    leaves: dict[Node, Tensor] = {}
+    leaves: dict[Node, Leaf] = {}
     receives: list[ReceiveRecord] = []
     seen = {edge.node for edge in edges}
     stack = list(seen)
@@ -129,8 +174,12 @@ def reached_by_one(
             variable = leaf_variable(node)
             if variable is not None:
                 leaves[node] = variable
-        elif node in receive_of:
-            receives.append(receive_of[node])
+        elif node in ends:
+            end = ends[node]
+            if type(end) is Stop:
+                leaves[node] = end
+            else:
+                receives.append(end)
         else:
             for target, _ in nexts:
                 if target is not None and target not in seen:
@@ -140,7 +189,7 @@ def reached_by_one(
 
 
 def receives_behind(
-    edges: Iterable[GradientEdge], receive_of: Mapping[Node, ReceiveRecord], visited: set[Node]
+    edges: Iterable[GradientEdge], ends: Mapping[Node, End], visited: set[Node]
 ) -> list[ReceiveRecord]:
     """Returns the receives that ``edges`` lead to through nodes not yet in ``visited``."""
     found: list[ReceiveRecord] = []
@@ -150,9 +199,10 @@ def receives_behind(
         if node in visited:
             continue
         visited.add(node)
-        if node in receive_of:
-            found.append(receive_of[node])
-        else:
+        end = ends.get(node)
+        if type(end) is ReceiveRecord:
+            found.append(end)
+        elif end is None:
             stack.extend([target for target, _ in node.next_functions if target is not None])
     return found
 
@@ -163,9 +213,11 @@ def leaf_variable(node: Node) -> Tensor | None:
     return variable
 
 
-def has_hooks(variable: Tensor, node: Node) -> bool:
+def has_hooks(leaf: Leaf, node: Node) -> bool:
     """Tells whether the user registered hooks for the gradient of a leaf, or for its ``node``."""
-    return bool(variable._backward_hooks) or has_leaf_hooks(node)
+    if type(leaf) is Stop:
+        return leaf.is_hooked
+    return bool(leaf._backward_hooks) or has_leaf_hooks(node)
 
 
 @dataclass(slots=True)
@@ -180,7 +232,7 @@ class Group:
     """
 
     signature: int
-    leaves: dict[Node, Tensor] = field(default_factory=dict)
+    leaves: dict[Node, Leaf] = field(default_factory=dict)
     receives: list[ReceiveRecord] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
 
@@ -190,7 +242,7 @@ class Partition:
 
     Args:
         seeds: For each send its bit and its edges.
-        receive_of: Receives by placeholder node.
+        ends: Where the graph ends, by node.
         leaves: All leaves that the sends reach.
 
     Attributes:
@@ -200,13 +252,13 @@ class Partition:
     def __init__(
         self,
         seeds: Iterable[tuple[int, tuple[GradientEdge, ...]]],
-        receive_of: Mapping[Node, ReceiveRecord],
-        leaves: Mapping[Node, Tensor],
+        ends: Mapping[Node, End],
+        leaves: Mapping[Node, Leaf],
     ) -> None:
         seeds = list(seeds)
-        self._receive_of = receive_of
-        self._hooked = {leaf: tensor for leaf, tensor in leaves.items() if has_hooks(tensor, leaf)}
-        self._plain = {leaf: tensor for leaf, tensor in leaves.items() if leaf not in self._hooked}
+        self._ends = ends
+        self._hooked = {node: leaf for node, leaf in leaves.items() if has_hooks(leaf, node)}
+        self._plain = {node: leaf for node, leaf in leaves.items() if node not in self._hooked}
         self._edges = self._sorted_edges([edge.node for _, edges in seeds for edge in edges])
         self._signatures = self._signatures_from(seeds)
         self._place = {node: place for place, node in enumerate(self._edges)}
@@ -247,7 +299,7 @@ class Partition:
                 # A node that several lead to may wait on the stack more than once.
                 finished.setdefault(node, entered[node])
                 continue
-            edges = () if node in self._receive_of else node.next_functions
+            edges = () if node in self._ends else node.next_functions
             entered[node] = edges
             stack.extend(self._unplain(edges, entered))
         return dict(reversed(finished.items()))
@@ -280,8 +332,9 @@ class Partition:
             group = groups.get(signature)
             if group is None:
                 group = groups[signature] = Group(signature)
-            if node in self._receive_of:
-                group.receives.append(self._receive_of[node])
+            end = self._ends.get(node)
+            if type(end) is ReceiveRecord:
+                group.receives.append(end)
             elif node in self._hooked:
                 group.leaves[node] = self._hooked[node]
             else:

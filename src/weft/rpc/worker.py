@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from weft.agent.peers import Peer
 from weft.agent.references import ReferenceKeeper
 from weft.autograd.contexts import Context, Contexts, current_id
 from weft.autograd.engine import Engine
+from weft.autograd.envelopes import flags_in
 from weft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceGone
 from weft.rpc import others
 from weft.rpc.coroutines import CoroutineRunner
@@ -145,6 +146,22 @@ class Worker:
         )
         return Request(self, peer, head, packed, references)
 
+    def pack_for(self, peers: Collection[Peer], value: object) -> Packed:
+        """Packs a value once so that each of some workers can read it, now or later.
+
+        What holds references to values must not be kept: each is counted when it is sent.
+
+        Args:
+            peers: The workers.
+            value: What ``pack`` takes; or ``pack_plain``, where one of them is strict.
+
+        Raises:
+            SerializationError: Some part of it cannot travel.
+        """
+        registrations = [peer.registration for peer in peers if not peer.is_self]
+        packer = pack_plain if any(each.is_strict for each in registrations) else pack
+        return packer(value, main_by_name=all(peer.main_by_name for peer in peers))
+
     def _record_call(
         self, context_id: int, tensors: Sequence[Tensor], peer: Peer
     ) -> tuple[int, int]:
@@ -190,10 +207,7 @@ class Worker:
             for place in differentiable:
                 values[place].requires_grad_()
             return values
-        tensors = [values[place] for place in differentiable]
-        received = context.record_differentiable(message_id, peer.id, tensors)
-        for place, tensor in zip(differentiable, received, strict=True):
-            values[place] = tensor
+        context.place_received(message_id, peer.id, values, differentiable)
         return values
 
     def _context_of(self, context_id: int, peer: Peer) -> Context | None:
@@ -246,8 +260,7 @@ class Worker:
         if context is None or not message_id:
             return parcel.tensors(detached=False)
         tensors = parcel.tensors(detached=True)
-        flags = [flag.requires_grad | flag.is_parameter << 1 for flag in parcel.flags()]
-        return context.record_receive(message_id, peer.id, tensors, flags)
+        return context.record_receive(message_id, peer.id, tensors, flags_in(parcel))
 
     def refuse(self, peer: Peer, references: Sequence[HandedReference]) -> None:
         """Gives back the references of a message that nobody will read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.fuzz.target import Target
 from weft.autograd.codec import PassName, decode, decode_head, encode, encode_head
+from weft.autograd.modes import PassMode
 from weft.errors import ProtocolError
 from weft.protocol.backward import (
     Abort,
@@ -29,8 +30,8 @@ def _read_message(data: memoryview) -> None:
 
 
 def _read_head(data: memoryview) -> None:
-    name, gradients, end = decode_head(_PASS_ID, 0, data)
-    assert encode_head(name, gradients) == data[:end], "something was made up"
+    name, gradients, recorded_id, end = decode_head(_PASS_ID, 0, data)
+    assert encode_head(name, gradients, recorded_id) == data[:end], "something was made up"
 
 
 def run(data: bytes) -> Exception | None:
@@ -46,7 +47,7 @@ def run(data: bytes) -> Exception | None:
 
 def seeds() -> list[bytes]:
     """Returns every kind of message."""
-    name, progress = PassName(1, _PASS_ID, 2, False), Progress([3, 4], [4], [], [5, 6, 7])
+    name, progress = PassName(1, _PASS_ID, 2, PassMode()), Progress([3, 4], [4], [], [5, 6, 7])
     messages: tuple[Message, ...] = (
         Discover((4, 5)),
         Settled(),

@@ -12,6 +12,7 @@ import torch
 
 from tests.fuzz.target import Target
 from weft.autograd import codec
+from weft.autograd.modes import PassMode
 from weft.channel.table import BufferEntry, ChannelKind, decode_table, encode_table
 from weft.errors import ProtocolError, SerializationError
 from weft.ids import ReferenceId
@@ -140,7 +141,7 @@ def seeds() -> list[bytes]:
     assert values is not None
     call = encode_call_head(CallHead(1.0, 2, 3, 4, b"module:name", (handed,)))
     reply = encode_reply_head(ReplyHead(3, 4, (handed,)))
-    name = codec.PassName(1, 7, 2, False)
+    name = codec.PassName(1, 7, 2, PassMode())
     head = codec.encode_head(name, Gradients(8, [], Progress([3], [4], [], [5])))
     whole = [
         _frame(Kind.CALL, 0, encode_parcel(call, b"pickle", table, b""), buffers),

@@ -8,14 +8,18 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from weft.autograd.captures import Captures
 from weft.autograd.contexts import Context, flags_of
 from weft.autograd.failures import operation_of
 from weft.autograd.graph import LocalPass
+from weft.autograd.modes import PassMode
+from weft.autograd.roots import Roots, roots_of
 from weft.errors import AutogradError
 from weft.protocol import backward as protocol
 
@@ -95,33 +99,79 @@ class Cluster(World):
         roots: Sequence[Tensor],
         driver: int = 0,
         *,
+        grad_tensors: Sequence[Tensor | None] | None = None,
         retain_graph: bool = False,
+        create_graph: bool = False,
         on_message: OnMessage | None = None,
     ) -> None:
         """Runs one pass to its end, and raises its error if it has one."""
-        one = _Pass(self, driver, retain_graph, on_message)
-        one.lead(roots)
-        one.deliver_all()
+        mode = PassMode(retain_graph or create_graph, create_graph)
+        given = roots if grad_tensors is None else roots_of(roots, grad_tensors)
+        _Pass(self, driver, mode, on_message).run(given)
+
+    def grad(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        grad_outputs: Sequence[Tensor | None] | None = None,
+        driver: int = 0,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> list[Tensor | None]:
+        """Returns the gradients of tensors of one worker; None for those that are not used."""
+        retain = create_graph if retain_graph is None else retain_graph
+        mode = PassMode(retain, create_graph, for_inputs=True)
+        captures = Captures(self.contexts[driver], inputs)
+        roots = roots_of(outputs, grad_outputs, what="output")
+        if not captures.is_complete:
+            mode = mode._replace(retain_graph=True)
+        _Pass(self, driver, mode, captures=captures).run(roots)
+        for further in captures.further_roots():
+            _Pass(self, driver, mode, captures=captures).run(further)
+        return captures.results()
+
+
+class _OnTheWay(NamedTuple):
+    """A message between two workers; the tensors in it are of neither."""
+
+    source: int
+    destination: int
+    message: protocol.Message
+    recorded_id: int
+    flags: list[int]
 
 
 @dataclass
 class _Pass:
     cluster: Cluster
     driver_id: int
-    retain_graph: bool
-    on_message: OnMessage | None
-    network: list[tuple[int, int, protocol.Message]] = field(default_factory=list)
+    mode: PassMode
+    on_message: OnMessage | None = None
+    captures: Captures | None = None
+    network: list[_OnTheWay] = field(default_factory=list)
     is_complete: bool = False
 
     def __post_init__(self) -> None:
         contexts = self.cluster.contexts
         self.driver = protocol.Driver(self.driver_id)
-        self.locals = [LocalPass(context, self.retain_graph) for context in contexts]
+        self.locals = [
+            LocalPass(
+                context,
+                self.mode,
+                captures=self.captures if context.worker == self.driver_id else None,
+            )
+            for context in contexts
+        ]
         self.participants = [
             protocol.Participant(context.worker, self.driver_id) for context in contexts
         ]
 
-    def lead(self, roots: Sequence[Tensor]) -> None:
+    def run(self, roots: Roots | Sequence[Tensor]) -> None:
+        self.lead(roots)
+        self.deliver_all()
+
+    def lead(self, roots: Roots | Sequence[Tensor]) -> None:
         self.locals[self.driver_id].start(roots)
         self.work(self.driver_id)
 
@@ -129,31 +179,56 @@ class _Pass:
         chance = self.cluster.random
         while self.network:
             place = chance.randrange(len(self.network))
-            source, destination, message = self.network[place]
+            on_the_way = self.network[place]
             if chance.random() >= self.cluster.repeats:
                 self.network.pop(place)
-                self.cluster.count(message)
-            self.deliver(source, destination, message)
+                self.cluster.count(on_the_way.message)
+            self.deliver(on_the_way)
             # A worker may look at what has come only after some more has.
             if chance.random() < 0.7 or not self.network:
                 for worker in range(len(self.participants)):
                     self.work(worker)
         assert self.is_complete, "nothing is on the way, and the pass has not ended"
 
-    def deliver(self, source: int, destination: int, message: protocol.Message) -> None:
+    def deliver(self, on_the_way: _OnTheWay) -> None:
+        source, destination, message, *_ = on_the_way
         if self.on_message is not None:
             self.carry_out(self.driver_id, self.on_message(self.driver, message))
         if isinstance(message, protocol.Failed):
             self.carry_out(destination, self.driver.failed(message))
         else:
-            # What arrives is no object of the sender.
-            actions = self.participants[destination].receive(source, copy.deepcopy(message))
+            actions = self.participants[destination].receive(source, self.arrived(on_the_way))
             self.carry_out(destination, actions)
+
+    def leave(self, source: int, send: protocol.Send) -> None:
+        """Puts a message on its way; gradients with a graph are recorded as any message is."""
+        message, recorded_id, flags = send.message, 0, list[int]()
+        if isinstance(message, protocol.Gradients):
+            tensors = [gradient for gradient in message.gradients if gradient is not None]
+            flags = [flags_of(tensor) for tensor in tensors]
+            if self.mode.create_graph:
+                recorded_id = self.cluster.contexts[source].record_send(tensors, send.to_worker)
+            copies = [_copied(gradient) for gradient in message.gradients]
+            message = replace(message, gradients=copies)
+        self.network.append(_OnTheWay(source, send.to_worker, message, recorded_id, flags))
+
+    def arrived(self, on_the_way: _OnTheWay) -> protocol.Message:
+        """Returns a message as its receiver gets it: no object of the sender."""
+        source, destination, message, recorded_id, flags = on_the_way
+        message = copy.deepcopy(message)
+        if isinstance(message, protocol.Gradients) and recorded_id:
+            tensors = [gradient for gradient in message.gradients if gradient is not None]
+            context = self.cluster.contexts[destination]
+            received = iter(context.record_receive(recorded_id, source, tensors, flags))
+            message.gradients = [
+                each if each is None else next(received) for each in message.gradients
+            ]
+        return message
 
     def carry_out(self, worker: int, actions: Sequence[protocol.Action]) -> None:
         for action in actions:
             if isinstance(action, protocol.Send):
-                self.network.append((worker, action.to_worker, action.message))
+                self.guarded(worker, functools.partial(self.leave, worker, action))
             elif isinstance(action, protocol.Tell):
                 self.carry_out(worker, self.driver.progressed(action.progress))
             elif isinstance(action, protocol.Complete):
@@ -191,6 +266,10 @@ class _Pass:
                 raise  # the end of the pass, for its caller
             actions = self.participants[worker].failed(operation_of(error), error)
             self.carry_out(worker, actions)
+
+
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
 
 
 def dense(gradient: Tensor) -> Tensor:

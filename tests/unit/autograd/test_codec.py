@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.autograd.codec import PassName, decode, decode_head, encode, encode_head
+from weft.autograd.modes import PassMode
 from weft.errors import ProtocolError
 from weft.protocol.backward import (
     Abort,
@@ -21,7 +22,8 @@ from weft.protocol.backward import (
 from weft.wire.messages import encode_ints
 
 numbers = st.integers(-(2**63), 2**63 - 1)
-names = st.builds(PassName, numbers, st.just(9), numbers, st.booleans())
+modes = st.builds(PassMode, st.booleans(), st.booleans(), st.booleans())
+names = st.builds(PassName, numbers, st.just(9), numbers, modes)
 id_lists = st.lists(numbers, max_size=3)
 progresses = st.builds(Progress, id_lists, id_lists, id_lists, id_lists)
 messages: st.SearchStrategy[Message] = st.one_of(
@@ -31,7 +33,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Failed, numbers, st.text(max_size=5), st.binary(max_size=5)),
     st.builds(Abort),
 )
-NAME = PassName(1, 9, 2, False)
+NAME = PassName(1, 9, 2, PassMode())
 PROGRESS = Progress([3, 4], [4], [], [5, 6, 7])
 ONE_OF_EACH: list[Message] = [
     Discover((4, 5)),
@@ -48,16 +50,16 @@ def test_every_message_but_that_with_tensors_is_tried() -> None:
 
 @pytest.mark.parametrize("message", ONE_OF_EACH, ids=lambda message: type(message).__name__)
 def test_a_message_survives(message: Message) -> None:
-    for name in (NAME, NAME._replace(retain_graph=True)):
+    for name in (NAME, NAME._replace(mode=PassMode(True, True, True))):
         data = encode(name, message)
-        assert decode(9, name.flags, data) == (name, message)
-        assert decode(9, name.flags, memoryview(data)) == (name, message)
+        assert decode(9, name.mode.flags, data) == (name, message)
+        assert decode(9, name.mode.flags, memoryview(data)) == (name, message)
 
 
 @settings(max_examples=50)
 @given(names, messages)
 def test_any_message_survives(name: PassName, message: Message) -> None:
-    assert decode(9, name.flags, encode(name, message)) == (name, message)
+    assert decode(9, name.mode.flags, encode(name, message)) == (name, message)
 
 
 @pytest.mark.parametrize("message", ONE_OF_EACH, ids=lambda message: type(message).__name__)
@@ -94,14 +96,15 @@ def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
 
 
 @settings(max_examples=50)
-@given(names, numbers, st.none() | progresses)
+@given(names, numbers, numbers, st.none() | progresses)
 def test_the_head_of_gradients_survives(
-    name: PassName, message_id: int, progress: Progress | None
+    name: PassName, message_id: int, recorded_id: int, progress: Progress | None
 ) -> None:
-    data = encode_head(name, Gradients(message_id, ["not part of it"], progress))
+    data = encode_head(name, Gradients(message_id, ["not part of it"], progress), recorded_id)
     # No progress and none of any kind are the same.
     expected = Gradients(message_id, (), progress or None)
-    assert decode_head(9, name.flags, data + b"values") == (name, expected, len(data))
+    decoded = decode_head(9, name.mode.flags, data + b"values")
+    assert decoded == (name, expected, recorded_id, len(data))
 
 
 def test_a_head_of_gradients_that_is_cut_is_refused() -> None:
