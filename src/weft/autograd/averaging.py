@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from weft.autograd.component import Live
-from weft.autograd.contexts import Context
 from weft.autograd.ddp import Replica, known_modules
 from weft.autograd.gradients import Gradients, Sink
 from weft.autograd.walk import Reached
@@ -27,15 +26,15 @@ Components = Iterable[tuple[Reached, Sequence[Live]]]
 
 
 def find_averaging(
-    components: Components, context: Context, sink: Sink | None = None
+    components: Components, gradients: Gradients, sink: Sink | None = None
 ) -> Averaging | None:
     """Returns what is to be averaged in a pass on this worker, if anything.
 
     Args:
         components: For each message sent from here, live or not, and the roots: what is reached
             together with it. Those of one component are the same objects.
-        context: Takes the averages.
-        sink: Takes the gradients of all other leaves; by default the context does.
+        gradients: Take the averages.
+        sink: Takes the gradients of all other leaves; by default ``gradients`` do.
 
     Raises:
         AutogradError: DDP is used in a way that is not supported.
@@ -47,14 +46,14 @@ def find_averaging(
     # The module that was made last is usually the first to have all its gradients.
     turns = [_Turn(Replica(module, lock), components) for module, lock in reversed(known)]
     turns = [turn for turn in turns if turn.open]
-    return Averaging(context, sink or context.gradients.add_all, turns) if turns else None
+    return Averaging(gradients, sink or gradients.add_all, turns) if turns else None
 
 
 class Averaging:
     """The modules under DDP that a backward pass reaches. One thread at a time may use it.
 
     Args:
-        context: Takes the averages.
+        gradients: Take the averages.
         sink: Takes the gradients of leaves that are not averaged.
         turns: The modules, in their order.
 
@@ -62,8 +61,8 @@ class Averaging:
         AutogradError: DDP is used in a way that is not supported.
     """
 
-    def __init__(self, context: Context, sink: Sink, turns: Sequence[_Turn]) -> None:
-        self._context = context
+    def __init__(self, gradients: Gradients, sink: Sink, turns: Sequence[_Turn]) -> None:
+        self._gradients = gradients
         self._sink = sink
         self._turns = turns
         self._replicated = _all_parameters([turn.replica for turn in turns])
@@ -118,7 +117,7 @@ class Averaging:
             RuntimeError: The collective failed.
         """
         while self.is_due:
-            self._turns[0].replica.average(self._sums, self._context.gradients)
+            self._turns[0].replica.average(self._sums, self._gradients)
             self._turns = self._turns[1:]
         if not self._turns:
             self._sums.clear()

@@ -1,146 +1,185 @@
-"""The gradients of certain tensors, and of nothing else: what ``grad`` asks of a pass.
+"""The gradients at certain places of the graph: what ``grad`` asks of a pass.
 
-A pass that wants them need not go on behind these tensors, unless others of them are there. What
-is there is not known here as a whole: the graph goes through other workers. But whatever comes
-back from another worker comes through a message that this one sent, and before it received the
-one through which the way leads on: messages that were sent later cannot matter. So it is enough
-to look at the graph of this worker, and at the order of its messages; that errs on the side of
-taking a way for one that leads to a tensor.
+A pass for certain tensors need not go on behind them, unless others of them are there. What is
+there is not known here as a whole: the graph goes through other workers. But whatever comes back
+from another worker comes through a message that this one sent before it received the one through
+which the way leads on: messages that were sent later cannot matter. So it is enough to look at
+the graph of this worker, and at the order of its messages; that errs on the side of taking a way
+for one that leads to a tensor.
 
-Rules of the file: a pass ends at all tensors that are asked for. Where others are behind one, a
-pass of its own goes on from there, when its gradient is complete.
+Rules of the file: a pass ends at a tensor that is asked for, or goes through it where others may
+be behind it. It also ends at what was received and has been replaced, since its graph was lost
+with a worker: a pass of its own goes on from the replacement, when the gradient is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from weft.autograd.contexts import Context, ReceiveRecord, SendRecord
-from weft.autograd.gradients import sum_of
+from weft.autograd.gradients import Sink, sum_of
 from weft.autograd.roots import Roots
-from weft.autograd.walk import End, Stop
+from weft.autograd.walk import End, Place, Stop
 from weft.errors import ArgumentTypeError, AutogradError
-
-Place = tuple[Node, int]
 
 
 class Captures:
-    """Collects the gradients of some tensors over the passes that are needed for it.
+    """Collects the gradients at some places over the passes that are needed for it.
 
     Args:
         context: What this worker has recorded.
         inputs: Tensors of this worker that require grad.
+        replaced: For outputs of placeholders, tensors from which to go on in their stead.
+        for_inputs: Whether nothing but the gradients of ``inputs`` is wanted.
 
     Attributes:
-        stops: The nodes that the tensors are outputs of.
-        ends: Where a pass ends on this worker: at these, and at received messages that may lead
-            to them.
+        stops: The nodes at which passes end.
+        passed: The places of inputs that passes go through.
+        ends: Where walks end on this worker: at the stops, and at received messages.
     """
 
-    def __init__(self, context: Context, inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        inputs: Sequence[Tensor],
+        replaced: Mapping[Place, Tensor] | None = None,
+        for_inputs: bool = True,
+    ) -> None:
         # Edges to Python nodes alone do not keep the graph alive.
         self._inputs = inputs
-        self._receive_of = dict(context.receive_of)
-        self._sends = context.sends()
-        edges = [get_gradient_edge(tensor) for tensor in inputs]
-        self._places: list[Place] = [(edge.node, edge.output_nr) for edge in edges]
+        self._replaced = replaced or {}
+        self._places = [place_of(tensor) for tensor in inputs]
         self._gradients: dict[Place, Tensor] = {}
-        self.stops = _stops_at(self._places, inputs)
-        self._first_send = self._first_leading_send()
-        self._behind = self._find_behind()
-        self.ends: Mapping[Node, End] = self._ends_without(None)
-
-    def _ends_without(self, stop: Node | None) -> dict[Node, End]:
-        ends: dict[Node, End] = {
-            node: receive for node, receive in self._receive_of.items() if self._leads_on(receive)
+        self._graph = _History(context)
+        stops = _stops_at(self._places, inputs)
+        first_send = self._graph.first_send_to(stops) if for_inputs else 0
+        self._nexts = self._graph.nexts_after(first_send)
+        through = self._with_others_behind(stops)
+        self.passed = [place for place in dict.fromkeys(self._places) if place[0] in through]
+        self._kept = stops.keys() | {node for node, _ in self._replaced}
+        self.stops = {node: stop for node, stop in stops.items() if node not in through}
+        self.stops.update((node, Stop(node, False)) for node, _ in self._replaced)
+        self.ends: dict[Node, End] = {
+            node: receive
+            for node, receive in self._graph.receive_of.items()
+            if receive.sends_before > first_send or not for_inputs
         }
-        ends.update(self.stops)
-        if stop is not None:
-            del ends[stop]
-            receive = self._receive_of.get(stop)
-            if receive is not None:
-                ends[stop] = receive
-        return ends
+        self.ends.update(self.stops)
 
-    def _leads_on(self, receive: ReceiveRecord) -> bool:
-        return receive.sends_before > self._first_send
-
-    def _first_leading_send(self) -> int:
-        """Returns the place of the first message from which a tensor is reached on this worker."""
-        visited: set[Node] = set()
-        for place, send in enumerate(self._sends):
-            if any(node in self.stops for node in _walk(_nodes_of(send), visited, self._nexts)):
-                return place
-        return len(self._sends)
-
-    def _nexts(self, node: Node) -> Iterable[Node]:
-        """Returns what ``node`` leads to on this worker, before the next message."""
-        return () if node in self._receive_of else _next_nodes(node)
-
-    def _nexts_anywhere(self, node: Node) -> Iterable[Node]:
-        """Returns what ``node`` may lead to, also by way of other workers."""
-        receive = self._receive_of.get(node)
-        if receive is None:
-            return _next_nodes(node)
-        sends = self._sends[self._first_send : receive.sends_before]
-        return [target for send in sends for target in _nodes_of(send)]
-
-    def _find_behind(self) -> dict[Node, set[Node]]:
-        """Returns, for each tensor behind which there are others, which these may be."""
-        seeds = [target for node in self.stops for target in self._nexts_anywhere(node)]
-        if self.stops.keys().isdisjoint(_walk(seeds, set(), self._nexts_anywhere)):
-            return {}
-        found: dict[Node, set[Node]] = {}
-        for node in self.stops:
-            reached = set(_walk(self._nexts_anywhere(node), set(), self._nexts_anywhere))
-            found[node] = reached & self.stops.keys() - {node}
-        return {node: behind for node, behind in found.items() if behind}
+    def _with_others_behind(self, nodes: Collection[Node]) -> set[Node]:
+        """Returns those of ``nodes`` that may lead to others of them."""
+        nexts = self._nexts
+        seeds = [target for node in nodes for target in nexts(node)]
+        if not any(node in nodes for node in _walk(seeds, set(), nexts)):
+            return set()
+        return {
+            node
+            for node in nodes
+            if any(target in nodes for target in _walk(nexts(node), set(), nexts))
+        }
 
     @property
-    def is_complete(self) -> bool:
-        """Whether one pass from the outputs is all that is needed."""
-        return not self._behind
+    def goes_on(self) -> bool:
+        """Whether there is more to do than one pass."""
+        return bool(self._replaced)
 
-    def add(self, pairs: Iterable[tuple[object, Tensor]], borrowed: Iterable[Tensor]) -> None:
-        """Takes gradients of one engine call."""
-        for place, gradient in pairs:
-            self._add(place, gradient)  # type: ignore[arg-type]
+    def sink_beside(self, sink: Sink) -> Sink:
+        """Returns what keeps the gradients at the places, and gives those of leaves to ``sink``."""
 
-    def _add(self, place: Place | Tensor, gradient: Tensor) -> None:
-        if isinstance(place, Tensor):
-            edge = get_gradient_edge(place)
-            place = (edge.node, edge.output_nr)
+        def add_all(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
+            others = []
+            for key, gradient in pairs:
+                place = place_of(key) if isinstance(key, Tensor) else key
+                if place[0] in self._kept:
+                    self._add(place, gradient)
+                else:
+                    others.append((key, gradient))
+            if others:
+                sink(others, borrowed)
+
+        return add_all
+
+    def _add(self, place: Place, gradient: Tensor) -> None:
         earlier = self._gradients.get(place)
         self._gradients[place] = gradient if earlier is None else sum_of(earlier, gradient)
 
     def further_roots(self) -> Iterator[Roots]:
-        """Yields where to go on, pass by pass; ``ends`` is for the pass that is to be run."""
-        pending = dict(self._behind)
+        """Yields where to go on, pass by pass."""
+        pending = {node for node, _ in self._replaced}
+        behind = {
+            node: set(_walk(self._nexts(node), set(), self._nexts)) & pending for node in pending
+        }
         while pending:
-            # Whatever leads to it has added to its gradient before.
-            node = next(
-                node
-                for node in pending
-                if not any(node in behind for other, behind in pending.items() if other != node)
-            )
-            del pending[node]
-            found = [(place, self._gradients.get(place)) for place in self.stops[node].places]
-            given = [(place, gradient) for place, gradient in found if gradient is not None]
-            if not given:
-                continue
-            self.ends = self._ends_without(node)
-            yield Roots(
-                tuple([GradientEdge(*place) for place, _ in given]),
-                tuple([gradient for _, gradient in given]),
-                self._inputs,
-            )
+            # Whatever leads to them has added to their gradients before.
+            nodes = pending.difference(*[behind[node] for node in pending])
+            assert nodes, "a graph leads to what was there before it"
+            pending -= nodes
+            given = [place for place in self._gradients if place[0] in nodes]
+            if given:
+                gradients = tuple([self._gradients[place] for place in given])
+                edges = tuple([get_gradient_edge(self._replaced[place]) for place in given])
+                yield Roots(edges, gradients, (self._inputs, self._replaced))
 
     def results(self) -> list[Tensor | None]:
-        """Returns the gradient of each tensor; None where there is none."""
+        """Returns the gradient of each input; None where there is none."""
         return [self._gradients.get(place) for place in self._places]
+
+
+class _History:
+    """What one worker knows of the graph of a context.
+
+    Args:
+        context: What it has recorded.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.receive_of: dict[Node, ReceiveRecord] = dict(context.receive_of)
+        self._sends = context.sends()
+
+    def first_send_to(self, wanted: Collection[Node]) -> int:
+        """Returns how many messages were sent before the first that leads to one of ``wanted``."""
+        visited: set[Node] = set()
+        for place, send in enumerate(self._sends):
+            nodes = _walk(_nodes_of(send), visited, self._nexts_here)
+            if any(node in wanted for node in nodes):
+                return place
+        return len(self._sends)
+
+    def _nexts_here(self, node: Node) -> Iterable[Node]:
+        """Returns what ``node`` leads to on this worker, before the next message."""
+        return () if node in self.receive_of else _next_nodes(node)
+
+    def nexts_after(self, first_send: int) -> Callable[[Node], Iterable[Node]]:
+        """Returns what tells where a node may lead to, also by way of other workers.
+
+        Args:
+            first_send: Of the messages that were sent, these many do not matter.
+        """
+
+        def nexts(node: Node) -> Iterable[Node]:
+            receive = self.receive_of.get(node)
+            if receive is None:
+                return _next_nodes(node)
+            sends = self._sends[first_send : receive.sends_before]
+            return [target for send in sends for target in _nodes_of(send)]
+
+        return nexts
+
+
+def receives_before(context: Context, roots: Roots) -> list[ReceiveRecord]:
+    """Returns the received messages to which roots may lead, also by way of other workers."""
+    history = _History(context)
+    nodes = _walk([edge.node for edge in roots.edges], set(), history.nexts_after(0))
+    return [history.receive_of[node] for node in nodes if node in history.receive_of]
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Returns where in the graph a tensor is."""
+    node, output_nr, *_ = get_gradient_edge(tensor)
+    return node, output_nr
 
 
 def _stops_at(places: Iterable[Place], inputs: Iterable[Tensor]) -> dict[Node, Stop]:
@@ -160,19 +199,20 @@ def _next_nodes(node: Node) -> list[Node]:
     return [target for target, _ in node.next_functions if target is not None]
 
 
-def _walk(seeds: Iterable[Node], visited: set[Node], nexts: object) -> Iterator[Node]:
+def _walk(
+    seeds: Iterable[Node], visited: set[Node], nexts: Callable[[Node], Iterable[Node]]
+) -> Iterator[Node]:
     """Yields all nodes that ``seeds`` lead to, with them, as far as not in ``visited``."""
     stack = list(seeds)
     while stack:
         node = stack.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        yield node
-        stack.extend(nexts(node))  # type: ignore[operator]
+        if node not in visited:
+            visited.add(node)
+            yield node
+            stack.extend(nexts(node))
 
 
-def checked_inputs(inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def checked_inputs(inputs: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Returns the tensors whose gradients are wanted, as a list.
 
     Raises:
@@ -180,7 +220,7 @@ def checked_inputs(inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
         AutogradError: There are none, or one does not require grad.
     """
     if isinstance(inputs, Tensor):
-        return checked_inputs([inputs])
+        inputs = [inputs]
     try:
         checked = list(inputs)
     except TypeError as error:

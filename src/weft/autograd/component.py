@@ -184,6 +184,10 @@ class Component:
         gradients = self._pending.pop(node, None)
         if gradients is None:
             return
+        passed = [place for place in self._reached.passed if place[0] == node]
+        if passed:  # Before hooks, as the engine has it.
+            pairs = pairs_of(passed, [gradients.get(output_nr) for _, output_nr in passed])
+            self._sink(pairs, [gradient for _, gradient in pairs])
         results = run_node(node, gradients, self._mode.create_graph)
         for (target, target_nr), gradient in zip(node.next_functions, results, strict=True):
             if target is not None and gradient is not None:
@@ -198,7 +202,7 @@ class Component:
         for edge, _ in roots:
             if edge.node in self._reached.leaves:  # A parameter that was sent as it is.
                 ready.leaves[edge.node] = self._reached.leaves[edge.node]
-        targets, variables = targets_of(ready.leaves)
+        targets, variables = targets_of(ready.leaves, self._reached.passed)
         for receive in ready.receives:
             targets += [GradientEdge(receive.node, nr) for nr in range(len(receive.metas))]
         captured = self._grad(roots, targets)

@@ -22,7 +22,7 @@ from weft.autograd.contexts import Contexts
 from weft.autograd.ddp import AVERAGING, watch
 from weft.autograd.envelopes import Envelopes
 from weft.autograd.failures import operation_of
-from weft.autograd.gradients import Sink
+from weft.autograd.gradients import Gradients
 from weft.autograd.graph import LocalPass
 from weft.autograd.listening import Listener
 from weft.autograd.modes import PassMode
@@ -89,7 +89,7 @@ class Engine:
         roots: Roots | Sequence[Tensor],
         mode: PassMode,
         *,
-        sink: Sink | None = None,
+        gradients: Gradients | None = None,
         captures: Captures | None = None,
         retains_here: bool = False,
     ) -> None:
@@ -99,13 +99,13 @@ class Engine:
             context_id: The context.
             roots: Where it starts.
             mode: How it is run.
-            sink: Takes the gradients of leaves of this worker; by default the context does.
-            captures: Collects the gradients of certain tensors instead.
+            gradients: Take those of leaves of this worker; by default the context's do.
+            captures: Collect those of certain tensors.
             retains_here: Whether graphs of this worker must survive, whatever becomes of others.
         """
         context = self.contexts.get(context_id)
         here = mode._replace(retain_graph=True) if retains_here else mode
-        local = LocalPass(context, here, sink, captures)
+        local = LocalPass(context, here, gradients, captures)
         local.start(roots)
         led = self._begin_to_lead(context_id, mode, local)
         try:
@@ -130,15 +130,30 @@ class Engine:
             mode: How the passes are run; ``for_inputs``.
         """
         captures = Captures(self.contexts.get(context_id), inputs)
-        if captures.is_complete:
-            self.run(context_id, roots, mode, captures=captures)
-            return captures.results()
-        # More than one pass may come by the same nodes.
-        mode = mode._replace(retain_graph=True)
-        self.run(context_id, roots, mode, captures=captures)
-        for further in captures.further_roots():
-            self.run(context_id, further, mode, captures=captures)
+        self.run_all(context_id, roots, mode, captures)
         return captures.results()
+
+    def run_all(
+        self,
+        context_id: int,
+        roots: Roots,
+        mode: PassMode,
+        captures: Captures,
+        gradients: Gradients | None = None,
+        retains_here: bool = False,
+    ) -> None:
+        """Runs a pass from roots, and all that go on from where it ended; see ``run``."""
+        if captures.goes_on:  # More than one pass may come by the same nodes.
+            mode = mode._replace(retain_graph=True)
+        for start in itertools.chain([roots], captures.further_roots()):
+            self.run(
+                context_id,
+                start,
+                mode,
+                gradients=gradients,
+                captures=captures,
+                retains_here=retains_here,
+            )
 
     def release(self, context_id: int, told_by: int | None = None) -> None:
         """Lets go of a context here, and tells the workers that know it."""

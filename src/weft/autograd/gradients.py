@@ -133,6 +133,14 @@ class Gradients:
             self._made_here.clear()
             return dict(self._sums)
 
+    def share(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Adds gradients to which others may write as well, without copying them."""
+        with self._lock:
+            for tensor, gradient in gradients.items():
+                previous = self._sums.get(tensor)
+                self._sums[tensor] = gradient if previous is None else sum_of(previous, gradient)
+            self._made_here.difference_update(gradients)
+
     def put(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Replaces the sums of some tensors by gradients that nobody else writes to."""
         with self._lock:

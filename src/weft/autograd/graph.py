@@ -18,12 +18,12 @@ from weft.autograd.averaging import Averaging, find_averaging
 from weft.autograd.captures import Captures
 from weft.autograd.component import Component, Live
 from weft.autograd.contexts import Context, TensorMeta
-from weft.autograd.gradients import Sink
+from weft.autograd.gradients import Gradients
 from weft.autograd.leaf_hooks import with_leaf_hooks
 from weft.autograd.lone import LoneSend
 from weft.autograd.modes import PassMode
 from weft.autograd.roots import Roots, roots_of
-from weft.autograd.walk import End, Reached, SentGraph, reached_by_one
+from weft.autograd.walk import End, Place, Reached, SentGraph, reached_by_one
 from weft.errors import AutogradError, ProtocolError
 from weft.protocol.backward import ROOTS, Progress
 
@@ -42,7 +42,7 @@ class LocalPass:
     Args:
         context: What the worker recorded; what is sent from now on has no part in the pass.
         mode: How the pass is run.
-        sink: Takes the gradients of leaves; by default the context does.
+        gradients: Take those of leaves; by default the context's do.
         captures: The tensors of this worker, where it leads a pass for inputs.
     """
 
@@ -50,18 +50,22 @@ class LocalPass:
         self,
         context: Context,
         mode: PassMode = PassMode(),  # noqa: B008 (it cannot change)
-        sink: Sink | None = None,
+        gradients: Gradients | None = None,
         captures: Captures | None = None,
     ) -> None:
         self._context = context
         self._mode = mode
         self._ends: Mapping[Node, End] = context.receive_of
+        self._passed: Sequence[Place] = ()
         self._wanted: Container[Node] | None = () if mode.for_inputs else None
+        self._gradients = context.gradients if gradients is None else gradients
+        self._sink = with_leaf_hooks(self._gradients.add_all)
         if captures is not None:
-            self._ends, self._wanted = captures.ends, captures.stops
-            self._sink: Sink = captures.add
-        else:
-            self._sink = with_leaf_hooks(context.gradients.add_all if sink is None else sink)
+            self._ends = captures.ends
+            self._sink = captures.sink_beside(self._sink)
+            self._passed = captures.passed
+            if mode.for_inputs:
+                self._wanted = captures.stops
         # What a pass that is recorded adds up is part of the graph, whatever the thread was set to.
         self._recording = torch.enable_grad if mode.create_graph else contextlib.nullcontext
         self._roots: Roots | None = None
@@ -189,7 +193,7 @@ class LocalPass:
         return component
 
     def _find_averaging(self, components: Iterable[tuple[Reached, Sequence[Live]]]) -> None:
-        self._averaging = find_averaging(components, self._context, self._sink)
+        self._averaging = find_averaging(components, self._gradients, self._sink)
         if self._averaging is None:
             return
         if self._mode.create_graph:
@@ -225,7 +229,7 @@ class LocalPass:
         if wanted is None:
             return reached
         leaves = {node: leaf for node, leaf in reached.leaves.items() if node in wanted}
-        return reached._replace(leaves=leaves)
+        return reached._replace(leaves=leaves, passed=self._passed)
 
     def _placed(
         self, message_id: int, gradients: Sequence[Tensor | None]

@@ -76,7 +76,7 @@ class LoneSend:
 
     def _run(self, gradients: Sequence[Tensor | None]) -> list[Answer]:
         leaves, receives = self._reached.leaves, self._reached.receives
-        targets, variables = targets_of(leaves)
+        targets, variables = targets_of(leaves, self._reached.passed)
         for receive in receives:
             targets += [GradientEdge(receive.node, nr) for nr in range(len(receive.metas))]
         edges = self._send.edges
@@ -89,7 +89,7 @@ class LoneSend:
         retain, create = self._mode.retain_graph, self._mode.create_graph
         captured = gradients_at(targets, edges, given, retain_graph=retain, create_graph=create)
         for_messages = captured[len(variables) :]
-        if leaves:
+        if variables:
             borrowed = [*given, *[gradient for gradient in for_messages if gradient is not None]]
             self._sink(pairs_of(variables, captured[: len(variables)]), borrowed)
         return answers_of(receives, for_messages)

@@ -21,9 +21,7 @@ from weft.autograd.local_engine import gradients_at
 Gradients = tuple[Tensor | None, ...]
 
 
-def run_node(
-    node: Node, gradients: Mapping[int, Tensor], create_graph: bool = False
-) -> Gradients:
+def run_node(node: Node, gradients: Mapping[int, Tensor], create_graph: bool = False) -> Gradients:
     """Runs ``node``, once and for all.
 
     Args:

@@ -7,7 +7,7 @@ user's graph, so they are written out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -18,6 +18,8 @@ from weft.autograd.contexts import ReceiveRecord
 from weft.autograd.leaf_hooks import has_leaf_hooks
 
 Next = tuple[Node | None, int]
+Place = tuple[Node, int]
+"""An output of a node."""
 
 
 @final
@@ -33,7 +35,7 @@ class Stop(NamedTuple):
     is_hooked: bool
 
     @property
-    def places(self) -> list[tuple[Node, int]]:
+    def places(self) -> list[Place]:
         """Its outputs."""
         count = len(self.node._input_metadata)
         return [(self.node, output_nr) for output_nr in range(count)]
@@ -51,15 +53,19 @@ class Reached(NamedTuple):
     members: list[int]
     leaves: dict[Node, Leaf]
     receives: list[ReceiveRecord]
+    passed: Sequence[Place] = ()
+    """Outputs of nodes, of this component or not, whose gradients are wanted on the way."""
 
 
-def targets_of(leaves: Mapping[Node, Leaf]) -> tuple[list[GradientEdge], list[Any]]:
+def targets_of(
+    leaves: Mapping[Node, Leaf], passed: Sequence[Place]
+) -> tuple[list[GradientEdge], list[Any]]:
     """Returns where the gradients of leaves and stops come to, and what each belongs to.
 
-    That is the leaf, or the place of an output of a stop.
+    That is the leaf, or the place of an output of a stop; so it is for what is passed.
     """
-    targets: list[GradientEdge] = []
-    variables: list[Any] = []
+    targets = [GradientEdge(*place) for place in passed]
+    variables: list[Any] = [*passed]
     for node, leaf in leaves.items():
         if type(leaf) is Stop:
             targets += [GradientEdge(*place) for place in leaf.places]

@@ -16,6 +16,7 @@ from weft.autograd import ddp
 from weft.autograd.averaging import Averaging, find_averaging
 from weft.autograd.component import Live
 from weft.autograd.contexts import Context
+from weft.autograd.gradients import Gradients
 from weft.autograd.graph import LocalPass
 from weft.autograd.walk import Reached
 from weft.errors import AutogradError
@@ -83,15 +84,15 @@ def reached(*modules: Any) -> Reached:
 def test_a_pass_that_reaches_no_such_module_is_left_alone() -> None:
     ddp.watch()
     components = [(reached(), sends(1))]
-    assert find_averaging(components, Context(1, 0)) is None
+    assert find_averaging(components, Gradients()) is None
     module = make_module()
-    assert find_averaging(components, Context(1, 0)) is None
-    assert find_averaging([(reached(module), sends(1))], Context(1, 0)) is not None
+    assert find_averaging(components, Gradients()) is None
+    assert find_averaging([(reached(module), sends(1))], Gradients()) is not None
 
 
 def averaging_of(*components: tuple[Reached, list[Live]]) -> tuple[Averaging, Context]:
     context = Context(1, 0)
-    averaging = find_averaging(components, context)
+    averaging = find_averaging(components, context.gradients)
     assert averaging is not None
     return averaging, context
 
