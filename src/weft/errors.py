@@ -30,6 +30,7 @@
     │   └── TlsError (ConnectionError)         no secure connection with whoever is there; says why
     ├── AutogradError (RuntimeError)           a distributed backward pass cannot be run
     ├── OptimizerError (RuntimeError)          an optimizer failed on some worker; says which
+    ├── ReduceError (RuntimeError)             the results of a map could not be put together
     ├── CheckpointError (RuntimeError)         a snapshot could not be saved or restored
     │   ├── SnapshotNotFound (FileNotFoundError)   there is none, or a worker lacks a file of it
     │   ├── SnapshotCorrupt                    a file is not as it was written; names the others
@@ -293,6 +294,26 @@ class OptimizerError(WeftError, RuntimeError):
         return (
             _rebuild_with_fields,
             (type(self), str(self), {"worker": self.worker, "others": self.others}),
+        )
+
+
+class ReduceError(WeftError, RuntimeError):
+    """A reducer failed; its cause is what it raised, and the calls of the map went well.
+
+    Attributes:
+        reducer: Name of the reducer.
+        results: How many results it was given.
+    """
+
+    def __init__(self, message: str, *, reducer: str = "", results: int = 0) -> None:
+        super().__init__(message)
+        self.reducer = reducer
+        self.results = results
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (
+            _rebuild_with_fields,
+            (type(self), str(self), {"reducer": self.reducer, "results": self.results}),
         )
 
 

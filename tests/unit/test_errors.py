@@ -40,6 +40,7 @@ WITH_FIELDS = [
     errors.OwnerLost("ps is gone", worker="ps", since=1e9, cause="end of file"),
     errors.AutogradError("backward failed", worker="ps", operation="MulBackward0"),
     errors.OptimizerError("step failed", worker="ps", others=("trainer0",)),
+    errors.ReduceError("shapes differ", reducer="mean_reducer", results=3),
     errors.CheckpointError("disk full", directory="/runs", step=3, worker="ps"),
     errors.SnapshotCorrupt("a bit flipped", step=3, file="1-ps.pt", alternatives=(2, 1)),
     errors.StateMismatch("other", missing=("a",), unexpected=("b",), differing=("c: shape",)),

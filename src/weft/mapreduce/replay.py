@@ -1,0 +1,148 @@
+"""A backward pass that survives the loss of workers: what was lost is computed once more.
+
+When a worker is lost, the graphs of the parts that it ran are gone, and the pass that needed them
+has failed. The values are here, though, and the parts are pure functions: run again elsewhere,
+they give the same values with a new graph. The gradient of a result follows from this worker's
+own graph, so the pass is put together of pieces: up to the old results, and on from the new ones.
+
+Rules of the file: nothing of a failed attempt is kept. It is only repeated if whatever the roots
+lead to, on other workers, are results of maps: anything else may have kept a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from weft.autograd.captures import Captures, place_of, receives_before
+from weft.autograd.contexts import Context
+from weft.autograd.engine import Engine
+from weft.autograd.gradients import Gradients
+from weft.autograd.modes import PassMode
+from weft.autograd.roots import Roots
+from weft.autograd.walk import Place
+from weft.errors import AutogradError, WorkerLost
+
+T = TypeVar("T")
+
+
+class Repeatable(Protocol):
+    """Results of this worker that can be computed again."""
+
+    def run_again(self) -> Sequence[Any]:
+        """Returns equal results with a new graph, of workers that are left. Blocks."""
+        ...
+
+
+class Results:
+    """What a map returned in a context, and how to get it again.
+
+    Args:
+        results: The results of its parts; of tensors in them the places in the graph are noted.
+        source: Computes them again.
+    """
+
+    def __init__(self, results: Sequence[Any], source: Repeatable) -> None:
+        self.places = [place_of(tensor) for tensor in _differentiable(results)]
+        self._source = source
+
+    def again(self) -> dict[Place, Tensor]:
+        """Computes the results once more; returns the new tensors, by the places of the old."""
+        return dict(zip(self.places, _differentiable(self._source.run_again()), strict=True))
+
+
+def _differentiable(results: Sequence[Any]) -> list[Tensor]:
+    leaves = pytree.tree_leaves(list(results))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+class Replay:
+    """A backward pass from roots, repeated as often as workers are lost.
+
+    Args:
+        engine: Runs the pieces.
+        context_id: The context.
+        roots: Where it starts.
+    """
+
+    def __init__(self, engine: Engine, context_id: int, roots: Roots) -> None:
+        self._engine = engine
+        self._context_id = context_id
+        self._roots = roots
+
+    def gradients_of_leaves(self, mode: PassMode) -> dict[Tensor, Tensor]:
+        """Returns the gradients of the leaves of this worker."""
+
+        def attempt(replaced: dict[Place, Tensor]) -> dict[Tensor, Tensor]:
+            gradients = Gradients()
+            captures = Captures(self._context(), (), replaced, for_inputs=False)
+            self._run_all(mode, captures, gradients)
+            return gradients.snapshot()
+
+        return self._until_done(attempt)
+
+    def gradients_of(self, inputs: Sequence[Tensor], mode: PassMode) -> list[Tensor | None]:
+        """Returns the gradients of tensors of this worker; ``mode`` is for inputs."""
+
+        def attempt(replaced: dict[Place, Tensor]) -> list[Tensor | None]:
+            captures = Captures(self._context(), inputs, replaced)
+            self._run_all(mode, captures)
+            return captures.results()
+
+        return self._until_done(attempt)
+
+    def _context(self) -> Context:
+        return self._engine.contexts.get(self._context_id)
+
+    def _run_all(
+        self, mode: PassMode, captures: Captures, gradients: Gradients | None = None
+    ) -> None:
+        self._engine.run_all(
+            self._context_id,
+            self._roots,
+            mode,
+            captures,
+            gradients,
+            retains_here=bool(self._context().maps),
+        )
+
+    def _until_done(self, attempt: Callable[[dict[Place, Tensor]], T]) -> T:
+        replaced: dict[Place, Tensor] = {}
+        lost: set[str] = set()
+        while True:
+            try:
+                return attempt(replaced)
+            except AutogradError as error:
+                worker = _lost_worker(error)
+                if worker is None or worker in lost or not self._is_repeatable():
+                    raise
+                lost.add(worker)
+            replaced = self._computed_again()
+
+    def _computed_again(self) -> dict[Place, Tensor]:
+        context = self._context()
+        again = [results.again() for results in list(context.maps)]
+        # What this worker computed itself has its graph.
+        return {
+            place: tensor
+            for results in again
+            for place, tensor in results.items()
+            if place[0] in context.receive_of
+        }
+
+    def _is_repeatable(self) -> bool:
+        """Whether all that the roots lead to, on other workers, are results of maps."""
+        context = self._context()
+        nodes = {node for results in context.maps for node, _ in results.places}
+        return all(receive.node in nodes for receive in receives_before(context, self._roots))
+
+
+def _lost_worker(error: BaseException) -> str | None:
+    """Returns the name of the worker whose loss has ended a pass, if that is the cause."""
+    cause = error.__cause__
+    if isinstance(cause, WorkerLost):
+        return cause.worker or ""
+    return None if cause is None else _lost_worker(cause)

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from tests.unit.agent.group import group_of
+from weft import rpc
+from weft.agent import current
+from weft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
+from weft.mapreduce import ending
+from weft.mapreduce.identity import get_world_info
+from weft.mapreduce.starting import auto_init_rpc, barrier
+
+VARIABLES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+WEFT_VARIABLES = "WEFT_WORKER_NAME WEFT_INIT_METHOD TORCHELASTIC_RUN_ID".split()
+
+
+@pytest.fixture(autouse=True)
+def at_exit(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """A process without a launcher, and what it is to do at its exit."""
+    for variable in (*VARIABLES, *WEFT_VARIABLES):
+        monkeypatch.delenv(variable, raising=False)
+    registered: list[tuple[Any, ...]] = []
+    patched = SimpleNamespace(register=lambda *given: registered.append(given))
+    monkeypatch.setattr(ending, "atexit", patched)
+    yield registered
+    rpc.shutdown()
+
+
+def own_name() -> str:
+    return rpc.get_worker_info().name
+
+
+def test_alone_a_process_is_a_worker_until_it_exits(at_exit: list[tuple[Any, ...]]) -> None:
+    events = []
+
+    @auto_init_rpc(lambda: events.append(f"init of {own_name()}"))
+    def main(first: int, second: int) -> torch.Tensor:
+        """Adds."""
+        events.append("main")
+        return rpc.rpc_sync("worker0", torch.add, args=(torch.tensor(first), second))
+
+    assert (main.__name__, main.__doc__) == ("main", "Adds.")
+    assert main(1, second=2) == 3
+    assert events == ["init of worker0", "main"]
+    assert get_world_info() == (0, 1, 0, 1)
+    ((leave, agent),) = at_exit
+    leave(agent)
+    assert not current.is_set()
+    leave(agent)  # Nothing is left to do.
+
+
+def test_a_main_function_that_raises_leaves_the_group() -> None:
+    @auto_init_rpc()
+    def main() -> None:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        main()
+    assert not current.is_set()
+
+
+@pytest.mark.parametrize(("code", "stays"), [(None, True), (0, True), (3, False), ("bad", False)])
+def test_a_program_that_ends_itself_leaves_at_once_where_it_ends_badly(
+    code: object, stays: bool
+) -> None:
+    @auto_init_rpc()
+    def main() -> None:
+        raise SystemExit(code)
+
+    with pytest.raises(SystemExit):
+        main()
+    assert current.is_set() == stays
+
+
+def test_a_program_may_leave_before() -> None:
+    @auto_init_rpc()
+    def main() -> None:
+        rpc.shutdown()
+        raise KeyError("afterwards")
+
+    with pytest.raises(KeyError):
+        main()
+
+
+def test_who_is_a_worker_already_stays_what_it_is(
+    at_exit: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+    with group_of(2) as members:
+        monkeypatch.setattr(current, "_current", members[1].agent)
+        main = auto_init_rpc(lambda: events.append("init"))(own_name)
+        assert main() == "worker1"
+        assert current.current() is members[1].agent
+        monkeypatch.undo()
+    assert (events, at_exit) == (["init"], [])
+
+
+def by_place(rank: int, size: int, local_rank: int, local_size: int) -> str:
+    return f"w-{rank}-{size}-{local_rank}-{local_size}"
+
+
+@pytest.mark.parametrize(
+    ("formats", "launched", "expected"),
+    [((), None, "worker0"), ((), "trainer", "trainer"), ((by_place,), "trainer", "w-0-1-0-1")],
+)
+def test_the_format_of_the_program_comes_before_the_name_of_the_launcher(
+    formats: tuple[Callable[..., str], ...],
+    launched: str | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if launched is not None:
+        monkeypatch.setenv("WEFT_WORKER_NAME", launched)
+    assert auto_init_rpc(None, *formats)(own_name)() == expected
+    assert get_world_info().worker_name == expected
+
+
+def test_options_are_used_and_not_changed() -> None:
+    options = rpc.RpcBackendOptions(num_worker_threads=3)
+    assert auto_init_rpc(rpc_backend_options=options, backend="any")(own_name)() == "worker0"
+    assert options.store is None
+    rpc.shutdown()
+    store = HashStore()
+    options = rpc.RpcBackendOptions(store=store)
+    assert auto_init_rpc(rpc_backend_options=options)(own_name)() == "worker0"
+    assert store.check(["directory"])
+
+
+def test_options_of_another_kind_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="rpc_backend_options is a dict"):
+        auto_init_rpc(rpc_backend_options={})(own_name)()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "1"}, "RANK is 1, but WORLD_SIZE is not set; start the script with 'weft run'"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set"),
+        ({"RANK": "0", "WEFT_INIT_METHOD": "weft://x"}, "use '--restart group'"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x', which is no number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 does not fit world_size 2"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not set"),
+    ],
+)
+def test_a_launcher_that_says_half(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError) as caught:
+        auto_init_rpc()(own_name)()
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "0"}, {"WORLD_SIZE": "1"}])
+def test_one_of_one_need_not_be_told_both(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert auto_init_rpc()(own_name)() == "worker0"
+
+
+def main_of_arguments(arguments: list[str]) -> None:
+    raise AssertionError(arguments)
+
+
+def main_of_nothing() -> None:
+    raise AssertionError
+
+
+def test_a_main_function_in_the_place_of_worker_init_fn() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"'main_of_arguments'.*which has parentheses"):
+        auto_init_rpc(main_of_arguments)  # type: ignore[arg-type]
+    main: Any = auto_init_rpc(main_of_nothing)  # It could be one.
+    for call in (main, lambda: main(5), lambda: main(steps=5)):
+        with pytest.raises(
+            ArgumentTypeError, match=r"'main_of_nothing' was given.*@auto_init_rpc\(\)"
+        ):
+            call()
+    with pytest.raises(ArgumentTypeError, match="no function that auto_init_rpc"):
+        auto_init_rpc()(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("argument", ["worker_init_fn", "worker_name_format"])
+def test_what_cannot_be_called_is_refused(argument: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"{argument} is 'worker'; it must be a function"):
+        auto_init_rpc(**{argument: "worker"})  # type: ignore[arg-type]
+
+
+def test_built_in_functions_initialize_as_well() -> None:
+    events: list[int] = [1]
+    auto_init_rpc(events.clear)(own_name)()
+    assert events == []
+    auto_init_rpc(dict)(own_name)()
+
+
+def test_a_barrier_of_named_workers() -> None:
+    def main() -> None:
+        for names in (None, [], ["worker0"], {"worker0"}, (name for name in ["worker0"])):
+            barrier(names)
+        barrier(worker_names=["worker0"], timeout=1.0)
+        with pytest.raises(UnknownWorker, match="nobody"):
+            barrier(["worker0", "nobody"])
+        with pytest.raises(ArgumentTypeError, match="pass several names"):
+            barrier("worker0")
+
+    auto_init_rpc()(main)()

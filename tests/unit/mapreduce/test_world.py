@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
+from weft.mapreduce import identity, selection, starting, world
+
+NAMES_OF_TORCHOPT = """auto_init_rpc barrier default_worker_name_format get_local_rank
+get_local_world_size get_rank get_worker_id get_world_info get_world_rank get_world_size not_on_rank
+on_rank rank_all rank_non_zero_only rank_zero_only WorldInfo""".split()
+
+
+def test_the_names_are_those_of_torchopt() -> None:
+    assert sorted(world.__all__) == sorted(NAMES_OF_TORCHOPT)
+
+
+@pytest.mark.parametrize("name", NAMES_OF_TORCHOPT)
+def test_each_is_what_its_own_module_has(name: str) -> None:
+    homes = [module for module in (identity, selection, starting) if name in vars(module)]
+    assert getattr(world, name) is getattr(homes[0], name)
