@@ -1,0 +1,180 @@
+"""Where a pass for certain tensors ends, and what it goes through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.autograd.captures import Captures, checked_inputs, place_of, receives_before
+from weft.autograd.contexts import REQUIRES_GRAD, Context
+from weft.autograd.roots import roots_of
+from weft.errors import ArgumentTypeError, AutogradError
+
+HERE, THERE = 0, 1
+
+
+class Worker:
+    """One worker that calls another one, whose answers are made up."""
+
+    def __init__(self) -> None:
+        self.context = Context(1, HERE)
+        self._answers = 0
+
+    def call(self, *tensors: Tensor) -> Tensor:
+        self.context.record_send(tensors, THERE)
+        return self.receive()
+
+    def receive(self) -> Tensor:
+        self._answers += 1
+        number = THERE << 48 | self._answers
+        return self.context.record_receive(number, THERE, [torch.ones(2)], [REQUIRES_GRAD])[0]
+
+    def captures(self, *inputs: Tensor, **others: Any) -> Captures:
+        return Captures(self.context, inputs, **others)
+
+
+def leaf() -> Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+def node_of(tensor: Tensor) -> object:
+    return place_of(tensor)[0]
+
+
+def test_a_pass_ends_at_a_tensor_behind_which_there_is_no_other() -> None:
+    worker = Worker()
+    weight = leaf() * 2
+    worker.call(weight)
+    captures = worker.captures(weight)
+    assert node_of(weight) in captures.stops
+    assert captures.passed == []
+
+
+def test_a_pass_goes_through_a_tensor_behind_which_there_is_another_here() -> None:
+    worker = Worker()
+    first = leaf()
+    second = first * 2
+    captures = worker.captures(second, first)
+    assert captures.passed == [place_of(second)]
+    assert list(captures.stops) == [node_of(first)]
+
+
+def test_a_pass_goes_through_a_tensor_behind_which_there_may_be_another_by_way_of_others() -> None:
+    worker = Worker()
+    first = leaf()
+    second = worker.call(first) * 2
+    captures = worker.captures(second, first)
+    assert captures.passed == [place_of(second)]
+
+
+def test_steps_of_an_inner_loop_do_not_go_back_to_earlier_ones() -> None:
+    worker = Worker()
+    weight = leaf()
+    answers = []
+    for _ in range(3):
+        answer = worker.call(weight)
+        answers.append(answer)
+        weight = weight - answer
+    last = worker.call(weight)
+    captures = worker.captures(weight)
+    assert node_of(weight) in captures.stops
+    assert node_of(last) in captures.ends
+    # They came before the first message that the weight was in.
+    assert all(node_of(answer) not in captures.ends for answer in answers)
+
+
+def test_a_message_that_came_before_all_sends_leads_nowhere() -> None:
+    worker = Worker()
+    given = worker.receive()
+    weight = leaf() * given.detach()
+    answer = worker.call(weight)
+    captures = worker.captures(weight)
+    assert node_of(given) not in captures.ends
+    assert node_of(answer) in captures.ends
+
+
+def test_without_a_send_that_leads_to_it_only_this_worker_matters() -> None:
+    worker = Worker()
+    answer = worker.call(leaf())
+    weight = leaf()
+    captures = worker.captures(weight)
+    assert node_of(answer) not in captures.ends
+
+
+def test_a_received_tensor_may_be_asked_for() -> None:
+    worker = Worker()
+    given = worker.receive()
+    worker.call(given)
+    assert node_of(given) in worker.captures(given).stops
+
+
+def test_a_tensor_that_is_asked_for_twice_is_noted_once() -> None:
+    worker = Worker()
+    first = leaf()
+    second = first * 2
+    captures = worker.captures(second, second, first)
+    assert captures.passed == [place_of(second)]
+    sink = captures.sink_beside(lambda pairs, borrowed: pytest.fail("no leaf is left over"))
+    sink([(place_of(second), torch.ones(2)), (first, torch.ones(2))], ())  # type: ignore[list-item]
+    sink([(first, torch.ones(2))], ())
+    found = [gradient.tolist() for gradient in captures.results() if gradient is not None]
+    assert found == [[1, 1], [1, 1], [2, 2]]
+
+
+def test_other_leaves_are_left_to_others() -> None:
+    worker, others = Worker(), []
+    first, second = leaf(), leaf()
+    captures = worker.captures(first, for_inputs=False)
+    sink = captures.sink_beside(lambda pairs, borrowed: others.extend(pairs))
+    sink([(first, torch.ones(2)), (second, torch.zeros(2))], ())
+    assert [key is second for key, _ in others] == [True]
+
+
+def test_replaced_results_are_gone_on_from_in_the_order_of_the_program() -> None:
+    worker = Worker()
+    first = worker.call(leaf())
+    second = worker.call(first * 2)
+    replaced = {place_of(first): leaf() * 1, place_of(second): leaf() * 1}
+    captures = worker.captures(replaced=replaced, for_inputs=False)
+    assert captures.goes_on
+    sink = captures.sink_beside(lambda pairs, borrowed: None)
+    started = []
+    sink([(place_of(second), torch.full((2,), 2.0))], ())  # type: ignore[list-item]
+    for roots in captures.further_roots():
+        started.append([gradient.tolist() for gradient in roots.gradients])
+        if len(started) == 1:  # What the first of them leads to.
+            sink([(place_of(first), torch.full((2,), 3.0))], ())  # type: ignore[list-item]
+    assert started == [[[2.0, 2.0]], [[3.0, 3.0]]]
+
+
+def test_all_that_was_received_before_is_found_by_way_of_others() -> None:
+    worker = Worker()
+    first = worker.call(leaf())
+    second = worker.call(first * 2)
+    worker.receive()
+    roots = roots_of([second.sum()])
+    found = [receive.node for receive in receives_before(worker.context, roots)]
+    assert found == [node_of(second), node_of(first)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "text"),
+    [
+        ([], AutogradError, "'inputs' argument cannot be empty"),
+        (3, ArgumentTypeError, "inputs is a int"),
+        ([leaf(), "x"], ArgumentTypeError, r"inputs\[1\] is a str"),
+        ([torch.ones(2)], AutogradError, r"does not require grad: inputs\[0\], of shape \(2,\)"),
+    ],
+)
+def test_what_has_no_gradient_is_told(inputs: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        checked_inputs(inputs)
+
+
+def test_inputs_may_be_one_tensor_or_come_from_a_generator() -> None:
+    tensor = leaf()
+    assert checked_inputs(tensor) == [tensor]
+    assert checked_inputs(each for each in [tensor]) == [tensor]
