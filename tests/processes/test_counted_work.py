@@ -27,12 +27,13 @@ FUNCTIONS = {
     "4 MiB": (144, 145),
 }
 # One of them at the caller, three at the callee, are for deadlines and cancelling: which call the
-# code serves, and when a call arrived.
+# code serves, and when a call arrived. In a context one on each side counts what was sent before,
+# by which a pass for certain tensors knows where it need not go.
 FUNCTIONS_IN_C = {
     "nothing": (49, 56),
     "one tensor": (55, 62),
     "sixteen tensors": (230, 238),
-    "a tensor in a context": (80, 79),
+    "a tensor in a context": (81, 80),
     "4 MiB": (156, 163),
 }
 SYSTEM_CALLS = 4.1

@@ -124,6 +124,7 @@ def grad(
         inputs: Tensors of this worker that the outputs depend on, leaves or not.
         grad_outputs: The gradient at each output; None for that of a scalar, which is one.
         retain_graph: Whether to keep the graphs for another pass; by default ``create_graph``.
+            If not, more of them is freed than by torch: whatever may lead to an input.
         create_graph: Whether the gradients are to have a graph, through all workers, so that
             they can be differentiated in turn, to any order, within the context.
         allow_unused: Whether an input that no output depends on has None for its gradient.

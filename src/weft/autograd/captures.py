@@ -39,6 +39,7 @@ class Captures:
         stops: The nodes at which passes end.
         passed: The places of inputs that passes go through.
         ends: Where walks end on this worker: at the stops, and at received messages.
+        first_send: How many messages were sent before the first that leads to an input.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class Captures:
         self._gradients: dict[Place, Tensor] = {}
         self._graph = _History(context)
         stops = _stops_at(self._places, inputs)
-        first_send = self._graph.first_send_to(stops) if for_inputs else 0
-        self._nexts = self._graph.nexts_after(first_send)
+        self.first_send = self._graph.first_send_to(stops) if for_inputs else 0
+        self._nexts = self._graph.nexts_after(self.first_send)
         through = self._with_others_behind(stops)
         self.passed = [place for place in dict.fromkeys(self._places) if place[0] in through]
         self._kept = stops.keys() | {node for node, _ in self._replaced}
@@ -65,7 +66,7 @@ class Captures:
         self.ends: dict[Node, End] = {
             node: receive
             for node, receive in self._graph.receive_of.items()
-            if receive.sends_before > first_send or not for_inputs
+            if receive.sends_before > self.first_send or not for_inputs
         }
         self.ends.update(self.stops)
 

@@ -211,6 +211,10 @@ class Context:
         with self._lock:
             return list(self._receives.values())
 
+    def leaves_behind_placeholders(self) -> set[Node | None]:
+        """Returns the nodes of leaves that nobody sees."""
+        return {target for node in list(self.receive_of) for target, _ in node.next_functions}
+
     def accumulate(self, tensor: Tensor, gradient: Tensor) -> None:
         """Adds to the gradient of a tensor."""
         self.gradients.add(tensor, gradient)

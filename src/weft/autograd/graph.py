@@ -7,7 +7,8 @@ what has become ready. One thread at a time may use it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,11 +18,12 @@ from torch.autograd.graph import Node
 from weft.autograd.averaging import Averaging, find_averaging
 from weft.autograd.captures import Captures
 from weft.autograd.component import Component, Live
-from weft.autograd.contexts import Context, TensorMeta
+from weft.autograd.contexts import Context, TensorMeta, enter
 from weft.autograd.gradients import Gradients
 from weft.autograd.leaf_hooks import with_leaf_hooks
 from weft.autograd.lone import LoneSend
 from weft.autograd.modes import PassMode
+from weft.autograd.placeholders import is_without_memory
 from weft.autograd.roots import Roots, roots_of
 from weft.autograd.walk import End, Place, Reached, SentGraph, reached_by_one
 from weft.errors import AutogradError, ProtocolError
@@ -57,17 +59,20 @@ class LocalPass:
         self._mode = mode
         self._ends: Mapping[Node, End] = context.receive_of
         self._passed: Sequence[Place] = ()
+        self._skipped = 0
         self._wanted: Container[Node] | None = () if mode.for_inputs else None
         self._gradients = context.gradients if gradients is None else gradients
         self._sink = with_leaf_hooks(self._gradients.add_all)
         if captures is not None:
             self._ends = captures.ends
-            self._sink = captures.sink_beside(self._sink)
             self._passed = captures.passed
             if mode.for_inputs:
                 self._wanted = captures.stops
-        # What a pass that is recorded adds up is part of the graph, whatever the thread was set to.
-        self._recording = torch.enable_grad if mode.create_graph else contextlib.nullcontext
+                self._skipped = captures.first_send
+                self._sink = _nowhere
+            self._sink = captures.sink_beside(self._sink)
+        recording = functools.partial(_recorded_in, context.id)
+        self._recording = recording if mode.create_graph else contextlib.nullcontext
         self._roots: Roots | None = None
         self._reached_of: dict[int, tuple[Reached, Sequence[Live]]] | None = None
         self._component_of: dict[int, Component | LoneSend] = {}
@@ -206,16 +211,20 @@ class LocalPass:
     def _walk_all(self) -> dict[int, tuple[Reached, Sequence[Live]]]:
         """Walks from all that was sent, used or not; what shares nodes forms a component."""
         sends = [Live(record.message_id, record.edges) for record in self._context.sends()]
+        found: dict[int, tuple[Reached, Sequence[Live]]] = {}
+        for send in sends[: self._skipped]:  # They lead to nothing that is wanted.
+            found[send.message_id] = (Reached([0], {}, []), [send])
+        sends = sends[self._skipped :]
         if self._roots is not None:
             sends.append(Live(ROOTS, self._roots.edges))
         if len(sends) == 1:
             only = sends[0]
             reached = self._as_wanted(reached_by_one(only.edges, self._ends))
-            return {only.message_id: (reached, sends)}
+            found[only.message_id] = (reached, sends)
+            return found
         graph = SentGraph(self._ends)
         for send in sends:
             graph.add(send.edges)
-        found: dict[int, tuple[Reached, Sequence[Live]]] = {}
         for component in graph.components():
             reached = self._as_wanted(component)
             members = [sends[member] for member in reached.members]
@@ -229,6 +238,15 @@ class LocalPass:
         if wanted is None:
             return reached
         leaves = {node: leaf for node, leaf in reached.leaves.items() if node in wanted}
+        hidden = {
+            node: leaf
+            for node, leaf in reached.leaves.items()
+            if node not in leaves and is_without_memory(leaf)
+        }
+        if hidden:
+            own = self._context.leaves_behind_placeholders()
+            # What came in another context: asked for, it raises if the pass comes by.
+            leaves.update({node: leaf for node, leaf in hidden.items() if node not in own})
         return reached._replace(leaves=leaves, passed=self._passed)
 
     def _placed(
@@ -247,6 +265,16 @@ class LocalPass:
         return [_placed_as(meta, gradient) for meta, gradient in zip(metas, gradients, strict=True)]
 
 
+@contextlib.contextmanager
+def _recorded_in(context_id: int) -> Iterator[None]:
+    """Records what a pass does, whatever the thread was set to.
+
+    That is what it adds up, and the calls that functions of the user make in their backward.
+    """
+    with torch.enable_grad(), enter(context_id):
+        yield
+
+
 def _placed_as(meta: TensorMeta, gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
@@ -256,3 +284,7 @@ def _placed_as(meta: TensorMeta, gradient: Tensor | None) -> Tensor | None:
             f"{tuple(meta.shape)}"
         )
     return gradient if gradient.device == meta.device else gradient.to(meta.device)
+
+
+def _nowhere(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
+    """Takes gradients that nobody asked for."""

@@ -73,6 +73,11 @@ def make_placeholders(tensors: Sequence[Tensor]) -> tuple[Node, Sequence[Tensor]
     return node, placeholders
 
 
+def is_without_memory(leaf: object) -> bool:
+    """Whether a leaf may be behind a placeholder, of whatever context; few others are like it."""
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.numel()
+
+
 def _drop_memory(leaf: Tensor) -> None:
     # The node keeps its leaves for as long as the context lives; their memory need not stay.
     if leaf.layout is torch.strided:

@@ -79,6 +79,13 @@ def _checked_gradients(
 ) -> tuple[Tensor, ...]:
     if gradients is None:
         gradients = [None] * len(tensors)
+    try:
+        gradients = list(gradients)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"the gradients for {what}s are a {type(gradients).__name__}; pass a list of tensors, "
+            f"one for each {what}, or a tensor where there is one {what}"
+        ) from error
     if len(gradients) != len(tensors):
         raise AutogradError(
             f"there are {len(gradients)} gradients for {len(tensors)} {what}s; give one for each, "

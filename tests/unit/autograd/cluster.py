@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 import zlib
 from collections import Counter
@@ -124,11 +125,10 @@ class Cluster(World):
         mode = PassMode(retain, create_graph, for_inputs=True)
         captures = Captures(self.contexts[driver], inputs)
         roots = roots_of(outputs, grad_outputs, what="output")
-        if not captures.is_complete:
+        if captures.goes_on:
             mode = mode._replace(retain_graph=True)
-        _Pass(self, driver, mode, captures=captures).run(roots)
-        for further in captures.further_roots():
-            _Pass(self, driver, mode, captures=captures).run(further)
+        for start in itertools.chain([roots], captures.further_roots()):
+            _Pass(self, driver, mode, captures=captures).run(start)
         return captures.results()
 
 

@@ -1,0 +1,218 @@
+"""Random programs that differentiate in the middle: drawn as plain data, run on any site.
+
+A program is a body of steps. A body computes with a list of values, the later ones preferred. It
+may have other workers run bodies of their own, and may differentiate what it has by what it has.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.gradient_functions import Sine
+from tests.higher_order_programs import norms_everywhere
+from tests.higher_order_sites import WORKERS, Program, Site
+
+# What a program consists of. Values are named by how long ago they came into the body's list.
+
+
+class Compute(NamedTuple):
+    """Adds a value made of two."""
+
+    operation: str
+    first: int
+    second: int
+
+
+class Use(NamedTuple):
+    """Adds a parameter of this worker, as it is."""
+
+    name: str
+
+
+class Remember(NamedTuple):
+    """Feeds a value to the hidden state of this worker, and adds the state."""
+
+    value: int
+
+
+class Differentiate(NamedTuple):
+    """Adds the gradients of one value by others, where there are any."""
+
+    output: int
+    inputs: tuple[int, ...]
+    weight: int | None
+    create_graph: bool
+
+
+class Call(NamedTuple):
+    """Has a worker run a body, and adds its results."""
+
+    to: int
+    body: Body
+    arguments: tuple[int, ...]
+
+
+class FanOut(NamedTuple):
+    """Makes calls side by side, and adds the results of all."""
+
+    calls: tuple[Call, ...]
+
+
+Step = Compute | Use | Remember | Differentiate | Call | FanOut
+
+
+class Body(NamedTuple):
+    """Steps, and how many of the last values are the results."""
+
+    steps: tuple[Step, ...]
+    results: int
+
+
+OPERATIONS = ("sine", "unbind", "product", "layer", "layer", "hooked", "sum")
+NAMES = ("v", "w")
+
+
+class Generator:
+    """Draws bodies."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+
+    def body(self, worker: int, depth: int, steps: int, may_remember: bool) -> Body:
+        """Returns a body for a worker, with calls up to ``depth`` within each other."""
+        drawn = tuple(self._step(worker, depth, may_remember) for _ in range(steps))
+        return Body(drawn, self.chance.choice([1, 1, 2]))
+
+    def _step(self, worker: int, depth: int, may_remember: bool) -> Step:
+        chance = self.chance
+        kind = chance.random()
+        if depth and kind < 0.4:
+            if kind < 0.32:
+                return self._call(worker, depth, may_remember)
+            # Their order is open, so they leave states alone.
+            return FanOut(tuple(self._call(worker, depth, False) for _ in range(2)))
+        if kind < 0.6:
+            inputs = tuple(self._late() for _ in range(chance.choice([1, 1, 2, 3])))
+            weight = chance.choice([None, self._late()])
+            return Differentiate(self._late(), inputs, weight, chance.random() < 0.8)
+        if may_remember and kind < 0.7:
+            return Remember(self._late())
+        if kind < 0.77:
+            return Use(chance.choice(NAMES))
+        return Compute(chance.choice(OPERATIONS), self._late(), self._late() + 1)
+
+    def _call(self, worker: int, depth: int, may_remember: bool) -> Call:
+        chance = self.chance
+        to = chance.choice([other for other in range(WORKERS) if other != worker])
+        body = self.body(to, depth - 1, chance.choice([0, 1, 2, 2, 3]), may_remember)
+        return Call(to, body, tuple(self._late() for _ in range(chance.choice([1, 2, 3]))))
+
+    def _late(self) -> int:
+        return int(self.chance.random() ** 2 * 6)
+
+
+def random_program(seed: int) -> Program:
+    """Returns the program with a number; always the same."""
+    generator = Generator(seed)
+    body = generator.body(0, 2, generator.chance.randint(5, 9), True)
+    is_of_second_order = generator.chance.random() < 0.6
+
+    def program(site: Site) -> list[Tensor]:
+        results = run(site, body, site.parameter("x") * 2)
+        roots = [result.sum() for result in results if result.requires_grad]
+        if roots:
+            site.backward(roots, retain_graph=True, create_graph=is_of_second_order)
+        if roots and is_of_second_order:
+            norm = norms_everywhere(site)
+            if norm.requires_grad:
+                site.backward([norm.sin()])
+        return results
+
+    program.__doc__ = "\n".join(map(str, body.steps))
+    return program
+
+
+def run(site: Site, body: Body, *arguments: Tensor) -> list[Tensor]:
+    """Runs a body; its first value is made of a parameter of this worker."""
+    values = [site.parameter("w") * 2, *arguments]
+    for step in body.steps:
+        values += _RUNNERS[type(step)](site, step, values)
+    return values[-body.results :]
+
+
+def _at(values: list[Tensor], age: int) -> Tensor:
+    return values[-1 - age % len(values)]
+
+
+def _use(site: Site, step: Use, _: list[Tensor]) -> list[Tensor]:
+    return [site.parameter(step.name)]
+
+
+def _remember(site: Site, step: Remember, values: list[Tensor]) -> list[Tensor]:
+    state = site.state.get("state", site.parameter("state"))
+    site.state["state"] = torch.tanh(state * site.parameter("v") + _at(values, step.value))
+    return [site.state["state"]]
+
+
+def _differentiate(site: Site, step: Differentiate, values: list[Tensor]) -> list[Tensor]:
+    output = _at(values, step.output)
+    inputs = [value for age in step.inputs if (value := _at(values, age)).requires_grad]
+    if not output.requires_grad or not inputs:
+        return []
+    weight = torch.ones_like(output) if step.weight is None else _at(values, step.weight)
+    if not step.create_graph:
+        weight = weight.detach()  # torch may return it as it is, with its graph.
+    found = site.grad(
+        output,
+        inputs,
+        weight,
+        retain_graph=True,
+        create_graph=step.create_graph,
+        allow_unused=True,
+    )
+    # Bounded, so that differences of rounding do not grow from order to order.
+    return [torch.sin(gradient) for gradient in found if gradient is not None]
+
+
+def _call(site: Site, step: Call, values: list[Tensor]) -> list[Tensor]:
+    return _fan_out(site, FanOut((step,)), values)
+
+
+def _fan_out(site: Site, step: FanOut, values: list[Tensor]) -> list[Tensor]:
+    waits = [
+        site.start(call.to, run, call.body, *[_at(values, age) for age in call.arguments])
+        for call in step.calls
+    ]
+    return [result for wait in waits for result in wait()]
+
+
+def _compute(site: Site, step: Compute, values: list[Tensor]) -> list[Tensor]:
+    first, second = _at(values, step.first), _at(values, step.second)
+    if step.operation == "sine":
+        return [Sine.apply(first, 0.5, second)]  # type: ignore[no-untyped-call]
+    if step.operation == "unbind":
+        return [torch.stack([first, second]).unbind()[1] * 0.5]
+    if step.operation == "product":
+        return [torch.tanh(first * second.sum())]
+    if step.operation == "sum":
+        return [(first + second) / 2]
+    result = torch.tanh(first * site.parameter("w") + second)
+    if step.operation == "hooked":
+        # Not linear: it must see the whole gradient.
+        result.register_hook(lambda gradient: torch.sin(3 * gradient))
+    return [result]
+
+
+_RUNNERS: dict[type, Callable[[Site, Any, list[Tensor]], list[Tensor]]] = {
+    Use: _use,
+    Remember: _remember,
+    Differentiate: _differentiate,
+    Call: _call,
+    FanOut: _fan_out,
+    Compute: _compute,
+}

@@ -1,0 +1,244 @@
+"""Gradients of gradients over several workers are those of a single process, to any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import higher_order_programs, higher_order_sites
+from tests.higher_order_random import random_program
+from tests.higher_order_sites import Outcome, Site, Tensors, assert_equal, expected, moved_with
+from tests.unit.autograd import programs
+from tests.unit.autograd.cluster import Cluster, SingleProcess, World
+from tests.unit.autograd.cluster import Program as WorldProgram
+
+TOLERANCE = 1e-12
+RANDOM_TOLERANCE = 1e-10
+"""For programs whose functions may be so steep that a rounding error grows."""
+
+
+class ClusterSite(Site):
+    """A worker of an in-process cluster."""
+
+    def __init__(self, worker: int, sites: list[ClusterSite], cluster: Cluster) -> None:
+        self.worker = worker
+        self.state = {}
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self._sites = sites
+        self._cluster = cluster
+
+    def parameter(self, name: str, *shape: int) -> torch.nn.Parameter:
+        if name not in self.parameters:
+            self.parameters[name] = higher_order_sites.initial(self.worker, name, *(shape or (3,)))
+        return self.parameters[name]
+
+    def start(
+        self, worker: int, function: Callable[..., Any], *arguments: Any
+    ) -> Callable[[], Any]:
+        other = self._sites[worker]
+        if other is self:
+            result = function(other, *arguments)
+        else:
+            result = function(other, *self._moved(arguments, self, other))
+            result = self._moved(result, other, self)
+        return lambda: result
+
+    def _moved(self, value: Any, source: Site, destination: Site) -> Any:
+        def send(tensors: list[Tensor]) -> list[Tensor]:
+            return self._cluster.send(source.worker, destination.worker, *tensors)
+
+        return moved_with(send, value)
+
+    def grad(
+        self,
+        outputs: Tensors,
+        inputs: Tensors,
+        grad_outputs: Any = None,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        allow_unused: bool = False,
+    ) -> tuple[Tensor, ...]:
+        found = self._cluster.grad(
+            _listed(outputs),
+            _listed(inputs),
+            None if grad_outputs is None else _listed(grad_outputs),
+            self.worker,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+        )
+        assert allow_unused or None not in [each if each is None else 0 for each in found]
+        return tuple(found)  # type: ignore[arg-type]
+
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        grad_tensors: Sequence[Tensor | None] | None = None,
+        *,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        self._cluster.backward(
+            roots,
+            self.worker,
+            grad_tensors=grad_tensors,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+        )
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = self._cluster.contexts[self.worker].get_gradients()
+        return {name: found[leaf] for name, leaf in self.parameters.items() if leaf in found}
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def outcome_on_a_cluster(program: higher_order_sites.Program, seed: int) -> Outcome:
+    """Runs a program on a cluster whose messages come in an order drawn from ``seed``."""
+    cluster = Cluster(seed=seed)
+    sites: list[ClusterSite] = []
+    sites += [ClusterSite(worker, sites, cluster) for worker in range(len(cluster.contexts))]
+    results = list(program(sites[0]))
+    tables = {
+        (site.worker, name): gradient
+        for site in sites
+        for name, gradient in site.gradients().items()
+    }
+    for context in cluster.contexts:
+        context.clear()
+    return results, tables
+
+
+@pytest.mark.parametrize("program", higher_order_programs.ALL, ids=lambda each: each.__name__)
+def test_programs_equal_a_single_process(program: higher_order_sites.Program) -> None:
+    wanted = expected(program)
+    for seed in range(4):
+        assert_equal(outcome_on_a_cluster(program, seed), wanted, TOLERANCE, f"seed {seed}")
+
+
+@pytest.mark.parametrize("start", range(0, 200, 50))
+def test_random_programs_equal_a_single_process(start: int) -> None:
+    for seed in range(start, start + 50):
+        program = random_program(seed)
+        actual = outcome_on_a_cluster(program, seed)
+        what = f"program {seed}:\n{program.__doc__}"
+        assert_equal(actual, expected(program), RANDOM_TOLERANCE, what)
+
+
+# The programs that first-order passes are tested with, and a differentiation of what they leave.
+
+
+def norm_of(gradients: Sequence[Tensor]) -> Tensor | None:
+    """Returns a sum of squares of the gradients that can be differentiated, if there are any."""
+    terms = [each.to_dense().pow(2).sum() for each in gradients if each.requires_grad]
+    return torch.stack(terms).sum() if terms else None
+
+
+def norms_on_workers(cluster: Cluster) -> Tensor | None:
+    """Returns the norm of all gradients at worker 0; each worker sends its part."""
+    parts = []
+    for worker, context in enumerate(cluster.contexts):
+        part = norm_of(list(context.get_gradients().values()))
+        if part is not None:
+            parts += cluster.send(worker, 0, part)
+    return torch.stack(parts).sum() if parts else None
+
+
+class Recorded(SingleProcess):
+    """One process whose gradients have graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[tuple[int, str], Tensor] = {}
+
+    def gradients(self) -> dict[tuple[int, str], Tensor]:
+        return self.sums
+
+    def backward(self, roots: Sequence[Tensor], create_graph: bool) -> None:
+        found = torch.autograd.grad(
+            roots, list(self.parameters.values()), create_graph=create_graph, allow_unused=True
+        )
+        for key, gradient in zip(self.parameters, found, strict=True):
+            if gradient is not None:
+                earlier = self.sums.get(key, torch.zeros((), dtype=torch.float64))
+                self.sums[key] = earlier + gradient.to_dense()
+
+
+def tables_after(program: WorldProgram, order: int, seed: int) -> Outcome:
+    cluster = Cluster(seed=seed)
+    roots: Sequence[Tensor] = list(program(cluster))
+    for step in range(order):
+        cluster.backward(roots, create_graph=step < order - 1)
+        norm = norms_on_workers(cluster) if step < order - 1 else None
+        if norm is None:
+            break
+        roots = [norm.log1p()]
+    return [], cluster.gradients()
+
+
+def expected_tables_after(program: WorldProgram, order: int) -> Outcome:
+    world = Recorded()
+    roots: Sequence[Tensor] = list(program(world))
+    for step in range(order):
+        world.backward(roots, create_graph=step < order - 1)
+        norm = norm_of(list(world.sums.values()))
+        if norm is None:
+            break
+        roots = [norm.log1p()]
+    return [], world.sums
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("program", programs.ALL, ids=lambda program: program.__name__)
+def test_gradients_in_contexts_are_differentiated(program: WorldProgram, order: int) -> None:
+    wanted = expected_tables_after(program, order)
+    for seed in range(3):
+        actual = tables_after(program, order, seed)
+        assert_equal(actual, wanted, 1e-11 if order == 2 else 1e-9, f"seed {seed}")
+
+
+@pytest.mark.parametrize("start", range(0, 100, 50))
+def test_gradients_of_random_programs_are_differentiated(start: int) -> None:
+    for seed in range(start, start + 50):
+        program = programs.random_program(seed)
+        actual = tables_after(program, 2, seed)
+        assert_equal(actual, expected_tables_after(program, 2), RANDOM_TOLERANCE, f"seed {seed}")
+
+
+@pytest.mark.parametrize("program", programs.ALL, ids=lambda program: program.__name__)
+def test_grad_of_what_the_leader_has(program: WorldProgram) -> None:
+    """All parameters of worker 0 are inputs, first as they are and then in a random direction."""
+
+    def leaves_of(world: World) -> list[Tensor]:
+        return [leaf for (worker, _), leaf in world.parameters.items() if worker == 0]
+
+    def direct(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        return [
+            (each.to_dense() * torch.randn(each.shape, generator=generator, dtype=each.dtype)).sum()
+            for each in gradients
+            if each is not None and each.requires_grad
+        ]
+
+    world = SingleProcess()
+    roots = list(program(world))
+    leaves = leaves_of(world)
+    if not leaves:
+        return
+    wanted = list(torch.autograd.grad(roots, leaves, create_graph=True, allow_unused=True))
+    if directed := direct(wanted):
+        wanted += torch.autograd.grad(directed, leaves, allow_unused=True)
+    for seed in range(3):
+        cluster = Cluster(seed=seed)
+        roots = list(program(cluster))
+        leaves = leaves_of(cluster)
+        actual = cluster.grad(roots, leaves, create_graph=True)
+        if directed := direct(actual):
+            actual += cluster.grad(directed, leaves)
+        assert_equal((actual, cluster.gradients()), (wanted, {}), TOLERANCE, f"seed {seed}")
