@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft import autograd, checkpoint, errors, launch, memory, nn, optim, rpc
+    from weft import autograd, checkpoint, errors, launch, mapreduce, memory, nn, optim, rpc
     from weft.errors import WeftError
     from weft.ids import WorkerInfo
     from weft.launch import cluster
@@ -46,6 +46,7 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "launch",
+    "mapreduce",
     "memory",
     "nn",
     "optim",
@@ -56,7 +57,7 @@ __all__ = [
     "shutdown",
 ]
 
-_FOLDERS = ("autograd", "checkpoint", "errors", "launch", "memory", "nn", "optim", "rpc")
+_FOLDERS = frozenset("autograd checkpoint errors launch mapreduce memory nn optim rpc".split())
 _HOME = {
     "Secret": "weft.secret",
     "TlsOptions": "weft.transport.secure",

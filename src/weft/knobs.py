@@ -183,6 +183,12 @@ SWITCH_INTERVAL_S = Knob(
     0.0005,
     "Seconds a thread that computes in Python lets an arriving call wait; 0 leaves Python's own.",
 )
+FAN_OUT = Knob(
+    "FAN_OUT",
+    4,
+    "Workers to which one worker sends what the parts of a map have in common; with more of them, "
+    "they pass it on.",
+)
 CHECKPOINT_TIMEOUT_S = Knob(
     "CHECKPOINT_TIMEOUT_S", 1800.0, "Seconds that saving or restoring a snapshot may take."
 )

@@ -69,6 +69,11 @@ class Observers:
             self._observers = left
         return was_there
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether there is any."""
+        return bool(self._observers)
+
     def begun(self, map_id: int, name: str, parts: int, workers: Sequence[str]) -> None:
         """A map of so many parts begins; ``name`` is that of its function."""
         self._tell("begun", map_id, name, parts, workers)

@@ -11,6 +11,7 @@ lead to, on other workers, are results of maps: anything else may have kept a pa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +28,8 @@ from weft.autograd.walk import Place
 from weft.errors import AutogradError, WorkerLost
 
 T = TypeVar("T")
+
+_log = logging.getLogger("weft")
 
 
 class Repeatable(Protocol):
@@ -120,6 +123,12 @@ class Replay:
                 if worker is None or worker in lost or not self._is_repeatable():
                     raise
                 lost.add(worker)
+                _log.warning(
+                    "worker %r was lost in a backward pass; the parts of %d maps run again on "
+                    "others, and the pass is repeated",
+                    worker,
+                    len(self._context().maps),
+                )
             replaced = self._computed_again()
 
     def _computed_again(self) -> dict[Place, Tensor]:

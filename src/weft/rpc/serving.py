@@ -212,7 +212,7 @@ def _run(worker: Worker, peer: Peer, head: CallHead, parcel: Parcel, call: Call)
 
 def fetch(reference: tuple[int, int, int]) -> WhenReady:
     """Returns the value behind a reference of this worker."""
-    return WhenReady(_owned(reference), lambda value: (fetch, value))
+    return WhenReady(owned(reference), lambda value: (fetch, value))
 
 
 def call_method(
@@ -227,7 +227,7 @@ def call_method(
         method = method_of(value, name)
         return method, method(*args, **kwargs)
 
-    return WhenReady(_owned(reference), call, kept)
+    return WhenReady(owned(reference), call, kept)
 
 
 def method_of(value: Any, name: str) -> Any:
@@ -250,7 +250,7 @@ def backward_from(
         run_backward(_worker(), value, context_id, retain_graph)
         return backward_from, None
 
-    return WhenReady(_owned(reference), run)
+    return WhenReady(owned(reference), run)
 
 
 def run_backward(worker: Worker, value: Any, context_id: int, retain_graph: bool) -> None:
@@ -270,7 +270,8 @@ def _worker() -> Worker:
     return current().part(Worker)
 
 
-def _owned(reference: tuple[int, int, int]) -> OwnedValue:
+def owned(reference: tuple[int, int, int]) -> OwnedValue:
+    """Returns the value of this worker that a caller means, who keeps a reference to it."""
     worker = _worker()
     target = ReferenceId(*reference)
     if target.owner != worker.agent.me.id:

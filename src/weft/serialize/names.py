@@ -15,6 +15,11 @@ import torch
 
 ENTRY_POINTS = frozenset(
     {
+        "weft.mapreduce.shared:content",
+        "weft.mapreduce.shared:make",
+        "weft.mapreduce.shared:pull",
+        "weft.mapreduce.shared:run",
+        "weft.mapreduce.ending:failed",
         "weft.nn.owner:apply",
         "weft.nn.owner:create",
         "weft.nn.owner:load_state",
@@ -50,6 +55,7 @@ REBUILDERS = frozenset(
         "weft.errors:_rebuild_with_fields",
         "weft.ids:ReferenceId",
         "weft.ids:WorkerInfo",
+        "weft.mapreduce.shared:Slot",
         "weft.nn.owner:Step",
         "weft.nn.remote_module:_received",
         "weft.optim.groups:GroupPart",

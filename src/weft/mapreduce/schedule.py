@@ -1,0 +1,290 @@
+"""Which part of a map runs where, and what is done about losses: events in, actions out.
+
+See ``docs/protocols/mapreduce.md``. Rules of the file:
+
+- A part is at one place at a time: in the queue of a worker, running, or done. Each start of a part
+  is an *attempt*, and what is heard of an attempt that is not the current one changes nothing.
+- An object with what parts have in common hangs on the worker that it was copied from: ``path`` are
+  the workers between the caller and it. Where a worker on the path is lost, what was made of the
+  object has no gradients any more.
+- Whoever has no object gets one when its first part is started, straight from the caller.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Make(NamedTuple):
+    """Make an object with what parts have in common: of the parent's, or (None) of the caller's."""
+
+    worker: int
+    parent: int | None
+
+
+class Start(NamedTuple):
+    """Send a part to a worker, which has an object by now."""
+
+    part: int
+    attempt: int
+    worker: int
+
+
+class Cancel(NamedTuple):
+    """Call off an attempt; nobody wants its result."""
+
+    part: int
+    attempt: int
+
+
+class Moved(NamedTuple):
+    """A part has changed the queue, because a worker had nothing to do."""
+
+    part: int
+    from_worker: int
+    to_worker: int
+
+
+class Lost(NamedTuple):
+    """A worker was lost, and these parts run again, or elsewhere."""
+
+    worker: int
+    parts: tuple[int, ...]
+
+
+class Complete(NamedTuple):
+    """All parts have results."""
+
+
+class Fail(NamedTuple):
+    """The map has failed: by the loss of a worker, or (None) by the error of a part."""
+
+    worker: int | None
+
+
+Action = Make | Start | Cancel | Moved | Lost | Complete | Fail
+
+
+class _Run(NamedTuple):
+    """An attempt that runs, or has ended well."""
+
+    attempt: int
+    worker: int
+    path: tuple[int, ...]
+    has_graph: bool = False
+
+
+class Schedule:
+    """The state of one map. Each method takes an event and returns what follows from it.
+
+    Args:
+        homes: For each part the worker that it was given to.
+        workers: Those that may run parts after a loss, or with ``balance``.
+        concurrency: How many parts a worker runs at a time.
+        balance: Whether a worker that has nothing to do takes from the others' queues.
+        may_rerun: Whether parts run again where a worker is lost.
+        is_recorded: Whether results may have a graph on the worker that made them.
+        fan_out: How many workers get their objects from one; 0 for all from the caller.
+        here: The caller, if it may run parts: it is never part of a tree.
+    """
+
+    def __init__(
+        self,
+        homes: Sequence[int],
+        workers: Sequence[int],
+        *,
+        concurrency: int = 1,
+        balance: bool = False,
+        may_rerun: bool = True,
+        is_recorded: bool = False,
+        fan_out: int = 0,
+        here: int | None = None,
+    ) -> None:
+        self._concurrency = concurrency
+        self._balance = balance
+        self._may_rerun = may_rerun
+        self._is_recorded = is_recorded
+        self._fan_out = fan_out
+        self._here = here
+        self._queues: dict[int, deque[int]] = {
+            worker: deque() for worker in (*workers, *dict.fromkeys(homes))
+        }
+        for part, worker in enumerate(homes):
+            self._queues[worker].append(part)
+        self._loads = dict.fromkeys(self._queues, 0)
+        self._attempts = [0] * len(homes)
+        self._running: dict[int, _Run] = {}
+        self._ended: dict[int, _Run] = {}
+        self._paths: dict[int, tuple[int, ...]] = {}
+        self._actions: list[Action] = []
+        self.has_begun = False
+        self.is_over = False
+
+    # Events
+
+    def begin(self) -> list[Action]:
+        """The map begins. Losses that are known already come before."""
+        self.has_begun = True
+        with_parts = [worker for worker, queue in self._queues.items() if queue]
+        for worker, parent in _tree(with_parts, self._fan_out, self._here):
+            self._make(worker, parent)
+            self._feed(worker)
+        self._feed_all()
+        return self._taken()
+
+    def ended(self, part: int, attempt: int, has_graph: bool) -> list[Action]:
+        """A part has ended well; ``has_graph`` says whether gradients lead to where it ran."""
+        if self.is_current(part, attempt):
+            run = self._stop(part)
+            self._ended[part] = run._replace(has_graph=has_graph and self._is_recorded)
+            self._feed(run.worker, may_take=True)
+            self._check_complete()
+        return self._taken()
+
+    def failed(self, part: int, attempt: int, lost: int | None = None) -> list[Action]:
+        """A part has failed, with the loss of worker ``lost`` if its error says so."""
+        if not self.is_current(part, attempt):
+            return []
+        run = self._running[part]
+        if lost == run.worker:
+            return self.lost(lost)
+        if lost in run.path and self._may_rerun:
+            self._replant(part)
+        else:
+            self._fail(None)
+        return self._taken()
+
+    def lost(self, worker: int) -> list[Action]:
+        """A worker was lost."""
+        if self.is_over or worker not in self._queues:
+            return []
+        waiting = self._queues.pop(worker)
+        uprooted = {other for other, path in self._paths.items() if worker in path}
+        for other in (worker, *uprooted):
+            self._paths.pop(other, None)
+        stopped = [part for part, run in self._running.items() if self._is_stopped(run, worker)]
+        void = [part for part, run in self._ended.items() if run.has_graph and _of(run, worker)]
+        again = sorted((*waiting, *stopped, *void))
+        if again and not (self._may_rerun and self._queues):
+            self._fail(worker)
+            return self._taken()
+        self._actions.append(Lost(worker, tuple(again)))
+        for part in stopped:
+            self._actions.append(Cancel(part, self._stop(part).attempt))
+        for part in again:
+            self._ended.pop(part, None)
+            self._queues[self._least_busy()].append(part)
+        self._feed_all()
+        return self._taken()
+
+    def give_up(self) -> list[Action]:
+        """Nobody wants the results any more."""
+        if not self.is_over:
+            self._fail(None)
+        return self._taken()
+
+    # State
+
+    def is_current(self, part: int, attempt: int) -> bool:
+        """Whether an attempt is the one that counts, and runs."""
+        run = self._running.get(part)
+        return not self.is_over and run is not None and run.attempt == attempt
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers that are not lost."""
+        return tuple(self._queues)
+
+    def _is_stopped(self, run: _Run, lost: int) -> bool:
+        """Whether an attempt comes to nothing by a loss."""
+        return run.worker == lost or (self._is_recorded and lost in run.path)
+
+    def _least_busy(self) -> int:
+        return min(self._queues, key=lambda worker: self._loads[worker] + len(self._queues[worker]))
+
+    # What follows
+
+    def _feed_all(self) -> None:
+        """Starts what can be started; whoever has parts of its own goes first."""
+        if self.is_over or not self.has_begun:
+            return
+        for may_take in (False, True):
+            for worker in tuple(self._queues):
+                self._feed(worker, may_take=may_take)
+        self._check_complete()
+
+    def _feed(self, worker: int, *, may_take: bool = False) -> None:
+        queue = self._queues.get(worker)
+        if queue is None:
+            return
+        while self._loads[worker] < self._concurrency:
+            if not queue and not (may_take and self._balance and self._take_from_longest(worker)):
+                return
+            self._start(queue.popleft(), worker)
+
+    def _take_from_longest(self, worker: int) -> bool:
+        longest = max(self._queues, key=lambda other: len(self._queues[other]))
+        if not self._queues[longest]:
+            return False
+        part = self._queues[longest].pop()
+        self._queues[worker].append(part)
+        self._actions.append(Moved(part, longest, worker))
+        return True
+
+    def _start(self, part: int, worker: int) -> None:
+        if worker not in self._paths:
+            self._make(worker, None)
+        self._attempts[part] += 1
+        self._running[part] = _Run(self._attempts[part], worker, self._paths[worker])
+        self._loads[worker] += 1
+        self._actions.append(Start(part, self._attempts[part], worker))
+
+    def _stop(self, part: int) -> _Run:
+        run = self._running.pop(part)
+        self._loads[run.worker] -= 1
+        return run
+
+    def _make(self, worker: int, parent: int | None) -> None:
+        self._paths[worker] = () if parent is None else (*self._paths[parent], parent)
+        self._actions.append(Make(worker, parent))
+
+    def _replant(self, part: int) -> None:
+        """Runs a part again where it was: a worker on the path of its object was lost."""
+        run = self._stop(part)
+        if self._paths.get(run.worker) == run.path:
+            del self._paths[run.worker]
+        self._queues[run.worker].appendleft(part)
+        self._feed(run.worker)
+
+    def _check_complete(self) -> None:
+        if not self.is_over and len(self._ended) == len(self._attempts):
+            self.is_over = True
+            self._actions.append(Complete())
+
+    def _fail(self, worker: int | None) -> None:
+        self.is_over = True
+        for part, run in self._running.items():
+            self._actions.append(Cancel(part, run.attempt))
+        self._actions.append(Fail(worker))
+
+    def _taken(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        return actions
+
+
+def _of(run: _Run, worker: int) -> bool:
+    return worker == run.worker or worker in run.path
+
+
+def _tree(workers: Sequence[int], fan_out: int, here: int | None) -> list[tuple[int, int | None]]:
+    """Returns workers with their parents (None for the caller), parents first."""
+    others = [worker for worker in workers if worker != here]
+    alone: list[tuple[int, int | None]] = [(worker, None) for worker in workers if worker == here]
+    if not fan_out:
+        return alone + [(worker, None) for worker in others]
+    return alone + [
+        (worker, None if place < fan_out else others[place // fan_out - 1])
+        for place, worker in enumerate(others)
+    ]

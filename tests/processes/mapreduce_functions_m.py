@@ -1,0 +1,188 @@
+"""What the workers of the tests of maps run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.processes import functions
+from tests.processes.functions import wait_until
+from weft import mapreduce, rpc
+from weft.agent.current import current
+from weft.mapreduce import shared
+
+runs: list[Any] = []
+"""What parts have said here."""
+
+
+def note(what: Any) -> None:
+    runs.append(what)
+
+
+def take_notes() -> list[Any]:
+    taken = runs.copy()
+    runs.clear()
+    return taken
+
+
+def double(value: Tensor) -> Tensor:
+    return value * 2
+
+
+def where(value: Tensor) -> str:
+    return rpc.get_worker_info().name
+
+
+def loss(model: nn.Module, inputs: Tensor) -> Tensor:
+    result: Tensor = model(inputs).square().mean()
+    return result
+
+
+def loss_with(model: nn.Module, others: list[Tensor], inputs: Tensor) -> Tensor:
+    """All of ``others`` are parameters of the model."""
+    assert [id(each) for each in others] == [id(each) for each in model.parameters()]
+    assert all(isinstance(each, nn.Parameter) for each in others)
+    return loss(model, inputs) + sum(each.sum() for each in others)
+
+
+def spoil(model: nn.Module, inputs: Tensor) -> float:
+    """Returns what the model makes of a part, and leaves the model and the part in ruins."""
+    result = loss(model, inputs).item()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        inputs.zero_()
+    return result
+
+
+def squares(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+    return (weights["matrix"] @ row).square().sum()
+
+
+def nap(value: Tensor, seconds: float) -> Tensor:
+    time.sleep(seconds)
+    return value
+
+
+def fail_at(value: Tensor, bad: int) -> Tensor:
+    if int(value) == bad:
+        raise KeyError(f"no part {bad}")
+    return value
+
+
+def fail_or_wait(value: Tensor, gate: str) -> Tensor:
+    """Part 0 fails when part 1 has begun, which waits until nobody waits for it any more."""
+    if int(value) == 0:
+        rpc.rpc_sync("driver", functions.pass_gate, args=(gate,))
+        raise KeyError("part 0")
+    with rpc.detached():  # It may be cancelled before this is answered.
+        rpc.rpc_sync("driver", functions.open_gate, args=(gate,))
+    wait_until(rpc.is_cancelled, lambda: "nobody has cancelled this")
+    with rpc.detached():
+        rpc.rpc_sync("driver", functions.open_gate, args=(f"{gate} cancelled",))
+    return value
+
+
+def hold(value: Tensor, gate: str) -> Tensor:
+    """Waits for a gate of the driver."""
+    rpc.rpc_sync("driver", functions.pass_gate, args=(gate,))
+    return value
+
+
+def wait_for_the_others(value: Tensor, gate: str) -> str:
+    """Part 0 waits until all others have run, wherever that is."""
+    if int(value) == 0:
+        rpc.rpc_sync("driver", functions.pass_gate, args=(gate,))
+    else:
+        rpc.rpc_sync("driver", note, args=(int(value),))
+        rpc.rpc_sync("driver", open_when_all_have_run, args=(gate,))
+    return rpc.get_worker_info().name
+
+
+def open_when_all_have_run(gate: str) -> None:
+    if len(runs) == 7:
+        functions.open_gate(gate)
+
+
+def map_on(value: Tensor, depth: int) -> float:
+    """Sums a tensor, cut in two on all workers ``depth`` times."""
+    if not depth or len(value) < 2:
+        return value.sum().item()
+    total: float = mapreduce.remote_sync_call(
+        map_on, args=(value, depth - 1), reducer=sum, partitioner=mapreduce.batch_partitioner
+    )
+    return total
+
+
+async def soon(value: Tensor) -> Tensor:
+    return value + 1
+
+
+@rpc.async_execution
+def later(value: Tensor) -> torch.futures.Future[Tensor]:
+    return rpc.rpc_async("driver", double, args=(value,))
+
+
+def make_counted(names: list[str]) -> None:
+    """Has a worker count the objects that are made on it for maps, from now on."""
+    for name in names:
+        setattr(shared, name, _counted(getattr(shared, name)))
+
+
+def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(*args: Any) -> Any:
+        note(function.__name__)
+        return function(*args)
+
+    return counting
+
+
+def loss_or_die(model: nn.Module, inputs: Tensor, victim: str) -> Tensor:
+    """On one of the workers, nothing comes of it."""
+    if rpc.get_worker_info().name == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss(model, inputs)
+
+
+def loss_and_kill(model: nn.Module, inputs: Tensor, number: Tensor, victim: str) -> Tensor:
+    """The last part ends when the victim is known to be lost; the others have ended before."""
+    rpc.rpc_sync("driver", note, args=(int(number),))
+    if int(number) == 2:
+        rpc.rpc_sync("driver", functions.pass_gate, args=(f"kill {victim}",))
+        rpc.rpc_sync("driver", wait_lost, args=(victim,))
+    return loss(model, inputs)
+
+
+def wait_lost(name: str) -> None:
+    peer = current().find(name)
+    wait_until(lambda: peer.lost is not None, lambda: f"{name} is not lost")
+
+
+def call_other(value: Tensor, name: str) -> Tensor:
+    rpc.rpc_sync("driver", note, args=(int(value),))
+    return rpc.rpc_sync(name, double, args=(value,))
+
+
+@mapreduce.parallelize()
+def mean_of_squares(model: nn.Module, inputs: Tensor) -> Tensor:
+    return loss(model, inputs)
+
+
+@mapreduce.parallelize_async(reducer=mapreduce.sum_reducer, partitioner=mapreduce.batch_partitioner)
+def sum_later(inputs: Tensor) -> Tensor:
+    return inputs.sum()
+
+
+class Scaled:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    @mapreduce.parallelize(mapreduce.batch_partitioner, sum)
+    def total(self, inputs: Tensor) -> float:
+        return self.factor * inputs.sum().item()

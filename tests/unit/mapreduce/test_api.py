@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.mapreduce import fake_group
+from weft import mapreduce
+from weft.errors import ArgumentTypeError, ConfigurationError
+from weft.mapreduce import api
+from weft.mapreduce.map_call import Manner
+from weft.mapreduce.parts import Cut
+from weft.mapreduce.reducers import reduce
+from weft.serialize.functions import name_of, resolve
+
+
+class HereCall:
+    """In place of a ``MapCall``: calls the function for each part at once."""
+
+    made: list[HereCall]
+
+    def __init__(self, function: Callable[..., Any], cut: Cut, manner: Manner) -> None:
+        self.function = function
+        self.cut = cut
+        self.manner = manner
+        HereCall.made.append(self)
+
+    def begin(self, reducer: Callable[..., Any] | None) -> torch.futures.Future[Any]:
+        results = [self.function(*args, **kwargs) for _, args, kwargs in self.cut.parts]
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        if reducer is not None:
+            weights = [part.weight for part in self.cut.parts]
+            future.set_result(reduce(reducer, results, weights))
+        else:
+            future.set_result(results)
+        return future
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[HereCall]:
+    fake_group.join(monkeypatch, size=2)
+    monkeypatch.setattr(api, "MapCall", HereCall)
+    HereCall.made = []
+    return HereCall.made
+
+
+@mapreduce.parallelize()
+def mean(value: Tensor) -> Tensor:
+    """Says what it does."""
+    return value.mean()
+
+
+@mapreduce.parallelize_async(partitioner=mapreduce.batch_partitioner, balance=True, timeout=3)
+def length(value: Tensor) -> int:
+    return len(value)
+
+
+class Owner:
+    @mapreduce.parallelize(1, rerun=True, concurrency=2)
+    def method(self, value: int) -> int:
+        return value
+
+
+def nobody(value: Any) -> Any:
+    return value
+
+
+def test_the_list_of_results_or_what_a_reducer_makes_of_it() -> None:
+    batch = torch.arange(5.0)
+    assert mapreduce.remote_sync_call(len, args=(batch,)) == [2, 3]
+    assert mapreduce.remote_async_call(len, args=[batch], reducer=sum).wait() == 5
+    assert mapreduce.remote_sync_call(len, args=(batch,), partitioner=1) == [5]
+    assert mapreduce.remote_sync_call(dict, kwargs={"a": 1}, partitioner="worker1") == [{"a": 1}]
+
+
+def test_without_partitioner_and_reducer_a_decorated_function_returns_the_mean() -> None:
+    assert mean(torch.arange(5.0)) == 2.0, "weighted by the sizes of the parts"
+    assert length(torch.arange(5.0)).wait() == [2, 3]
+    assert mapreduce.parallelize_sync is mapreduce.parallelize
+
+
+def test_a_decorated_function_is_called_as_said(calls: list[HereCall]) -> None:
+    length(torch.arange(5.0))
+    assert Owner().method(3) == [3]
+    assert [call.manner for call in calls] == [
+        Manner(3, balance=True, rerun=None, concurrency=1),
+        Manner(-1.0, balance=False, rerun=True, concurrency=2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("decorated", "name"),
+    [
+        (mean, "mean__parallelize_unwrapped__"),
+        (length, "length__parallelize_async_unwrapped__"),
+        (Owner.method, "Owner__method__parallelize_unwrapped__"),
+    ],
+)
+def test_the_original_goes_by_a_name_of_its_own(decorated: Any, name: str) -> None:
+    original = decorated.__wrapped__
+    assert original.__qualname__ == original.__name__ == name
+    assert globals()[name] is original
+    found = name_of(original, main_by_name=False)
+    assert found == f"{__name__}:{name}".encode()
+    assert resolve(found) is original
+    assert pickle.loads(pickle.dumps(original)) is original
+
+
+def test_a_function_that_keeps_its_name_goes_by_it() -> None:
+    decorated = mapreduce.parallelize(0)(nobody)
+    assert decorated(1) == [1]
+    assert nobody.__qualname__ == "nobody"
+    assert name_of(nobody, main_by_name=False) == f"{__name__}:nobody".encode()
+
+
+def test_a_function_whose_name_is_given_to_the_decorated_one_goes_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def original(value: int) -> int:
+        return value
+
+    original.__qualname__ = "rebound"
+    monkeypatch.setitem(globals(), "rebound", original)
+    monkeypatch.setitem(globals(), "rebound__parallelize_unwrapped__", None)
+    decorated = mapreduce.parallelize(0)(original)
+    assert original.__qualname__ == "rebound"
+    monkeypatch.setitem(globals(), "rebound", decorated)
+    assert decorated(1) == [1]
+    assert original.__qualname__ == "rebound__parallelize_unwrapped__"
+    assert name_of(original, main_by_name=False) == f"{__name__}:{original.__qualname__}".encode()
+
+
+def test_the_decorated_function_keeps_its_name() -> None:
+    assert (mean.__name__, mean.__qualname__, mean.__doc__) == (
+        "mean",
+        "mean",
+        "Says what it does.",
+    )
+    assert Owner.method.__qualname__ == "Owner.method"
+    assert pickle.loads(pickle.dumps(mean)) is mean
+
+
+def test_what_is_defined_in_a_function_goes_by_value() -> None:
+    offset = 3
+
+    def shift(value: int) -> int:
+        return value + offset
+
+    decorated = mapreduce.parallelize(0)(shift)
+    assert decorated(1) == [4]
+    assert shift.__name__ == "shift"
+    assert name_of(shift, main_by_name=True) is None
+
+
+def test_any_callable_can_be_decorated() -> None:
+    assert mapreduce.parallelize(0)(torch.add)(1, 2)[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"func": 3}, "func is 3"),
+        ({"args": torch.ones(2)}, "args is a Tensor"),
+        ({"kwargs": [1]}, "kwargs is a list"),
+        ({"reducer": 3}, "reducer is 3"),
+        ({"concurrency": 1.5}, "concurrency is 1.5"),
+        ({"partitioner": 1.5}, "partitioner"),
+    ],
+)
+def test_arguments_of_wrong_types(how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=message):
+        mapreduce.remote_sync_call(**{"func": nobody, **how})
+
+
+def test_no_part_at_a_time() -> None:
+    with pytest.raises(ConfigurationError, match="concurrency is 0"):
+        mapreduce.remote_sync_call(nobody, concurrency=0)
+
+
+def test_a_decorator_without_parentheses() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"@parallelize\(\)"):
+        mapreduce.parallelize(nobody)(torch.ones(3))  # type: ignore[arg-type]
+
+
+def test_the_package_has_the_names_of_the_source_package() -> None:
+    for name in mapreduce.__all__:
+        assert getattr(mapreduce, name) is not None
+    assert {*mapreduce.api.__all__} <= {*mapreduce.__all__}
+    assert mapreduce.is_available()
