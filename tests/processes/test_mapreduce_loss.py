@@ -156,7 +156,8 @@ def test_running_a_map_again_after_a_loss(three: Cluster) -> None:
         context = rpc_contexts().get(context_id)
         (held,) = context.maps
         kill(three, "worker1")
-        again = list(held.again().values())
+        held.compute_again()
+        again = list(held.replaced.values())
         weft.autograd.backward(context_id, [torch.stack(again).mean()])
         found = weft.autograd.get_gradients(context_id)
     assert not context.maps

@@ -35,6 +35,10 @@ import torch
 import weft.mapreduce.world as todist
 from weft import rpc
 
+def say(*words):
+    # In one piece: print writes each word by itself where output is not buffered.
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+
 def worker_init_fn():
     torch.manual_seed(7 + todist.get_rank())
 
@@ -43,11 +47,11 @@ def seed():
 
 @todist.rank_non_zero_only
 def greet():
-    print("greetings of", todist.get_world_info().worker_name)
+    say("greetings of", todist.get_world_info().worker_name)
 
 @todist.rank_zero_only
 def train(steps):
-    print("seeds", [rpc.rpc_sync(rank, seed) for rank in range(todist.get_world_size())])
+    say("seeds", [rpc.rpc_sync(rank, seed) for rank in range(todist.get_world_size())])
     return steps
 
 @todist.auto_init_rpc(worker_init_fn)
@@ -57,7 +61,7 @@ def main():
     return train(3)
 
 if __name__ == "__main__":
-    print("result", main(), tuple(todist.get_world_info()))
+    say("result", main(), tuple(todist.get_world_info()))
 """
 
 # Rank 2 returns at once; rank 1 raises while rank 0 waits for it.

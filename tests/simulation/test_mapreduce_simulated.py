@@ -20,6 +20,7 @@ import pytest
 from tests.simulation.seeds import batches, name_of, try_seeds
 from weft.mapreduce.schedule import (
     Action,
+    Begin,
     Cancel,
     Complete,
     Fail,
@@ -47,6 +48,7 @@ class World:
         self.is_recorded = chance.random() < 0.6
         self.may_rerun = chance.random() < 0.9
         self.here = 0 if chance.random() < 0.3 else None
+        self.keepers = set(workers) if chance.random() < 0.7 else set()
         self.schedule = Schedule(
             homes,
             workers,
@@ -56,6 +58,7 @@ class World:
             is_recorded=self.is_recorded,
             fan_out=chance.choice((0, 1, 2, 4)),
             here=self.here,
+            keepers=self.keepers,
         )
         self.slowness = {worker: chance.choice((0.1, 1.0, 1.0, 20.0)) for worker in workers}
         self.parts = len(homes)
@@ -143,6 +146,8 @@ class World:
                 self.make(action)
             elif isinstance(action, Start):
                 self.start(action)
+            elif isinstance(action, Begin):
+                self.begin(action.part, action.attempt)
             elif isinstance(action, Cancel):
                 self.running.pop((action.part, action.attempt), None)
             elif isinstance(action, Moved):
@@ -167,11 +172,20 @@ class World:
         key = action.part, action.attempt
         self.running[key] = Attempt(action.part, action.worker, path)
         busy = Counter(attempt.worker for attempt in self.running.values())
-        assert busy[action.worker] <= self.concurrency
-        length_s = self.slowness[action.worker] * self.chance.expovariate(1.0)
+        assert action.is_ahead == (busy[action.worker] > self.concurrency)
+        assert busy[action.worker] <= self.concurrency + (action.worker in self.keepers)
         if action.worker in self.known_lost:
             self.after(0.0, self.fail, key, action.worker)
+        elif not action.is_ahead:
+            self.begin(*key)
+
+    def begin(self, part: int, attempt: int) -> None:
+        key = part, attempt
+        started = self.running.get(key)
+        if started is None:
             return
+        _, ready_s = self.objects[started.worker]
+        length_s = self.slowness[started.worker] * self.chance.expovariate(1.0)
         self.after(max(ready_s - self.now_s, 0.0), self.find_object, key, ready_s, length_s)
 
     def find_object(self, key: tuple[int, int], ready_s: float, length_s: float) -> None:

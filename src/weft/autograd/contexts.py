@@ -70,6 +70,7 @@ class ReceiveRecord:
         metas: What the tensors look like here.
         sends_before: How many messages this worker had sent in the context before: nothing that
             was sent later can lead to this one.
+        is_answer: Whether it is the result of a call that this worker has made.
     """
 
     message_id: int
@@ -77,6 +78,7 @@ class ReceiveRecord:
     node: Node
     metas: tuple[TensorMeta, ...]
     sends_before: int = 0
+    is_answer: bool = False
 
 
 def flags_of(tensor: Tensor) -> int:
@@ -132,7 +134,12 @@ class Context:
         return message_id
 
     def record_receive(
-        self, message_id: int, from_worker: int, tensors: Sequence[Tensor], flags: Sequence[int]
+        self,
+        message_id: int,
+        from_worker: int,
+        tensors: Sequence[Tensor],
+        flags: Sequence[int],
+        is_answer: bool = False,
     ) -> list[Tensor]:
         """Records a message that was received, and puts placeholders for its tensors.
 
@@ -142,6 +149,7 @@ class Context:
             tensors: All tensors of the message, as received; those with ``REQUIRES_GRAD`` are
                 used up: only what is returned may be used afterwards.
             flags: ``flags_of`` each tensor at the sender.
+            is_answer: Whether it is the result of a call.
 
         Returns:
             The tensors for the program.
@@ -150,7 +158,7 @@ class Context:
         result = list(tensors)
         places = [place for place, flag in enumerate(flags) if flag & REQUIRES_GRAD]
         if message_id and places:
-            self.place_received(message_id, from_worker, result, places)
+            self.place_received(message_id, from_worker, result, places, is_answer)
         for tensor, flag in zip(result, flags, strict=True):
             if flag & PARAMETER:
                 # What isinstance(tensor, torch.nn.Parameter) looks at.
@@ -158,7 +166,12 @@ class Context:
         return result
 
     def place_received(
-        self, message_id: int, from_worker: int, values: list[Any], places: Sequence[int]
+        self,
+        message_id: int,
+        from_worker: int,
+        values: list[Any],
+        places: Sequence[int],
+        is_answer: bool = False,
     ) -> None:
         """Records the tensors of a received message that required grad at a known worker.
 
@@ -167,11 +180,13 @@ class Context:
             from_worker: The sender.
             values: What was received; placeholders take the place of these tensors.
             places: Where in it they are.
+            is_answer: Whether it is the result of a call.
         """
         tensors = [values[place] for place in places]
         metas = _metas_of(tensors)
         node, placeholders = make_placeholders(tensors)
-        record = ReceiveRecord(message_id, from_worker, node, metas, len(self._sends))
+        before = len(self._sends)
+        record = ReceiveRecord(message_id, from_worker, node, metas, before, is_answer)
         with self._lock:
             self._receives[message_id] = record
             self.receive_of[node] = record

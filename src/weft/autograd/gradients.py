@@ -133,8 +133,8 @@ class Gradients:
             self._made_here.clear()
             return dict(self._sums)
 
-    def share(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Adds gradients to which others may write as well, without copying them."""
+    def keep(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Adds gradients that others may read but nobody writes to, without copying them."""
         with self._lock:
             for tensor, gradient in gradients.items():
                 previous = self._sums.get(tensor)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
-from weft.errors import ArgumentTypeError, ConfigurationError
-from weft.mapreduce.map_call import UNWRAPPED, Manner, MapCall, Reducer
+from weft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
+from weft.mapreduce.map_call import UNWRAPPED, Manner, MapCall
 from weft.mapreduce.map_future import MapFuture
 from weft.mapreduce.partitioners import (
     Partitioner,
@@ -20,7 +20,7 @@ from weft.mapreduce.partitioners import (
     dim_partitioner,
     exclusive_batch_partitioner,
 )
-from weft.mapreduce.reducers import mean_reducer, sum_reducer
+from weft.mapreduce.reducers import Reducer, mean_reducer, sum_reducer
 from weft.rpc.handles import UNSET_RPC_TIMEOUT
 
 __all__ = [
@@ -93,9 +93,17 @@ def remote_async_call(
             is no worker of that rank or name; or the tensors cannot be cut.
         NotInitialized: This process is no worker.
     """
-    _check(func, args, kwargs, reducer, concurrency)
-    made = cut(partitioner, tuple(args or ()), kwargs or {})
-    return MapCall(func, made, Manner(timeout, balance, rerun, concurrency)).begin(reducer)
+    _check(func, reducer, concurrency)
+    manner = Manner(timeout, balance, rerun, concurrency)
+    while True:
+        made = cut(partitioner, args, kwargs)
+        try:
+            call = MapCall(func, made, manner)
+        except UnknownWorker:
+            if not made.is_any:
+                raise
+            continue  # It has left the group meanwhile, so there are others to choose from now.
+        return call.begin(reducer)
 
 
 def remote_sync_call(
@@ -261,15 +269,9 @@ def _keep_findable(function: Function, alias: str) -> None:
         function.__name__ = function.__qualname__ = alias
 
 
-def _check(func: Any, args: Any, kwargs: Any, reducer: Any, concurrency: Any) -> None:
+def _check(func: Any, reducer: Any, concurrency: Any) -> None:
     if not callable(func):
         raise ArgumentTypeError(f"func is {func!r}; pass the function itself, and args=(...)")
-    if args is not None and not isinstance(args, (tuple, list)):
-        raise ArgumentTypeError(
-            f"args is a {type(args).__name__}; pass a tuple, args=(value,) for a single argument"
-        )
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise ArgumentTypeError(f"kwargs is a {type(kwargs).__name__}; pass a dict")
     if reducer is not None and not callable(reducer):
         raise ArgumentTypeError(f"reducer is {reducer!r}; pass a function of a list, or None")
     if not isinstance(concurrency, int):

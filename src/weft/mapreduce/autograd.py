@@ -19,7 +19,7 @@ from weft.autograd.api import all_used, check_context_id
 from weft.autograd.captures import checked_inputs
 from weft.autograd.contexts import Context as DistAutogradContext
 from weft.autograd.engine import Engine
-from weft.autograd.gradients import sum_of
+from weft.autograd.gradients import Gradients, sum_of
 from weft.autograd.modes import PassMode
 from weft.autograd.roots import Roots, roots_of
 from weft.errors import AutogradError
@@ -87,12 +87,10 @@ def backward(
     replay = Replay(_engine(), context_id, roots)
     if wanted is not None:
         found = replay.gradients_of(wanted, PassMode(retain, create_graph, for_inputs=True))
-        pairs = zip(wanted, found, strict=True)
-        gradients = {tensor: gradient for tensor, gradient in pairs if gradient is not None}
+        gradients = _owned(zip(wanted, found, strict=True), roots, create_graph)
     else:
         gradients = replay.gradients_of_leaves(PassMode(retain, create_graph))
-    _engine().contexts.get(context_id).gradients.share(gradients)
-    _accumulate(gradients, create_graph)
+    _accumulate(gradients, _engine().contexts.get(context_id).gradients, create_graph)
 
 
 def grad(
@@ -168,12 +166,30 @@ def _checked_leaves(inputs: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return list(dict.fromkeys(checked))
 
 
-def _accumulate(gradients: Mapping[Tensor, Tensor], create_graph: bool) -> None:
+def _owned(
+    found: Iterable[tuple[Tensor, Tensor | None]], roots: Roots, create_graph: bool
+) -> Mapping[Tensor, Tensor]:
+    """Returns the gradients that there are, in memory of their own.
+
+    One may be that of several tensors, or one that the program has given, or a number expanded.
+    """
+    pairs = [(tensor, gradient) for tensor, gradient in found if gradient is not None]
+    gradients = Gradients()
+    with torch.set_grad_enabled(create_graph):
+        gradients.add_all(pairs, borrowed=roots.gradients)
+    return gradients.snapshot()
+
+
+def _accumulate(
+    gradients: Mapping[Tensor, Tensor], of_context: Gradients, create_graph: bool
+) -> None:
     with _accumulating, torch.set_grad_enabled(create_graph):
+        of_context.keep(gradients)
         for tensor, gradient in gradients.items():
             previous = tensor.grad
             if previous is None:
-                tensor.grad = gradient
+                # The other one is the context's, and .grad is changed in place.
+                tensor.grad = gradient.clone()
             elif create_graph or previous.is_sparse:
                 tensor.grad = sum_of(previous, gradient)
             else:

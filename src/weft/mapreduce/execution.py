@@ -5,6 +5,8 @@ queue, which one thread at a time works off, outside the lock: so things are don
 which they were decided, and whoever comes in between only adds to the queue. Most of it takes no
 time. What may, because much is sent, is left to a task: the thread that brings an answer has
 others to bring.
+
+Whatever raises here, where nothing should, ends the map: somebody waits for it.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.errors import CallCancelled, WorkerLost
+from weft.errors import CallCancelled, NotInitialized, WorkerLost
 from weft.mapreduce import shared
 from weft.mapreduce.observers import observers
 from weft.mapreduce.schedule import (
     Action,
+    Begin,
     Cancel,
     Complete,
     Fail,
@@ -36,14 +40,15 @@ from weft.mapreduce.schedule import (
 )
 from weft.mapreduce.sharing import is_light, may_have_graph
 from weft.mapreduce.surroundings import surroundings
-from weft.rpc.calls import remote, rpc_async
+from weft.mapreduce.turns import NOTHING
+from weft.rpc.calls import create, start
 from weft.rpc.futures import Future
 from weft.rpc.handles import RRef
 
 if TYPE_CHECKING:
     from weft.agent.peers import Peer
-    from weft.agent.reactor import Reactor
     from weft.mapreduce.map_call import Plan
+    from weft.rpc.worker import Worker
 
 OnDone = Callable[["list[Any] | None", "BaseException | None"], None]
 """Takes the results in the order of the parts, or an error."""
@@ -54,12 +59,37 @@ _SHORTEST_S = 1e-3
 _map_ids = itertools.count(1)
 
 
-class _Call(NamedTuple):
-    """A part that was sent."""
+@dataclass(slots=True)
+class _Call:
+    """A part that was sent; it has not begun while others are before it."""
 
     future: Future[Any]
     worker: Peer
-    started_s: float
+    begun_s: float | None = None
+
+
+class _Order:
+    """Numbers the parts that are sent to one object, so that they run in that order."""
+
+    __slots__ = ("_ahead", "_begun", "_count")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._begun = self._ahead = NOTHING
+
+    def next(self, is_ahead: bool) -> tuple[int, int]:
+        """Returns the number of the next part, and that of the part it comes after."""
+        number = self._count
+        self._count += 1
+        if not is_ahead:
+            self._begun = number
+            return number, NOTHING
+        self._ahead = number
+        return number, self._begun
+
+    def advance(self) -> None:
+        """Notes that the part that was sent ahead runs."""
+        self._begun = self._ahead
 
 
 class Execution:
@@ -67,25 +97,25 @@ class Execution:
 
     Args:
         plan: What is to be run, and how.
-        peers: The workers, by rank.
-        reactor: Runs the tasks of this worker.
+        peers: The workers, by rank. In an open group another may have the rank of one by now.
+        worker: This worker.
         on_done: Called with the outcome, once, on any thread.
     """
 
-    def __init__(
-        self, plan: Plan, peers: dict[int, Peer], reactor: Reactor, on_done: OnDone
-    ) -> None:
+    def __init__(self, plan: Plan, peers: dict[int, Peer], worker: Worker, on_done: OnDone) -> None:
         self._plan = plan
         self._peers = peers
-        self._reactor = reactor
+        self._worker = worker
+        self._reactor = worker.agent.reactor
         self._on_done: OnDone | None = on_done
         self._map_id = next(_map_ids)
         self._surroundings = surroundings()
         self._end_s = time.monotonic() + plan.limit_s
         self._lock = threading.Lock()
         self._actions: deque[Action] = deque()
-        self._is_acting = False
+        self._is_acting = self._is_left = False
         self._objects: dict[int, RRef[shared.Shared] | Exception] = {}
+        self._orders: dict[int, _Order] = {}
         self._calls: dict[tuple[int, int], _Call] = {}
         self._results: list[Any] = [None] * len(plan.parts)
         self._error: BaseException | None = None
@@ -98,6 +128,7 @@ class Execution:
             is_recorded=self._surroundings.is_recorded,
             fan_out=plan.fan_out if plan.content is not None else 0,
             here=next((rank for rank, peer in peers.items() if peer.is_self), None),
+            keepers=[rank for rank, peer in peers.items() if plan.keeps_ahead(peer)],
         )
 
     # Events
@@ -110,41 +141,62 @@ class Execution:
             self._note_losses()
             if not self._schedule.is_over:
                 self._actions += self._schedule.begin()
-        self._act(may_block=True)
+        try:
+            self._act(may_block=True)
+        except BaseException:
+            self.cancel()  # Ctrl-C: nobody gets to know of this map.
+            raise
 
     def cancel(self) -> bool:
         """Gives it up; returns whether there was anything to give up."""
+        error: Exception = CallCancelled("the map was cancelled by its caller")
+        if self._reactor.is_closing:
+            error = NotInitialized("this worker shut down before the map had ended")
+        was_news = self._give_up(error)
+        self._act()
+        return was_news
+
+    def _give_up(self, error: BaseException) -> bool:
+        """Has the map fail with an error; returns False where it is over already."""
         with self._lock:
             if self._schedule.is_over:
                 return False
-            self._error = CallCancelled("the map was cancelled by its caller")
+            self._error = error
             self._actions += self._schedule.give_up()
-        self._act()
         return True
 
     def _answered(self, part: int, attempt: int, worker: int, done: Any) -> None:
         with self._surroundings.entered():
             try:
-                result = torch.futures.Future.wait(done)
-            except BaseException as error:
-                self._failed(part, attempt, worker, error)
-            else:
-                self._ended(part, attempt, result)
+                self._take(part, attempt, worker, done)
+            except BaseException as error:  # A result that cannot be looked into.
+                self._give_up(error)
             self._act()
 
-    def _ended(self, part: int, attempt: int, result: Any) -> None:
+    def _take(self, part: int, attempt: int, worker: int, done: Any) -> None:
+        try:
+            result = torch.futures.Future.wait(done)
+        except BaseException as error:
+            self._failed(part, attempt, worker, error)
+        else:
+            self._ended(part, attempt, worker, result)
+
+    def _ended(self, part: int, attempt: int, worker: int, result: Any) -> None:
         has_graph = self._surroundings.is_recorded and may_have_graph(result)
         with self._lock:
             call = self._calls.pop((part, attempt), None)
-            self._note_losses()
+            # First, or the map might complete with void results. But what a worker has answered
+            # before it was lost counts, where there is no graph.
+            self._note_losses(None if has_graph else worker)
             if not self._schedule.is_current(part, attempt):
                 return
             self._results[part] = result
             if call is not None:
                 # Under the lock, or another thread might tell before this that the map is done.
-                seconds = time.monotonic() - call.started_s
+                seconds = time.monotonic() - self._note_begin(part, call)
                 observers.ended(self._map_id, part, call.worker.name, seconds)
             self._actions += self._schedule.ended(part, attempt, has_graph)
+            self._note_losses()
 
     def _failed(self, part: int, attempt: int, worker: int, error: BaseException) -> None:
         with self._lock:
@@ -168,10 +220,10 @@ class Execution:
             return None
         return named[0] if named else None
 
-    def _note_losses(self) -> None:
+    def _note_losses(self, excepted: int | None = None) -> None:
         """Tells the schedule of workers that were lost meanwhile, whoever noticed it."""
         for rank in self._schedule.workers:
-            if self._peers[rank].lost is not None:
+            if rank != excepted and self._peers[rank].lost is not None:
                 self._actions += self._schedule.lost(rank)
 
     # Actions
@@ -181,6 +233,9 @@ class Execution:
         while (action := self._next(may_block)) is not None:
             try:
                 _DO[type(action)](self, action)
+            except Exception as error:
+                if not self._give_up(error):
+                    _log.exception("the end of a map of %s could not be told", self._plan.name)
             finally:
                 self._is_acting = False
 
@@ -188,36 +243,41 @@ class Execution:
         with self._lock:
             if self._is_acting or not self._actions:
                 return None
-            self._is_acting = True
             if may_block or not self._takes_time(self._actions[0]):
+                self._is_acting = True
                 return self._actions.popleft()
-        self._reactor.submit_task(self._go_on)
+            # Nobody acts until the task begins: if the map fails meanwhile, that is told at once.
+            was_left, self._is_left = self._is_left, True
+        if not was_left:
+            self._reactor.submit_task(self._go_on)
         return None
 
     def _takes_time(self, action: Action) -> bool:
+        if self._schedule.is_over:
+            return False
         if isinstance(action, Make):
             return self._plan.content_for(self._peers[action.worker]) is not None
         return isinstance(action, Start) and not is_light(self._plan.arguments[action.part])
 
     def _go_on(self, _: object, __: object) -> None:
-        self._is_acting = False
+        self._is_left = False
         with self._surroundings.entered():
             self._act(may_block=True)
 
     def _make(self, action: Make) -> None:
         peer = self._peers[action.worker]
         content = self._plan.content_for(peer)
-        if content is None:
+        if content is None or self._schedule.is_over:
             return
+        function: Callable[..., Any] = shared.make
+        args: tuple[Any, ...] = (content.payload, content.tensors, self._plan.concurrency)
         try:
-            if action.parent is None:
-                made: Any = remote(peer.info, shared.make, (content.payload, content.tensors))
-            else:
-                made = remote(peer.info, shared.pull, (self._object(action.parent),))
+            if action.parent is not None:
+                function, args = shared.pull, (self._object(action.parent),)
+            self._objects[action.worker] = create(self._worker, peer, function, args, {}, 0.0)
+            self._orders[action.worker] = _Order()
         except Exception as error:  # The parts that need it fail with this.
             self._objects[action.worker] = error
-        else:
-            self._objects[action.worker] = made
 
     def _object(self, worker: int) -> RRef[shared.Shared] | None:
         found = self._objects.get(worker)
@@ -226,16 +286,35 @@ class Execution:
         return found
 
     def _start(self, action: Start) -> None:
+        if not self._schedule.is_current(action.part, action.attempt):
+            return  # The worker is lost, or the map is over.
         peer = self._peers[action.worker]
+        key = action.part, action.attempt
         try:
             future = self._send(peer, action)
         except Exception as error:
-            self._failed(*action, error)
+            self._failed(*key, action.worker, error)
             return
-        key = action.part, action.attempt
-        self._calls[key] = _Call(future, peer, time.monotonic())
-        observers.started(self._map_id, action.part, peer.name)
-        future.add_done_callback(partial(self._answered, *action))
+        call = self._calls[key] = _Call(future, peer)
+        if not action.is_ahead:
+            self._note_begin(action.part, call)
+        future.add_done_callback(partial(self._answered, *key, action.worker))
+
+    def _begin(self, action: Begin) -> None:
+        order = self._orders.get(action.worker)
+        if order is not None:
+            order.advance()
+        with self._lock:  # Its answer may come at the same time.
+            call = self._calls.get((action.part, action.attempt))
+            if call is not None:
+                self._note_begin(action.part, call)
+
+    def _note_begin(self, part: int, call: _Call) -> float:
+        """Tells that a part runs, once; returns since when."""
+        if call.begun_s is None:
+            call.begun_s = time.monotonic()
+            observers.started(self._map_id, part, call.worker.name)
+        return call.begun_s
 
     def _send(self, peer: Peer, action: Start) -> Future[Any]:
         if peer.lost is not None:
@@ -246,9 +325,10 @@ class Execution:
         if timeout > 0:
             timeout = max(self._end_s - time.monotonic(), _SHORTEST_S)
         if made is None:
-            return rpc_async(peer.info, self._plan.function, args, kwargs, timeout)
-        part = (tuple(made.id), args, kwargs)
-        future = rpc_async(peer.info, shared.run, part, timeout=timeout)
+            return start(self._worker, peer, self._plan.function, args, kwargs, timeout)
+        order = self._orders[action.worker].next(action.is_ahead)
+        part = (tuple(made.id), args, kwargs, *order)
+        future = start(self._worker, peer, shared.run, part, {}, timeout)
         future.kept = made
         return future
 
@@ -295,6 +375,7 @@ class Execution:
 _DO: dict[type[Action], Callable[[Execution, Any], None]] = {
     Make: Execution._make,
     Start: Execution._start,
+    Begin: Execution._begin,
     Cancel: Execution._cancel,
     Moved: Execution._moved,
     Lost: Execution._lost,

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from weft import knobs
-from weft.agent.agent import Agent
 from weft.agent.current import current
 from weft.agent.peers import Peer
 from weft.errors import AutogradError, SerializationError, WorkerLost
 from weft.mapreduce.execution import Execution
 from weft.mapreduce.map_future import MapFuture, wait_for
+from weft.mapreduce.notes import Error, with_note
 from weft.mapreduce.parts import Cut, Part
-from weft.mapreduce.reducers import reduce
+from weft.mapreduce.reducers import Reducer, reduce
 from weft.mapreduce.replay import Results
 from weft.mapreduce.sharing import Arguments, Common, find_common, may_have_graph
 from weft.mapreduce.surroundings import surroundings
+from weft.rpc.functions import is_async_execution
 from weft.rpc.worker import Worker
 from weft.serialize.functions import describe, name_of
 from weft.serialize.objects import Packed
 
 UNWRAPPED = "__parallelize"
 """With this begins what the name of a function has at its end that only goes by it."""
-
-Reducer = Callable[..., Any]
-Error = TypeVar("Error", bound=BaseException)
 
 
 class Manner(NamedTuple):
@@ -63,6 +62,7 @@ class Plan(NamedTuple):
         balance: As in ``Manner``.
         concurrency: As in ``Manner``.
         fan_out: How many workers get the content from one.
+        is_async: Whether the function may return before its work is done.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Plan(NamedTuple):
     balance: bool
     concurrency: int
     fan_out: int
+    is_async: bool = False
 
     @property
     def limit_s(self) -> float:
@@ -87,9 +88,16 @@ class Plan(NamedTuple):
         """Returns what an object on a worker is made of; None where parts need no object."""
         return self.own_content if peer.is_self else self.content
 
+    def keeps_ahead(self, peer: Peer) -> bool:
+        """Whether a worker keeps a part until its turn comes: an object of ours there does.
+
+        It would take an ``async`` function for ended when it has but begun.
+        """
+        return self.content_for(peer) is not None and not self.is_async
+
     def with_note(self, error: Error, part: int, worker: str) -> Error:
         """Returns an error of a part, which says now of which one."""
-        return _with_note(
+        return with_note(
             error,
             f"in part {part} of {len(self.parts)} of a map of {self.name}, on worker {worker!r}",
         )
@@ -101,7 +109,7 @@ class Plan(NamedTuple):
             text += "no worker is left to run the parts of the lost one"
         else:
             text += "parts of the lost worker are not run elsewhere; rerun=True allows that"
-        return _with_note(peer.lost_error(), text)
+        return with_note(peer.lost_error(), text)
 
 
 class MapCall:
@@ -115,10 +123,11 @@ class MapCall:
 
     def __init__(self, function: Callable[..., Any], cut: Cut, manner: Manner) -> None:
         self._agent = current()
+        self._worker: Worker = self._agent.part(Worker)
         given = (*cut.workers, *(part[0] for part in cut.parts))
         self._peers = {rank: self._agent.find(rank) for rank in given}
         self._surroundings = surroundings()
-        self._plan = _plan(self._agent, function, cut, manner, list(self._peers.values()))
+        self._plan = _plan(self._worker, function, cut, manner, list(self._peers.values()))
 
     def begin(self, reducer: Reducer | None) -> MapFuture[Any]:
         """Sends the first parts, and returns the future of the reduced results."""
@@ -129,15 +138,15 @@ class MapCall:
                 assert error is not None
                 future.fail(error)
                 return
-            self._keep(results)
             try:
+                self._keep(results)
                 reduced = self._reduced(reducer, results)
             except BaseException as failure:
                 future.fail(failure)
             else:
                 future.complete(reduced)
 
-        execution = Execution(self._plan, self._peers, self._agent.reactor, done)
+        execution = Execution(self._plan, self._peers, self._worker, done)
         future.can_cancel(execution.cancel)
         execution.begin()
         return future
@@ -160,10 +169,10 @@ class MapCall:
             over.set()
 
         with self._surroundings._replace(call=surroundings().call).entered():
-            execution = Execution(self._plan, self._peers, self._agent.reactor, done)
+            execution = Execution(self._plan, self._peers, self._worker, done)
             execution.begin()
         try:
-            wait_for(self._agent.reactor, over)
+            wait_for(self._agent.reactor, over, execution.cancel)
         except BaseException:
             execution.cancel()  # Ctrl-C: nobody waits any more.
             raise
@@ -176,9 +185,8 @@ class MapCall:
     def _keep(self, results: list[Any]) -> None:
         """Has a backward pass that loses a worker know how to get the results again."""
         if self._surroundings.is_recorded and any(map(may_have_graph, results)):
-            contexts = self._agent.part(Worker).contexts
             with contextlib.suppress(AutogradError):  # The block of the context has been left.
-                context = contexts.get(self._surroundings.context_id)
+                context = self._worker.contexts.get(self._surroundings.context_id)
                 context.maps.append(Results(results, self))
 
     def _reduced(self, reducer: Reducer | None, results: list[Any]) -> Any:
@@ -189,19 +197,20 @@ class MapCall:
 
 
 def _plan(
-    agent: Agent, function: Callable[..., Any], cut: Cut, manner: Manner, peers: Sequence[Peer]
+    worker: Worker, function: Callable[..., Any], cut: Cut, manner: Manner, peers: Sequence[Peer]
 ) -> Plan:
-    worker: Worker = agent.part(Worker)
+    me = worker.agent.me
     fan_out = max(knobs.FAN_OUT.get(), 1)
     whole = [(part[1], part[2]) for part in cut.parts]
     common, content, own_content = Common([], whole), None, None
     homes = len({part[0] for part in cut.parts})
-    if len(cut.parts) > homes or homes > fan_out:
-        common, content = _shared(worker, function, whole, peers)
+    are_in_turn = len(cut.parts) > homes
+    if are_in_turn or homes > fan_out:
+        common, content = _shared(worker, function, whole, peers, are_in_turn)
     if content is not None:
         own_content = content
-    elif agent.me in peers:
-        own_content = worker.pack_for([agent.me], (function, []))
+    elif me in peers:
+        own_content = worker.pack_for([me], (function, []))
         if own_content.externals:
             own_content = None
     return Plan(
@@ -217,6 +226,7 @@ def _plan(
         manner.balance,
         manner.concurrency,
         fan_out,
+        is_async_execution(function) or inspect.iscoroutinefunction(function),
     )
 
 
@@ -225,11 +235,21 @@ def _shared(
     function: Callable[..., Any],
     arguments: Sequence[Arguments],
     peers: Sequence[Peer],
+    are_in_turn: bool,
 ) -> tuple[Common, Packed | None]:
-    """Returns what is left of the arguments of all parts, and what they have in common, packed."""
+    """Returns what is left of the arguments of all parts, and what they have in common, packed.
+
+    Args:
+        worker: This worker.
+        function: What is called for each part.
+        arguments: Args and kwargs of each part.
+        peers: Who may run parts.
+        are_in_turn: Whether some workers run several of them, and can keep one ahead.
+    """
     common = find_common(arguments)
     nothing = Common([], list(arguments))
-    if not common.values and name_of(function, main_by_name=True) is not None:
+    is_named = name_of(function, main_by_name=True) is not None
+    if is_named and not common.values and not are_in_turn:
         return nothing, None
     try:
         packed = worker.pack_for(peers, (function, common.values))
@@ -241,9 +261,3 @@ def _shared(
     except SerializationError:
         return nothing, None  # The call of a part says better what cannot be sent.
     return (nothing, None) if packed.externals else (common, packed)
-
-
-def _with_note(error: Error, text: str) -> Error:
-    # As ``add_note`` of Python 3.11 does.
-    error.__notes__ = [*getattr(error, "__notes__", ()), text]  # type: ignore[attr-defined]
-    return error

@@ -13,6 +13,9 @@ from weft.rpc.futures import Future, fail
 
 T = TypeVar("T")
 
+_LOOK_S = 0.5
+"""How often who waits looks whether the worker has shut down."""
+
 
 class MapFuture(torch.futures.Future[T]):
     """The result of a map that may not be there yet.
@@ -33,20 +36,19 @@ class MapFuture(torch.futures.Future[T]):
 
     def can_cancel(self, give_up: Callable[[], bool]) -> None:
         """Has ``cancel`` call ``give_up``."""
-        if not self._over.is_set():
-            self._give_up = give_up
+        self._give_up = give_up
 
     def complete(self, result: T) -> None:
         """Completes it with a result."""
         self._give_up = None  # It leads back here, and no collector looks into futures.
+        self._over.set()  # First: callbacks may take long.
         self.set_result(result)
-        self._over.set()
 
     def fail(self, error: BaseException) -> None:
         """Completes it with an error; each who waits is raised a copy of it."""
         self._give_up = None
-        fail(self, error)
         self._over.set()
+        fail(self, error)
 
     def wait(self) -> T:
         """Blocks until all parts have ended and their results are reduced; returns the result.
@@ -60,7 +62,7 @@ class MapFuture(torch.futures.Future[T]):
             Exception: Whatever a part raised.
         """
         if not self.done():
-            wait_for(self._reactor, self._over)
+            wait_for(self._reactor, self._over, self.cancel)
         return super().wait()
 
     def cancel(self) -> bool:
@@ -76,11 +78,19 @@ class MapFuture(torch.futures.Future[T]):
         return Future.__await__(self)  # type: ignore[arg-type]
 
 
-def wait_for(reactor: Reactor, event: threading.Event) -> None:
-    """Blocks until something has happened, and lets others use this worker's threads meanwhile."""
+def wait_for(reactor: Reactor, over: threading.Event, give_up: Callable[[], object]) -> None:
+    """Blocks until a map is over, and lets others use this worker's threads meanwhile.
+
+    Args:
+        reactor: Runs the tasks of this worker. If it ends, so may those that would tell of the end.
+        over: The end of the map.
+        give_up: Has it end in that case.
+    """
     is_counted = reactor.begin_wait()
     try:
-        event.wait()
+        while not over.wait(_LOOK_S):
+            if reactor.is_closing:
+                give_up()
     finally:
         if is_counted:
             reactor.end_wait()

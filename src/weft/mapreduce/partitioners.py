@@ -7,7 +7,6 @@ worker, as an error of a function that is right.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -21,6 +20,7 @@ from weft.mapreduce.dimension import (
     dim_partitioner,
     exclusive_batch_partitioner,
 )
+from weft.mapreduce.notes import with_note
 from weft.mapreduce.parts import Cut, Part, broadcast, kind_of, unwrap
 from weft.mapreduce.workers import Worker, is_worker, rank_of
 from weft.serialize.functions import describe
@@ -107,8 +107,7 @@ def _called(
         is_many = isinstance(triples, Iterable) and not isinstance(triples, (Mapping, str, Tensor))
         return list(triples) if is_many else triples
     except Exception as error:
-        if sys.version_info >= (3, 11):
-            error.add_note(f"raised by partitioner {_name(partitioner)}")
+        with_note(error, f"raised by partitioner {_name(partitioner)}")
         raise
 
 

@@ -5,8 +5,9 @@ has failed. The values are here, though, and the parts are pure functions: run a
 they give the same values with a new graph. The gradient of a result follows from this worker's
 own graph, so the pass is put together of pieces: up to the old results, and on from the new ones.
 
-Rules of the file: nothing of a failed attempt is kept. It is only repeated if whatever the roots
-lead to, on other workers, are results of maps: anything else may have kept a part of it.
+Rules of the file: nothing of a failed attempt is kept. A pass that adds to gradients of leaves is
+only repeated if the answers to calls that the roots lead to are all results of maps: whoever gave
+another one may have kept a part of it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from weft.autograd.captures import Captures, place_of, receives_before
@@ -26,6 +26,7 @@ from weft.autograd.modes import PassMode
 from weft.autograd.roots import Roots
 from weft.autograd.walk import Place
 from weft.errors import AutogradError, WorkerLost
+from weft.mapreduce import trees
 
 T = TypeVar("T")
 
@@ -49,16 +50,36 @@ class Results:
     """
 
     def __init__(self, results: Sequence[Any], source: Repeatable) -> None:
-        self.places = [place_of(tensor) for tensor in _differentiable(results)]
+        self._places = [_places_of(_differentiable(results))]
+        self._latest: list[Tensor] = []
         self._source = source
 
-    def again(self) -> dict[Place, Tensor]:
-        """Computes the results once more; returns the new tensors, by the places of the old."""
-        return dict(zip(self.places, _differentiable(self._source.run_again()), strict=True))
+    @property
+    def places(self) -> set[Place]:
+        """Where in the graph the results are, those of all runs."""
+        return {place for places in self._places for place in places}
+
+    def compute_again(self) -> None:
+        """Computes the results once more."""
+        self._latest = _differentiable(self._source.run_again())
+        self._places.append(_places_of(self._latest))
+
+    @property
+    def replaced(self) -> dict[Place, Tensor]:
+        """The latest results, by the places of earlier ones."""
+        return {
+            place: tensor
+            for places in self._places[:-1]
+            for place, tensor in zip(places, self._latest, strict=True)
+        }
+
+
+def _places_of(tensors: Sequence[Tensor]) -> list[Place]:
+    return [place_of(tensor) for tensor in tensors]
 
 
 def _differentiable(results: Sequence[Any]) -> list[Tensor]:
-    leaves = pytree.tree_leaves(list(results))
+    leaves = trees.leaves(list(results))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
@@ -85,7 +106,7 @@ class Replay:
             self._run_all(mode, captures, gradients)
             return gradients.snapshot()
 
-        return self._until_done(attempt)
+        return self._until_done(attempt, mode)
 
     def gradients_of(self, inputs: Sequence[Tensor], mode: PassMode) -> list[Tensor | None]:
         """Returns the gradients of tensors of this worker; ``mode`` is for inputs."""
@@ -95,7 +116,7 @@ class Replay:
             self._run_all(mode, captures)
             return captures.results()
 
-        return self._until_done(attempt)
+        return self._until_done(attempt, mode)
 
     def _context(self) -> Context:
         return self._engine.contexts.get(self._context_id)
@@ -112,15 +133,14 @@ class Replay:
             retains_here=bool(self._context().maps),
         )
 
-    def _until_done(self, attempt: Callable[[dict[Place, Tensor]], T]) -> T:
-        replaced: dict[Place, Tensor] = {}
+    def _until_done(self, attempt: Callable[[dict[Place, Tensor]], T], mode: PassMode) -> T:
         lost: set[str] = set()
         while True:
             try:
-                return attempt(replaced)
+                return attempt(self._replaced())
             except AutogradError as error:
                 worker = _lost_worker(error)
-                if worker is None or worker in lost or not self._is_repeatable():
+                if worker is None or worker in lost or not self._is_repeatable(mode):
                     raise
                 lost.add(worker)
                 _log.warning(
@@ -129,24 +149,34 @@ class Replay:
                     worker,
                     len(self._context().maps),
                 )
-            replaced = self._computed_again()
+            for results in list(self._context().maps):
+                results.compute_again()
 
-    def _computed_again(self) -> dict[Place, Tensor]:
+    def _replaced(self) -> dict[Place, Tensor]:
+        """Returns what is to be taken for results whose workers were lost, in this pass or before.
+
+        A graph that was recorded before the loss, or in the pass that found out, leads to them.
+        """
         context = self._context()
-        again = [results.again() for results in list(context.maps)]
-        # What this worker computed itself has its graph.
         return {
             place: tensor
-            for results in again
-            for place, tensor in results.items()
-            if place[0] in context.receive_of
+            for results in context.maps
+            for place, tensor in results.replaced.items()
+            if place[0] in context.receive_of  # What this worker computed itself has its graph.
         }
 
-    def _is_repeatable(self) -> bool:
-        """Whether all that the roots lead to, on other workers, are results of maps."""
+    def _is_repeatable(self, mode: PassMode) -> bool:
+        """Whether a failed attempt has left nothing behind, and there is something to repeat.
+
+        A pass for inputs leaves nothing anywhere. Any other may have added to gradients of other
+        workers' leaves, though not those of parts of maps, which have no leaves of their own.
+        """
         context = self._context()
+        if mode.for_inputs or not context.maps:
+            return bool(context.maps)
         nodes = {node for results in context.maps for node, _ in results.places}
-        return all(receive.node in nodes for receive in receives_before(context, self._roots))
+        receives = receives_before(context, self._roots)
+        return all(receive.node in nodes or not receive.is_answer for receive in receives)
 
 
 def _lost_worker(error: BaseException) -> str | None:

@@ -8,12 +8,15 @@ See ``docs/protocols/mapreduce.md``. Rules of the file:
   the workers between the caller and it. Where a worker on the path is lost, what was made of the
   object has no gradients any more.
 - Whoever has no object gets one when its first part is started, straight from the caller.
+- A worker with an object is sent one part *ahead* of those that it runs, and keeps it until one of
+  them has ended: so it need not wait for the caller in between. With ``balance`` it may be taken
+  away again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 
@@ -25,7 +28,16 @@ class Make(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Send a part to a worker, which has an object by now."""
+    """Send a part to a worker, which has an object by now, and keeps it there if it is ahead."""
+
+    part: int
+    attempt: int
+    worker: int
+    is_ahead: bool = False
+
+
+class Begin(NamedTuple):
+    """A part that was sent ahead runs by now."""
 
     part: int
     attempt: int
@@ -64,7 +76,7 @@ class Fail(NamedTuple):
     worker: int | None
 
 
-Action = Make | Start | Cancel | Moved | Lost | Complete | Fail
+Action = Make | Start | Begin | Cancel | Moved | Lost | Complete | Fail
 
 
 class _Run(NamedTuple):
@@ -88,6 +100,7 @@ class Schedule:
         is_recorded: Whether results may have a graph on the worker that made them.
         fan_out: How many workers get their objects from one; 0 for all from the caller.
         here: The caller, if it may run parts: it is never part of a tree.
+        keepers: Workers that keep a part until it is its turn.
     """
 
     def __init__(
@@ -101,6 +114,7 @@ class Schedule:
         is_recorded: bool = False,
         fan_out: int = 0,
         here: int | None = None,
+        keepers: Container[int] = (),
     ) -> None:
         self._concurrency = concurrency
         self._balance = balance
@@ -108,12 +122,14 @@ class Schedule:
         self._is_recorded = is_recorded
         self._fan_out = fan_out
         self._here = here
+        self._keepers = keepers
         self._queues: dict[int, deque[int]] = {
             worker: deque() for worker in (*workers, *dict.fromkeys(homes))
         }
         for part, worker in enumerate(homes):
             self._queues[worker].append(part)
         self._loads = dict.fromkeys(self._queues, 0)
+        self._kept: dict[int, deque[int]] = {worker: deque() for worker in self._queues}
         self._attempts = [0] * len(homes)
         self._running: dict[int, _Run] = {}
         self._ended: dict[int, _Run] = {}
@@ -161,6 +177,7 @@ class Schedule:
         if self.is_over or worker not in self._queues:
             return []
         waiting = self._queues.pop(worker)
+        self._kept[worker].clear()
         uprooted = {other for other, path in self._paths.items() if worker in path}
         for other in (worker, *uprooted):
             self._paths.pop(other, None)
@@ -219,19 +236,28 @@ class Schedule:
         queue = self._queues.get(worker)
         if queue is None:
             return
-        while self._loads[worker] < self._concurrency:
-            if not queue and not (may_take and self._balance and self._take_from_longest(worker)):
+        ahead = 1 if worker in self._keepers else 0
+        while True:
+            is_busy = self._loads[worker] >= self._concurrency
+            if not queue and not is_busy and may_take and self._balance:
+                self._take_from_longest(worker)
+            if not queue or (is_busy and self._loads[worker] >= self._concurrency + ahead):
                 return
             self._start(queue.popleft(), worker)
 
-    def _take_from_longest(self, worker: int) -> bool:
+    def _take_from_longest(self, worker: int) -> None:
+        """Moves to the queue of a worker a part that waits, or else one that was sent ahead."""
         longest = max(self._queues, key=lambda other: len(self._queues[other]))
-        if not self._queues[longest]:
-            return False
-        part = self._queues[longest].pop()
+        if self._queues[longest]:
+            part = self._queues[longest].pop()
+        else:
+            longest = max(self._queues, key=lambda other: len(self._kept[other]))
+            if not self._kept[longest]:
+                return
+            part = self._kept[longest][-1]
+            self._actions.append(Cancel(part, self._stop(part).attempt))
         self._queues[worker].append(part)
         self._actions.append(Moved(part, longest, worker))
-        return True
 
     def _start(self, part: int, worker: int) -> None:
         if worker not in self._paths:
@@ -239,11 +265,20 @@ class Schedule:
         self._attempts[part] += 1
         self._running[part] = _Run(self._attempts[part], worker, self._paths[worker])
         self._loads[worker] += 1
-        self._actions.append(Start(part, self._attempts[part], worker))
+        is_ahead = self._loads[worker] > self._concurrency
+        if is_ahead:
+            self._kept[worker].append(part)
+        self._actions.append(Start(part, self._attempts[part], worker, is_ahead))
 
     def _stop(self, part: int) -> _Run:
         run = self._running.pop(part)
         self._loads[run.worker] -= 1
+        kept = self._kept[run.worker]
+        if part in kept:
+            kept.remove(part)
+        elif kept:
+            following = kept.popleft()
+            self._actions.append(Begin(following, self._attempts[following], run.worker))
         return run
 
     def _make(self, worker: int, parent: int | None) -> None:

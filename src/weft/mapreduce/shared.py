@@ -6,7 +6,8 @@ clones of the tensors: what a part does to its copy, no other one sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,15 +15,20 @@ from torch import Tensor
 from weft.agent.current import current
 from weft.agent.served_calls import current_call
 from weft.autograd.contexts import current_id
-from weft.errors import ArgumentTypeError
+from weft.errors import ArgumentTypeError, CallCancelled
 from weft.mapreduce import trees
-from weft.rpc.calls import rpc_async
+from weft.mapreduce.turns import Place, Turns
+from weft.rpc.calls import start
+from weft.rpc.current_call import is_cancelled
 from weft.rpc.handles import RRef
 from weft.rpc.outcomes import WhenReady
 from weft.rpc.own_tensors import own_copy
 from weft.rpc.serving import owned
 from weft.rpc.worker import Worker
 from weft.serialize.objects import unpack
+
+_LOOK_S = 0.5
+"""How often a part that waits for its turn looks whether somebody still wants it."""
 
 Address = tuple[int, int, int]
 """The number of a reference, for a caller that keeps the reference meanwhile."""
@@ -51,18 +57,31 @@ class Shared:
     Args:
         payload: The packed pair of the function and the list of values.
         tensors: What was taken out of it.
+        concurrency: How many parts may run at a time; others wait for their turn.
         is_own: Whether this worker has packed it, and may trust it.
     """
 
-    __slots__ = ("_is_own", "payload", "tensors")
+    __slots__ = ("_is_own", "_turns", "concurrency", "payload", "tensors")
 
-    def __init__(self, payload: bytes, tensors: Sequence[Tensor], *, is_own: bool) -> None:
+    def __init__(
+        self, payload: bytes, tensors: Sequence[Tensor], concurrency: int, *, is_own: bool
+    ) -> None:
         self.payload = payload
         self.tensors = tensors
+        self.concurrency = concurrency
+        self._turns = Turns(concurrency)
         self._is_own = is_own
 
-    def call(self, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
-        """Calls the function, with a copy of the values in their slots.
+    def call(
+        self, args: Any, kwargs: Any, number: int, after: int
+    ) -> tuple[Callable[..., Any], Any]:
+        """Calls the function, with a copy of the values in their slots, when its turn has come.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            number: Counts the parts that were sent here.
+            after: The number of the part before which this one must not run; or ``NOTHING``.
 
         Returns:
             The function, and what it returned.
@@ -72,35 +91,65 @@ class Shared:
         if _is_served_to_itself():
             args, kwargs = _own_arguments(args, kwargs)
         args, kwargs = _filled((args, kwargs), values)
-        return function, function(*args, **kwargs)
+        with self._turn(number, after):
+            return function, function(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _turn(self, number: int, after: int) -> Iterator[None]:
+        """Waits until it is the turn of a part that was sent ahead of those that run."""
+        place = self._turns.take(number, after)
+        if place is not None:
+            self._wait(place)
+        try:
+            yield
+        finally:
+            self._turns.give_back()
+
+    def _wait(self, place: Place) -> None:
+        reactor = _worker().agent.reactor
+        is_counted = reactor.begin_wait()
+        try:
+            has_turn = self._turns.wait(place, _LOOK_S, is_cancelled)
+        finally:
+            if is_counted:
+                reactor.end_wait()
+        if not has_turn:
+            raise CallCancelled("the caller of the map does not want this part any more")
 
 
 # What the caller of a map, and workers among themselves, ask for by name.
 
 
-def make(payload: bytes, tensors: Sequence[Tensor]) -> Shared:
+def make(payload: bytes, tensors: Sequence[Tensor], concurrency: int) -> Shared:
     """Returns an object of what the caller of a map has packed."""
-    return Shared(payload, tensors, is_own=_is_served_to_itself())
+    return Shared(payload, tensors, concurrency, is_own=_is_served_to_itself())
 
 
 async def pull(parent: RRef[Shared]) -> Shared:
     """Returns an object like that of another worker; no thread waits for it meanwhile."""
     address = tuple(parent.id)
-    held: Any = await rpc_async(parent.owner(), content, (address,), timeout=0.0)
-    payload, tensors = held
-    return Shared(payload, tensors, is_own=False)
+    # Found by its id: the name may be another's by now, or nobody's.
+    owner = parent.agent().peers[parent.id.owner]
+    held: Any = await start(_worker(), owner, content, (address,), {}, 0.0)
+    payload, tensors, concurrency = held
+    return Shared(payload, tensors, concurrency, is_own=False)
 
 
 def content(address: Address) -> WhenReady:
     """Returns what an object of this worker holds."""
-    return WhenReady(
-        owned(address), lambda value: (content, (_checked(value).payload, value.tensors))
-    )
+
+    def parts_of(value: Any) -> tuple[Callable[..., Any], Any]:
+        shared = _checked(value)
+        return content, (shared.payload, shared.tensors, shared.concurrency)
+
+    return WhenReady(owned(address), parts_of)
 
 
-def run(address: Address, args: Any, kwargs: Any) -> WhenReady:
+def run(address: Address, args: Any, kwargs: Any, number: int, after: int) -> WhenReady:
     """Runs a part of a map, with what is in an object of this worker."""
-    return WhenReady(owned(address), lambda value: _checked(value).call(args, kwargs))
+    return WhenReady(
+        owned(address), lambda value: _checked(value).call(args, kwargs, number, after)
+    )
 
 
 def _checked(value: Any) -> Shared:

@@ -78,7 +78,7 @@ def rpc_async(
     """
     agent = current()
     worker: Worker = agent.parts[Worker]
-    return _start(worker, agent.find(to), *_checked(func, args, kwargs), timeout)
+    return start(worker, agent.find(to), *_checked(func, args, kwargs), timeout)
 
 
 def remote(
@@ -219,9 +219,10 @@ def _call_and_wait(
     return worker.result_of(call)
 
 
-def _start(
+def start(
     worker: Worker, peer: Peer, function: Any, args: Sequence[Any], kwargs: Any, timeout: float
 ) -> Future[Any]:
+    """Starts a call on ``peer``, whoever has its name by now; returns the future of its result."""
     limit_s = _limit_s(worker.agent, timeout)
     parent = current_call.get()
     if parent is not None:
@@ -273,6 +274,6 @@ def create(
 
 _WAYS: dict[str, Callable[..., Any]] = {
     "sync": _call_and_wait,
-    "async": _start,
+    "async": start,
     "remote": create,
 }

@@ -96,6 +96,7 @@ def end(worker: Worker) -> None:
     Ends within about ``END_LIMIT_S``, whatever functions of the program and other workers do.
     """
     end_s = time.monotonic() + END_LIMIT_S
+    worker.has_left = True
     current_agent.install(None)
     worker.agent.part(Gatherings).close()
     worker.references.close()

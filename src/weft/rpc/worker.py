@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -80,6 +81,8 @@ class Worker:
         self._decode_other = others.decoder(self)
         self.slow: set[bytes] = set()
         """Names of functions that took long the last time."""
+        self.has_left = False
+        """Whether this process is this worker no more, though it may still serve for a moment."""
         self.on_failure: Callable[[Peer, BaseException], None] | None = None
         """Is told of every call that failed here, and who made it."""
         agent.discard = self.discard_reply
@@ -195,7 +198,13 @@ class Worker:
     # What arrives
 
     def open_values(
-        self, peer: Peer, control: Buffer, start: int, context_id: int, message_id: int
+        self,
+        peer: Peer,
+        control: Buffer,
+        start: int,
+        context_id: int,
+        message_id: int,
+        is_answer: bool = False,
     ) -> list[Any]:
         """Returns the values of a compact message, which begin at ``start``."""
         differentiable: list[int] = []
@@ -207,7 +216,7 @@ class Worker:
             for place in differentiable:
                 values[place].requires_grad_()
             return values
-        context.place_received(message_id, peer.id, values, differentiable)
+        context.place_received(message_id, peer.id, values, differentiable, is_answer)
         return values
 
     def _context_of(self, context_id: int, peer: Peer) -> Context | None:
@@ -229,6 +238,7 @@ class Worker:
         references: Sequence[HandedReference],
         context_id: int,
         message_id: int,
+        is_answer: bool = False,
     ) -> Any:
         """Returns the object that a message carries, its references and tensors in place."""
         externals: Sequence[object]
@@ -238,7 +248,7 @@ class Worker:
             externals, read = parcel.externals, unpack
         else:
             externals = [self._receive(handed, peer) for handed in references]
-        tensors = self._receive_tensors(peer, parcel, context_id, message_id)
+        tensors = self._receive_tensors(peer, parcel, context_id, message_id, is_answer)
         return read(parcel.payload, tensors, externals)
 
     def _receive(self, handed: HandedReference, sender: Peer) -> RRef[Any]:
@@ -249,7 +259,7 @@ class Worker:
         return self.reference_type.from_received(self.references, handed.reference)
 
     def _receive_tensors(
-        self, peer: Peer, parcel: Parcel, context_id: int, message_id: int
+        self, peer: Peer, parcel: Parcel, context_id: int, message_id: int, is_answer: bool
     ) -> list[Tensor]:
         if peer.is_self:
             tensors = parcel.tensors(detached=False)
@@ -260,7 +270,7 @@ class Worker:
         if context is None or not message_id:
             return parcel.tensors(detached=False)
         tensors = parcel.tensors(detached=True)
-        return context.record_receive(message_id, peer.id, tensors, flags_in(parcel))
+        return context.record_receive(message_id, peer.id, tensors, flags_in(parcel), is_answer)
 
     def refuse(self, peer: Peer, references: Sequence[HandedReference]) -> None:
         """Gives back the references of a message that nobody will read."""
@@ -302,6 +312,8 @@ class Worker:
 
     def reply_error(self, peer: Peer, number: int, error: BaseException) -> None:
         """Sends the error of a call."""
+        if self.has_left and isinstance(error, (NotInitialized, CancelledError)):
+            return  # Not the caller's business: it is told soon that this worker is lost.
         if self.on_failure is not None:
             self.on_failure(peer, error)
         payload = pack_error(
@@ -332,11 +344,15 @@ class Worker:
             read = unpack_error if parcel.is_local else self.reader.unpack_error
             raise read(bytes(parcel.payload))
         head = decode_reply_head(parcel.head)
-        return self.open_content(peer, parcel, head.references, head.context_id, head.message_id)
+        return self.open_content(
+            peer, parcel, head.references, head.context_id, head.message_id, is_answer=True
+        )
 
     def _compact_result(self, peer: Peer, frame: Frame) -> Any:
         context_id, message_id, start = decode_compact_reply(frame.control)
-        values = self.open_values(peer, frame.control, start, context_id, message_id)
+        values = self.open_values(
+            peer, frame.control, start, context_id, message_id, is_answer=True
+        )
         if len(values) != 1:
             raise ProtocolError(f"a call was answered with {len(values)} values")
         return values[0]

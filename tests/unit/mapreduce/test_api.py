@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.unit.mapreduce import fake_group
 from weft import mapreduce
-from weft.errors import ArgumentTypeError, ConfigurationError
+from weft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from weft.mapreduce import api
 from weft.mapreduce.map_call import Manner
 from weft.mapreduce.parts import Cut
@@ -22,8 +22,11 @@ class HereCall:
     """In place of a ``MapCall``: calls the function for each part at once."""
 
     made: list[HereCall]
+    departed: list[UnknownWorker]
 
     def __init__(self, function: Callable[..., Any], cut: Cut, manner: Manner) -> None:
+        if HereCall.departed:
+            raise HereCall.departed.pop()
         self.function = function
         self.cut = cut
         self.manner = manner
@@ -44,7 +47,7 @@ class HereCall:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[HereCall]:
     fake_group.join(monkeypatch, size=2)
     monkeypatch.setattr(api, "MapCall", HereCall)
-    HereCall.made = []
+    HereCall.made, HereCall.departed = [], []
     return HereCall.made
 
 
@@ -174,6 +177,15 @@ def test_any_callable_can_be_decorated() -> None:
 def test_arguments_of_wrong_types(how: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=message):
         mapreduce.remote_sync_call(**{"func": nobody, **how})
+
+
+def test_a_worker_that_leaves_when_the_parts_are_made_gets_none(calls: list[HereCall]) -> None:
+    HereCall.departed = [UnknownWorker("it has left"), UnknownWorker("and another one")]
+    assert mapreduce.remote_sync_call(len, args=(torch.arange(5.0),)) == [2, 3]
+    HereCall.departed = [UnknownWorker("it has left")]
+    with pytest.raises(UnknownWorker):
+        mapreduce.remote_sync_call(len, args=(torch.arange(5.0),), partitioner=1)
+    assert len(calls) == 1
 
 
 def test_no_part_at_a_time() -> None:

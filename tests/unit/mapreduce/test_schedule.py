@@ -9,6 +9,7 @@ import pytest
 
 from weft.mapreduce.schedule import (
     Action,
+    Begin,
     Cancel,
     Complete,
     Fail,
@@ -119,6 +120,45 @@ def test_one_that_was_given_nothing_takes_as_well_when_all_have_begun() -> None:
         Make(C, None),
         Start(2, 1, C),
     ]
+
+
+# ahead
+
+
+def test_one_that_keeps_parts_is_sent_one_ahead() -> None:
+    made = schedule([A, A, A, B], keepers={A, B})
+    assert made.begin() == [
+        Make(A, None),
+        Start(0, 1, A),
+        Start(1, 1, A, is_ahead=True),
+        Make(B, None),
+        Start(3, 1, B),
+    ]
+    assert made.ended(0, 1, True) == [Begin(1, 1, A), Start(2, 1, A, is_ahead=True)]
+    assert made.ended(1, 1, True) == [Begin(2, 1, A)]
+
+
+def test_one_that_runs_several_is_sent_one_ahead_of_them() -> None:
+    made = begun([A, A, A, A], keepers={A}, concurrency=2)
+    assert made.ended(1, 1, True) == [Begin(2, 1, A), Start(3, 1, A, is_ahead=True)]
+
+
+def test_what_was_sent_ahead_is_taken_by_one_that_has_nothing_to_do() -> None:
+    made = begun([A, A, B], keepers={A, B}, balance=True)
+    assert made.ended(2, 1, True) == [Cancel(1, 1), Moved(1, A, B), Start(1, 2, B)]
+    assert made.ended(1, 1, True) == [], "the answer of an old attempt"
+    assert made.ended(0, 1, True) == []
+
+
+def test_what_was_sent_ahead_to_a_lost_worker_runs_elsewhere() -> None:
+    made = begun([A, A, B], keepers={A, B})
+    assert made.lost(A) == [
+        Lost(A, (0, 1)),
+        Cancel(0, 1),
+        Cancel(1, 1),
+        Start(0, 2, B, is_ahead=True),
+    ]
+    assert made.ended(2, 1, True) == [Begin(0, 2, B), Start(1, 2, B, is_ahead=True)]
 
 
 def test_nothing_moves_without_balance() -> None:

@@ -1,0 +1,1 @@
+"""Maps over workers: rate, overhead, balance and meta-steps beside calls for each task."""

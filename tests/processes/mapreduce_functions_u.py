@@ -1,0 +1,141 @@
+"""What workers of open groups run that begin maps, and those that run their parts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import weft
+from tests.processes.functions import wait_until
+from tests.processes.mapreduce_functions_m import loss
+from tests.processes.mapreduce_gradients import model_and_inputs, single_gradients
+from weft import mapreduce, rpc
+from weft.mapreduce import autograd
+
+LIMIT_S = 20.0
+each_row = mapreduce.dim_partitioner(0, exclusive=True, keepdim=True)
+kept: dict[str, Any] = {}
+asked = threading.Event()
+leaving = threading.Event()
+
+
+def on(names: list[str]) -> Any:
+    return mapreduce.dim_partitioner(0, exclusive=True, keepdim=True, workers=names)
+
+
+def join(name: str, rank: int, method: str) -> None:
+    """Joins an open group."""
+    options = rpc.RpcBackendOptions(init_method=method, init_timeout=LIMIT_S, rpc_timeout=LIMIT_S)
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=options)
+
+
+def leave() -> None:
+    rpc.shutdown(timeout=LIMIT_S)
+
+
+def leave_with_a_part() -> None:
+    """Leaves as soon as it has a part to run."""
+    assert asked.wait(LIMIT_S), "no part has come"
+    leaving.set()
+    leave()
+    asked.clear()
+    leaving.clear()
+
+
+def life_of(value: Tensor) -> tuple[str, int]:
+    """Returns the name of the worker that runs a part, and how many parts it has run."""
+    kept["parts"] = kept.get("parts", 0) + 1
+    return rpc.get_worker_info().name, kept["parts"]
+
+
+def lives(rows: int, names: list[str] | None = None) -> list[tuple[str, int]]:
+    """Returns who has run the parts of a map; without names anybody may."""
+    found: list[tuple[str, int]] = mapreduce.remote_sync_call(
+        life_of, args=(torch.zeros(rows),), partitioner=each_row if names is None else on(names)
+    )
+    return found
+
+
+def know(*names: str) -> None:
+    """Waits until a worker knows these workers, and no others."""
+
+    def known() -> set[str]:
+        return {info.name for info in rpc.get_worker_infos()}
+
+    wait_until(lambda: known() == set(names), lambda: f"known are {known()}")
+
+
+# A step of training in two halves, so that workers may come and go between them
+
+
+def forward(names: list[str] | None, rows: int) -> None:
+    model, inputs = model_and_inputs(rows)
+    stack = contextlib.ExitStack()
+    context_id = stack.enter_context(autograd.context())
+    total = mapreduce.remote_sync_call(
+        loss,
+        args=(model, inputs),
+        partitioner=each_row if names is None else on(names),
+        reducer=mapreduce.mean_reducer,
+    )
+    kept["step"] = stack, context_id, total, model, inputs
+
+
+def backward() -> float:
+    """Returns how far the gradients are from those of a single process."""
+    stack, context_id, total, model, inputs = kept.pop("step")
+    with stack:
+        autograd.backward(context_id, total)
+    expected = single_gradients(model, [loss(model, row) for row in inputs.split(1)])
+    pairs = zip(model.parameters(), expected, strict=True)
+    return max((parameter.grad - gradient).abs().max().item() for parameter, gradient in pairs)
+
+
+# A worker that leaves while it has parts to run
+
+
+def square_as_one_leaves(weight: nn.Parameter, row: Tensor, leaver: str) -> Tensor:
+    if rpc.get_worker_info().name == leaver:
+        asked.set()
+        assert leaving.wait(LIMIT_S), "nobody has said that it is to leave"
+    return (weight * row).square().sum()
+
+
+def map_as_one_leaves(leaver: str, names: list[str], rows: int, fan_out: int) -> list[float]:
+    """Returns the results of a map, during which a worker leaves."""
+    weight, inputs = nn.Parameter(torch.ones(2)), torch.arange(2.0 * rows).view(rows, 2)
+    with weft.knobs.FAN_OUT.override(fan_out):
+        found = mapreduce.remote_sync_call(
+            square_as_one_leaves,
+            args=(mapreduce.broadcast(weight), inputs, leaver),
+            partitioner=on(names),
+        )
+    return [each.item() for each in found]
+
+
+def maps_until_others_left(*left: str) -> int:
+    """Maps on all workers, one time after the other, until only some are left."""
+    count = 0
+    while {info.name for info in rpc.get_worker_infos()} != set(left):
+        found = mapreduce.remote_sync_call(double, args=(torch.arange(12.0),))
+        assert torch.equal(torch.cat(found), torch.arange(12.0) * 2)
+        count += 1
+        rpc.rpc_sync(left[-1], note_map)
+    return count
+
+
+def double(value: Tensor) -> Tensor:
+    return value * 2
+
+
+def note_map() -> None:
+    kept["maps"] = kept.get("maps", 0) + 1
+
+
+def wait_for_maps(count: int) -> None:
+    begin = kept.get("maps", 0)
+    wait_until(lambda: kept.get("maps", 0) >= begin + count, lambda: "nobody maps")

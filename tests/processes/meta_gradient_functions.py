@@ -1,0 +1,231 @@
+"""Sinusoid regression by MAML: what the parts of a map compute, and how a worker dies of it.
+
+A task is drawn from its seed alone, so it is the same wherever and however often it is run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import weft
+from weft import mapreduce, rpc
+from weft.agent.current import current
+
+NETWORK_SEED = 7
+UNITS = 40
+SHOTS = 10
+STEPS = 3
+RATE = 0.03
+
+Weights = dict[str, Tensor]
+Gradients = Callable[[Weights], Sequence[Tensor]]
+"""Takes the weights before an inner step; returns the gradients of the inner loss."""
+
+
+# Deaths
+
+
+class Death(NamedTuple):
+    """Where a worker dies.
+
+    Attributes:
+        worker: Its name.
+        point: ``begin`` (of a part), ``end`` (of a part), ``backward`` (the gradient of a part's
+            result arrives) or ``gradient`` (the last gradient of a part is computed); the same
+            with ``inner`` before it for a part of the inner loop.
+    """
+
+    worker: str
+    point: str
+
+
+class Doom(NamedTuple):
+    """Who dies, one after the other.
+
+    Attributes:
+        folder: Has a file for each death that has been.
+        deaths: Each comes when those before it have been.
+    """
+
+    folder: str
+    deaths: tuple[Death, ...] = ()
+
+    def so_far(self) -> int:
+        """Returns how many have died."""
+        return len(os.listdir(self.folder))
+
+    def strike(self, point: str) -> None:
+        """Kills this process, if its time has come."""
+        if not self.deaths:
+            return
+        count = self.so_far()
+        if self.deaths[count : count + 1] == ((rpc.get_worker_info().name, point),):
+            Path(self.folder, str(count)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+NOBODY = Doom("")
+
+
+class Mortal(torch.autograd.Function):
+    """The identity; a worker may die when the gradient comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, doom: Doom, point: str) -> Tensor:
+        ctx.doom, ctx.point = doom, point
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.doom.strike(ctx.point)
+        return gradient.clone(), None, None
+
+
+def mortal(value: Tensor, doom: Doom, point: str) -> Tensor:
+    made: Tensor = Mortal.apply(value, doom, point)  # type: ignore[no-untyped-call]
+    return made
+
+
+# Tasks
+
+
+def network() -> nn.Sequential:
+    """Returns a network of 1-40-40-1 units, the same each time."""
+    torch.manual_seed(NETWORK_SEED)
+    return nn.Sequential(
+        nn.Linear(1, UNITS),
+        nn.ReLU(),
+        nn.Linear(UNITS, UNITS),
+        nn.ReLU(),
+        nn.Linear(UNITS, 1),
+    ).double()
+
+
+def draw(seed: int) -> tuple[Tensor, Tensor]:
+    """Returns a sinusoid as inputs and values, (2, SHOTS, 1) each: to adapt to, and to judge by."""
+    generator = torch.Generator().manual_seed(seed)
+    amplitude, phase = torch.rand(2, generator=generator, dtype=torch.float64)
+    inputs = torch.rand(2, SHOTS, 1, generator=generator, dtype=torch.float64) * 10 - 5
+    return inputs, (0.1 + 4.9 * amplitude) * torch.sin(inputs - torch.pi * phase)
+
+
+def error(model: nn.Module, weights: Mapping[str, Tensor], inputs: Tensor, goals: Tensor) -> Tensor:
+    difference: Tensor = functional_call(model, dict(weights), (inputs,)) - goals
+    return difference.square().mean()
+
+
+def descended(weights: Weights, gradients: Gradients) -> Weights:
+    """Returns weights after the inner loop."""
+    for _ in range(STEPS):
+        steps = zip(weights.items(), gradients(weights), strict=True)
+        weights = {name: value - RATE * gradient for (name, value), gradient in steps}
+    return weights
+
+
+def query_error(model: nn.Module, weights: Weights, seed: int, is_second_order: bool) -> Tensor:
+    """Returns the error of the adapted model; with ``is_second_order`` through the inner loop."""
+    inputs, goals = draw(seed)
+
+    def gradients(weights: Weights) -> Sequence[Tensor]:
+        inner = error(model, weights, inputs[0], goals[0])
+        return torch.autograd.grad(inner, list(weights.values()), create_graph=is_second_order)
+
+    return error(model, descended(weights, gradients), inputs[1], goals[1])
+
+
+def mean_query_error(
+    model: nn.Module, seeds: Tensor, is_second_order: bool, doom: Doom = NOBODY
+) -> Tensor:
+    """Returns the mean over the tasks of a part; whoever is doomed may die on the way."""
+    doom.strike("begin")
+    weights: Weights = dict(model.named_parameters())
+    first = next(iter(weights))
+    weights[first] = mortal(weights[first], doom, "gradient")
+    errors = [query_error(model, weights, int(seed), is_second_order) for seed in seeds]
+    doom.strike("end")
+    return mortal(torch.stack(errors).mean(), doom, "backward")
+
+
+# Inner loops that call other workers
+
+
+class Inner(NamedTuple):
+    """How the inner error is computed.
+
+    Attributes:
+        workers: By a map over these workers, None for all; where it is empty, by the next worker.
+        doom: Who dies of it.
+    """
+
+    workers: tuple[str, ...] | None
+    doom: Doom
+
+
+def query_error_by_others(model: nn.Module, seeds: Tensor, inner: Inner) -> Tensor:
+    """Returns the mean over the tasks of a part, whose inner error other workers compute."""
+    inner.doom.strike("begin")
+    mean = torch.stack([_by_others(model, int(seed), inner) for seed in seeds]).mean()
+    return mortal(mean, inner.doom, "backward")
+
+
+def _by_others(model: nn.Module, seed: int, inner: Inner) -> Tensor:
+    inputs, goals = draw(seed)
+    context_id = weft.autograd.current_context_id()
+    compute = _mapped if inner.workers != () else _called
+
+    def gradients(weights: Weights) -> Sequence[Tensor]:
+        inner_error = compute(inner, model, weights, inputs[0], goals[0])
+        leaves = list(weights.values())
+        if compute is _called:
+            return weft.autograd.grad(context_id, inner_error, leaves, create_graph=True)
+        return mapreduce.autograd.grad(context_id, inner_error, leaves, create_graph=True)
+
+    weights = descended(dict(model.named_parameters()), gradients)
+    return error(model, weights, inputs[1], goals[1])
+
+
+def _called(
+    inner: Inner, model: nn.Module, weights: Weights, inputs: Tensor, goals: Tensor
+) -> Tensor:
+    others = [peer.name for peer in current().members.present() if peer.lost is None]
+    after = (others.index(rpc.get_worker_info().name) + 1) % len(others)
+    return rpc.rpc_sync(others[after], inner_error, (model, weights, inputs, goals, inner.doom))
+
+
+def _mapped(
+    inner: Inner, model: nn.Module, weights: Weights, inputs: Tensor, goals: Tensor
+) -> Tensor:
+    whole = {name: mapreduce.broadcast(value) for name, value in weights.items()}
+    if inner.workers is None:
+        mapped: Tensor = mapped_error(model, whole, inputs, goals, inner.doom)
+        return mapped
+    mapped = mapreduce.remote_sync_call(
+        inner_error,
+        args=(model, whole, inputs, goals, inner.doom),
+        partitioner=mapreduce.dim_partitioner(0, workers=inner.workers),
+        reducer=mapreduce.mean_reducer,
+    )
+    return mapped
+
+
+def inner_error(
+    model: nn.Module, weights: Weights, inputs: Tensor, goals: Tensor, doom: Doom
+) -> Tensor:
+    """Is run on another worker, or for parts of inputs and goals on several."""
+    doom.strike("inner begin")
+    return mortal(error(model, weights, inputs, goals), doom, "inner backward")
+
+
+@mapreduce.parallelize()
+def mapped_error(
+    model: nn.Module, weights: Weights, inputs: Tensor, goals: Tensor, doom: Doom
+) -> Tensor:
+    return inner_error(model, weights, inputs, goals, doom)

@@ -1,0 +1,211 @@
+"""Calls that are answered when a test says so, and what else an ``Execution`` needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from weft.agent.peers import Peer
+from weft.errors import CallCancelled
+from weft.mapreduce import execution, shared
+from weft.mapreduce.execution import Execution
+from weft.mapreduce.map_call import Plan
+from weft.mapreduce.parts import Part
+from weft.protocol.membership import Registration
+from weft.rpc.futures import fail
+from weft.serialize.objects import Packed
+
+HEAVY = torch.zeros(1 << 20)
+CONTENT = Packed(b"content", (), ())
+
+
+def make_peer(rank: int, *, is_self: bool = False) -> Peer:
+    registration = Registration(f"worker{rank}", rank, ("unix:@x",))
+    return Peer(registration, main_by_name=True, is_self=is_self)
+
+
+def lose(peer: Peer) -> None:
+    peer.declare_lost("the test says so")
+
+
+class FakeReactor:
+    """Keeps tasks until the test runs them."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[..., None]] = []
+        self.waits: list[str] = []
+        self.is_closing = False
+
+    def submit_task(self, function: Callable[..., None], first: Any = None) -> None:
+        self.tasks.append(function)
+
+    def run_tasks(self) -> None:
+        while self.tasks:
+            self.tasks.pop(0)(None, None)
+
+    def begin_wait(self) -> bool:
+        self.waits.append("begin")
+        return True
+
+    def end_wait(self) -> None:
+        self.waits.append("end")
+
+
+class FakeFuture(torch.futures.Future[Any]):
+    """The answer to a part. Unlike a real one it ends in the thread that cancels it."""
+
+    __slots__ = ("kept", "was_cancelled")
+
+    def __init__(self) -> None:
+        torch._C.Future.__init__(self, [])
+        self.kept: object = None
+        self.was_cancelled = False
+
+    def cancel(self) -> bool:
+        self.was_cancelled = True
+        if self.done():
+            return False
+        fail(self, CallCancelled("cancelled"))
+        return True
+
+
+class Sent:
+    """A part that was sent: ``number`` is its first argument."""
+
+    def __init__(self, worker: int, args: Sequence[Any], timeout: float) -> None:
+        self.worker = worker
+        self.number: int = args[0]
+        self.timeout = timeout
+        self.future = FakeFuture()
+
+
+class Calls:
+    """In place of ``start`` and ``create``.
+
+    Attributes:
+        sent: The parts, in the order in which they were sent.
+        made: The workers on which objects were made, each with its parent.
+        on_send: Is called while a part is being sent.
+        on_make: Is called while an object is being made.
+    """
+
+    def __init__(self) -> None:
+        self.sent: list[Sent] = []
+        self.made: list[tuple[int, int | None]] = []
+        self.on_send: Callable[[Sent], None] = lambda sent: None
+        self.on_make: Callable[[int], None] = lambda worker: None
+
+    def start(
+        self, _: Any, peer: Peer, function: Any, args: Any, kwargs: Any, timeout: float
+    ) -> FakeFuture:
+        sent = Sent(peer.id, args[1] if function is shared.run else args, timeout)
+        self.on_send(sent)
+        self.sent.append(sent)
+        return sent.future
+
+    def create(
+        self, _: Any, peer: Peer, function: Any, args: Any, kwargs: Any, timeout: float
+    ) -> Any:
+        self.on_make(peer.id)
+        self.made.append((peer.id, args[0].id[0] if function is shared.pull else None))
+        return SimpleNamespace(id=(peer.id, 0, 0))
+
+    @property
+    def numbers(self) -> list[int]:
+        return [sent.number for sent in self.sent]
+
+    def last(self, number: int) -> Sent:
+        """Returns the last attempt of a part."""
+        return [sent for sent in self.sent if sent.number == number][-1]
+
+    def answer(self, number: int, result: Any = None) -> None:
+        """Answers the last attempt of a part, by default with ten times its number."""
+        future = self.last(number).future
+        if isinstance(result, BaseException):
+            fail(future, result)
+        else:
+            future.set_result(number * 10 if result is None else result)
+
+    def answer_all(self) -> None:
+        """Answers whatever was sent, and is sent because of it."""
+        for sent in self.sent:  # It grows meanwhile.
+            if not sent.future.done():
+                self.answer(sent.number)
+
+
+class Map:
+    """One execution on fakes, and what becomes of it.
+
+    Args:
+        patch: Puts the fakes in their places.
+        homes: The worker of each part, by rank.
+        workers: Those to choose from; by default those with parts.
+        arguments: What each part gets beside its number.
+        here: The rank of this worker, where it runs parts.
+        has_object: Whether the parts have something in common.
+        how: Fields of the ``Plan``.
+    """
+
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        homes: Sequence[int],
+        workers: Sequence[int] = (),
+        *,
+        arguments: Sequence[Any] = (),
+        here: int | None = None,
+        has_object: bool = False,
+        **how: Any,
+    ) -> None:
+        workers = tuple(workers or dict.fromkeys(homes))
+        self.calls = Calls()
+        patch.setattr(execution, "start", self.calls.start)
+        patch.setattr(execution, "create", self.calls.create)
+        self.reactor = FakeReactor()
+        self.peers = {rank: make_peer(rank, is_self=rank == here) for rank in workers}
+        self.outcomes: list[tuple[list[Any] | None, BaseException | None]] = []
+        others = list(arguments) or [()] * len(homes)
+        plan = Plan(
+            name="function",
+            function=max,
+            parts=[Part(home, (), {}) for home in homes],
+            arguments=[((number, *other), {}) for number, other in enumerate(others)],
+            workers=workers,
+            content=CONTENT if has_object else None,
+            own_content=CONTENT if has_object else None,
+            may_rerun=True,
+            timeout=-1.0,
+            balance=False,
+            concurrency=1,
+            fan_out=4,
+        )
+        self.plan = plan._replace(**how)
+        worker: Any = SimpleNamespace(agent=SimpleNamespace(reactor=self.reactor))
+        self.execution = Execution(self.plan, self.peers, worker, self.done)
+
+    def done(self, results: list[Any] | None, error: BaseException | None) -> None:
+        self.outcomes.append((results, error))
+
+    def begin(self) -> Calls:
+        self.execution.begin()
+        return self.calls
+
+    @property
+    def results(self) -> list[Any]:
+        """What it has ended with, once."""
+        ((results, error),) = self.outcomes
+        assert error is None
+        assert results is not None
+        return results
+
+    @property
+    def error(self) -> BaseException:
+        """What it has failed with, once."""
+        ((results, error),) = self.outcomes
+        assert results is None
+        assert error is not None
+        return error

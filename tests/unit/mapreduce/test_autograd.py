@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.mapreduce import lone_worker
+from weft import mapreduce
+from weft.errors import AutogradError
+from weft.mapreduce import autograd
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with lone_worker.joined():
+        yield
+
+
+@pytest.fixture
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.tensor([1.0, -2.0]))
+
+
+def gradient_of(tensor: Tensor) -> list[float]:
+    assert tensor.grad is not None
+    found: list[float] = tensor.grad.tolist()
+    return found
+
+
+def test_it_is_available() -> None:
+    assert autograd.is_available()
+
+
+# Whose memory a gradient is
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_a_gradient_that_is_one_number_can_be_added_to(weight: nn.Parameter, only: bool) -> None:
+    for _ in range(2):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, weight.sum(), inputs=[weight] if only else None)
+    assert gradient_of(weight) == [2, 2]
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("only", [False, True])
+def test_what_the_program_has_given_stays_as_it_is(
+    weight: nn.Parameter, only: bool, create_graph: bool
+) -> None:
+    given = torch.ones(2)
+    inputs = [weight] if only else None
+    for _ in range(2):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, weight, given, inputs=inputs, create_graph=create_graph)
+    assert gradient_of(weight) == [2, 2]
+    assert given.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_two_tensors_with_equal_gradients_do_not_share_them(
+    weight: nn.Parameter, only: bool
+) -> None:
+    other = nn.Parameter(torch.zeros(2))
+    with autograd.context() as context_id:
+        total = (weight + other).square().sum()
+        autograd.backward(context_id, total, inputs=[weight, other] if only else None)
+    assert weight.grad is not None
+    weight.grad.zero_()
+    assert gradient_of(other) == [2, -4]
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_a_context_keeps_its_own_gradients(weight: nn.Parameter, only: bool) -> None:
+    inputs = [weight] if only else None
+    with autograd.context() as outer:
+        autograd.backward(outer, weight.square().sum(), inputs=inputs)
+        with autograd.context() as inner:
+            autograd.backward(inner, (3 * weight).sum(), inputs=inputs)
+            held = autograd.get_gradients(inner)[weight]
+        assert autograd.get_gradients(outer)[weight].tolist() == [2, -4]
+    assert gradient_of(weight) == [5, -1]
+    assert weight.grad is not None
+    weight.grad.zero_()
+    assert held.tolist() == [3, 3]
+
+
+def test_a_gradient_with_a_graph_adds_up_without_changing_any(weight: nn.Parameter) -> None:
+    with autograd.context() as context_id:
+        total = weight.pow(3).sum()
+        autograd.backward(context_id, total, create_graph=True)
+        first = weight.grad
+        assert first is not None
+        with torch.no_grad():
+            autograd.backward(context_id, total, create_graph=True)
+        assert first.tolist() == [3, 12]
+        gradient, weight.grad = weight.grad, None
+        assert gradient is not None
+        (second,) = autograd.grad(context_id, gradient.sum(), weight)
+    assert second.tolist() == [12, -24]
+
+
+def test_a_sparse_gradient_adds_up() -> None:
+    table = nn.Embedding(3, 2, sparse=True)
+    for _ in range(2):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, table(torch.tensor([1])).sum())
+    assert table.weight.grad is not None
+    assert table.weight.grad.to_dense().tolist() == [[0, 0], [2, 2], [0, 0]]
+
+
+# What else a pass does
+
+
+def test_a_failed_pass_leaves_gradients_as_they_were(weight: nn.Parameter) -> None:
+    def refuse(gradient: Tensor) -> Tensor:
+        raise ValueError("no gradient")
+
+    with autograd.context() as context_id:
+        total = (weight * 2).sum()
+        autograd.backward(context_id, total, retain_graph=True)
+        handle = weight.register_hook(refuse)
+        with pytest.raises(AutogradError):
+            autograd.backward(context_id, total)
+        handle.remove()
+    assert gradient_of(weight) == [2, 2]
+
+
+def test_hooks_see_the_whole_gradient(weight: nn.Parameter) -> None:
+    seen = []
+    weight.register_post_accumulate_grad_hook(lambda tensor: seen.append(gradient_of(tensor)))
+    for _ in range(2):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, weight.sum() + weight.sum())
+    assert seen == [[2, 2], [4, 4]]
+
+
+def test_a_tensor_that_is_no_leaf_has_nowhere_to_add_to(weight: nn.Parameter) -> None:
+    doubled = weight * 2
+    with (
+        autograd.context() as context_id,
+        pytest.raises(AutogradError, match=r"inputs\[0\], of shape \(2,\), is no leaf"),
+    ):
+        autograd.backward(context_id, doubled.sum(), inputs=doubled)
+
+
+def test_the_context_must_be_alive(weight: nn.Parameter) -> None:
+    with autograd.context() as context_id:
+        pass
+    with pytest.raises(AutogradError):
+        autograd.backward(context_id, weight.sum())
+    assert weight.grad is None
+
+
+# Threads
+
+
+def scaled(weight: Tensor, row: Tensor) -> Tensor:
+    return (weight * row).sum()
+
+
+def test_threads_with_contexts_of_their_own_add_to_the_same_tensor(weight: nn.Parameter) -> None:
+    rounds, count = 5, 2
+    together = threading.Barrier(count)
+    data = torch.arange(6.0).view(3, 2)
+    each_row = mapreduce.dim_partitioner(0, exclusive=True, keepdim=False)
+
+    def train(factor: int) -> list[list[float]]:
+        found = []
+        for _ in range(rounds):
+            together.wait(LIMIT_S)
+            with autograd.context() as context_id:
+                total = mapreduce.remote_sync_call(
+                    scaled,
+                    args=(mapreduce.broadcast(weight), data * factor),
+                    partitioner=each_row,
+                    reducer=mapreduce.sum_reducer,
+                )
+                autograd.backward(context_id, total)
+                together.wait(LIMIT_S)  # The other one has added by now.
+                found.append(autograd.get_gradients(context_id)[weight].tolist())
+        return found
+
+    with ThreadPoolExecutor(count) as pool:
+        threads = [pool.submit(train, factor) for factor in (1, 10)]
+        assert threads[0].result(LIMIT_S) == [[6, 9]] * rounds
+        assert threads[1].result(LIMIT_S) == [[60, 90]] * rounds
+    assert gradient_of(weight) == [rounds * 66, rounds * 99]

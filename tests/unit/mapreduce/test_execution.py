@@ -1,0 +1,565 @@
+"""What becomes of a map whose calls are answered one by one, at the worst of moments."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.mapreduce.fake_calls import HEAVY, Map, Sent, lose
+from weft.autograd.contexts import current_id, enter
+from weft.errors import (
+    CallCancelled,
+    CallTimeout,
+    NotInitialized,
+    SerializationError,
+    WorkerLost,
+)
+from weft.mapreduce import execution
+from weft.mapreduce.observers import observers
+from weft.mapreduce.schedule import Moved
+
+LIMIT_S = 20.0
+Begin = Callable[..., Map]
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
+    """Begins a map with parts on the given workers."""
+
+    def made(*args: Any, **how: Any) -> Map:
+        one = Map(monkeypatch, *args, **how)
+        one.begin()
+        return one
+
+    return made
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Begin:
+    """Makes a map that is still to begin."""
+    return lambda *args, **how: Map(monkeypatch, *args, **how)
+
+
+@pytest.fixture
+def recorded() -> Any:
+    """Has maps be part of an autograd context."""
+    with enter(77):
+        yield
+
+
+def with_graph() -> torch.Tensor:
+    return torch.ones((), requires_grad=True) * 2
+
+
+# Results
+
+
+def test_results_come_in_the_order_of_the_parts(begin: Begin) -> None:
+    one = begin([1, 2, 1])
+    assert one.calls.numbers == [0, 1]
+    one.calls.answer(1)
+    one.calls.answer(0)
+    assert one.outcomes == []
+    one.calls.answer(2)
+    assert one.results == [0, 10, 20]
+    assert not one.execution.cancel(), "it is over"
+
+
+def test_no_parts_end_at_once(begin: Begin) -> None:
+    assert begin([], [1]).results == []
+
+
+def test_an_object_comes_before_the_parts_that_need_it(begin: Begin) -> None:
+    one = begin([1, 2, 3], has_object=True, fan_out=1)
+    assert one.calls.made == [(1, None), (2, 1), (3, 2)]
+    assert [sent.future.kept.id[0] for sent in one.calls.sent] == [1, 2, 3]
+    one.calls.answer_all()
+    assert one.results == [0, 10, 20]
+
+
+def test_parts_have_what_time_is_left(monkeypatch: pytest.MonkeyPatch, begin: Begin) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(execution, "time", SimpleNamespace(monotonic=lambda: now_s))
+    one = begin([1, 1, 1], timeout=5.0)
+    now_s = 103.0
+    one.calls.answer(0)
+    now_s = 109.0
+    one.calls.answer(1)
+    assert [sent.timeout for sent in one.calls.sent] == [5.0, 2.0, 0.001]
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0])
+def test_without_a_limit_each_call_has_its_own(begin: Begin, timeout: float) -> None:
+    assert begin([1], timeout=timeout).calls.last(0).timeout == timeout
+
+
+# Threads that meet
+
+
+def test_an_answer_while_other_parts_are_being_sent(make: Begin) -> None:
+    one = make([1, 2, 1])
+    seen = []
+
+    def on_send(sent: Sent) -> None:
+        if sent.number == 1:
+            one.calls.answer(0)
+            seen.append(one.calls.numbers)
+
+    one.calls.on_send = on_send
+    one.begin()
+    assert seen == [[0]], "one thing at a time"
+    assert one.calls.numbers == [0, 1, 2]
+    one.calls.answer_all()
+    assert one.results == [0, 10, 20]
+
+
+def test_an_answer_that_is_there_before_anybody_waits_for_it(make: Begin) -> None:
+    one = make([1] * 2000)
+    one.calls.on_send = lambda sent: sent.future.set_result(sent.number)
+    one.begin()
+    assert one.results == list(range(2000)), "and no recursion"
+
+
+def test_answers_on_many_threads(begin: Begin) -> None:
+    one = begin([number % 3 for number in range(100)], concurrency=5, balance=True)
+    turn = threading.Lock()
+    answered = 0
+
+    def answer_some() -> None:
+        nonlocal answered
+        while True:
+            with turn:
+                if answered == 100:
+                    return
+                if answered == len(one.calls.sent):
+                    continue  # Somebody is about to send more.
+                sent = one.calls.sent[answered]
+                answered += 1
+            sent.future.set_result(sent.number)
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(answer_some) for _ in range(4)]:
+            future.result(LIMIT_S)
+    assert one.results == list(range(100))
+
+
+def test_what_follows_is_done_as_if_by_who_began_the_map(begin: Begin, recorded: Any) -> None:
+    seen = []
+    with torch.no_grad():
+        one = begin([1, 1, 1], arguments=[(), (), (HEAVY,)])
+    one.calls.on_send = lambda _: seen.append((current_id(), torch.is_grad_enabled()))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(one.calls.answer, 0).result(LIMIT_S)
+        pool.submit(one.calls.answer, 1).result(LIMIT_S)
+        pool.submit(one.reactor.run_tasks).result(LIMIT_S)
+    assert seen == [(77, False)] * 2
+
+
+# What takes time
+
+
+def test_what_is_large_is_left_to_a_task(begin: Begin) -> None:
+    one = begin([1, 1, 2, 2], arguments=[(HEAVY,)] * 4)
+    assert one.calls.numbers == [0, 2], "who begins the map sends"
+    one.calls.answer(0)
+    one.calls.answer(2)
+    assert one.calls.numbers == [0, 2], "who answers does not"
+    assert len(one.reactor.tasks) == 1
+    one.reactor.run_tasks()
+    assert one.calls.numbers == [0, 2, 1, 3]
+    one.calls.answer_all()
+    assert one.results == [0, 10, 20, 30]
+
+
+def test_small_parts_need_no_task(begin: Begin) -> None:
+    one = begin([1, 1], has_object=True)
+    one.calls.answer(0)
+    assert one.calls.numbers == [0, 1]
+    assert not one.reactor.tasks
+
+
+def test_a_new_object_is_made_by_a_task(begin: Begin) -> None:
+    one = begin([1, 2, 2], [1, 2, 3], has_object=True)
+    lose(one.peers[1])
+    one.calls.answer(1)
+    assert one.calls.made == [(1, None), (2, None)]
+    one.reactor.run_tasks()
+    assert one.calls.made == [(1, None), (2, None), (3, None)]
+    one.calls.answer_all()
+    assert one.results == [0, 10, 20]
+
+
+def test_an_answer_while_a_task_sends(begin: Begin) -> None:
+    one = begin([1, 1, 2, 2], arguments=[(HEAVY,)] * 4)
+    one.calls.answer(0)
+
+    def on_send(sent: Sent) -> None:
+        if sent.number == 1:
+            one.calls.answer(2)
+            assert one.calls.numbers == [0, 2]
+            assert not one.reactor.tasks, "the one that sends goes on"
+
+    one.calls.on_send = on_send
+    one.reactor.run_tasks()
+    assert one.calls.numbers == [0, 2, 1, 3]
+
+
+def test_light_parts_behind_a_large_one_wait_for_their_turn(begin: Begin) -> None:
+    one = begin([1, 1, 2, 2], arguments=[(), (HEAVY,), (), ()])
+    one.calls.answer(0)
+    one.calls.answer(2)
+    assert one.calls.numbers == [0, 2]
+    one.reactor.run_tasks()
+    assert one.calls.numbers == [0, 2, 1, 3]
+
+
+def test_a_failure_does_not_wait_for_a_task_that_may_never_run(begin: Begin) -> None:
+    one = begin([1, 1, 2], arguments=[(HEAVY,)] * 3)
+    one.calls.answer(0)
+    assert len(one.reactor.tasks) == 1
+    one.calls.answer(2, KeyError("part 2"))
+    assert isinstance(one.error, KeyError)
+    one.reactor.run_tasks()
+    assert one.calls.numbers == [0, 2], "nobody wants the rest"
+
+
+def test_a_map_of_a_worker_that_has_shut_down_can_be_given_up(begin: Begin) -> None:
+    one = begin([1, 1], arguments=[(HEAVY,)] * 2)
+    one.calls.answer(0)
+    one.reactor.is_closing = True
+    assert one.execution.cancel()
+    assert isinstance(one.error, NotInitialized)
+    one.reactor.run_tasks()
+    assert one.calls.numbers == [0]
+
+
+# Cancelling
+
+
+def test_cancelling_ends_what_runs(begin: Begin) -> None:
+    one = begin([1, 2, 1])
+    assert one.execution.cancel()
+    assert isinstance(one.error, CallCancelled)
+    assert [sent.future.was_cancelled for sent in one.calls.sent] == [True, True]
+    assert not one.execution.cancel()
+
+
+def test_cancelling_while_the_first_parts_are_sent(make: Begin) -> None:
+    one = make([1, 2, 3])
+    cancelled = []
+    one.calls.on_send = lambda sent: cancelled.append(one.execution.cancel())
+    one.begin()
+    assert cancelled == [True]
+    assert one.calls.numbers == [0], "the others are not sent any more"
+    assert one.calls.last(0).future.was_cancelled
+    assert isinstance(one.error, CallCancelled)
+
+
+def test_who_is_interrupted_while_it_begins_leaves_nothing_behind(make: Begin) -> None:
+    one = make([1, 2, 3])
+
+    def on_send(sent: Sent) -> None:
+        if sent.number == 1:
+            raise KeyboardInterrupt
+
+    one.calls.on_send = on_send
+    with pytest.raises(KeyboardInterrupt):
+        one.begin()
+    assert one.calls.numbers == [0]
+    assert one.calls.last(0).future.was_cancelled
+    assert isinstance(one.error, CallCancelled)
+
+
+# Errors
+
+
+def test_the_first_error_of_a_part_is_that_of_the_map(begin: Begin) -> None:
+    one = begin([1, 2, 3])
+    one.calls.answer(2)
+    one.calls.answer(1, KeyError("part 1"))
+    assert one.calls.last(0).future.was_cancelled
+    error: Any = one.error
+    assert isinstance(error, KeyError)
+    assert error.__notes__ == ["in part 1 of 3 of a map of function, on worker 'worker2'"]
+
+
+def test_an_error_while_the_other_parts_are_being_sent(make: Begin) -> None:
+    one = make([1, 2, 3])
+
+    def on_send(sent: Sent) -> None:
+        if sent.number == 1:
+            one.calls.answer(0, CallTimeout("part 0"))
+
+    one.calls.on_send = on_send
+    one.begin()
+    assert one.calls.numbers == [0, 1]
+    assert one.calls.last(1).future.was_cancelled
+    assert isinstance(one.error, CallTimeout)
+
+
+def test_a_part_that_cannot_be_sent(make: Begin) -> None:
+    one = make([1, 2])
+
+    def on_send(sent: Sent) -> None:
+        if sent.number == 1:
+            raise SerializationError("a lock")
+
+    one.calls.on_send = on_send
+    one.begin()
+    assert isinstance(one.error, SerializationError)
+    assert "part 1 of 2" in one.error.__notes__[0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("fan_out", [1, 4])
+def test_an_object_that_cannot_be_made_fails_the_parts_that_need_it(
+    make: Begin, fan_out: int
+) -> None:
+    one = make([1, 2], has_object=True, fan_out=fan_out)
+
+    def on_make(worker: int) -> None:
+        if worker == 1:
+            raise CallTimeout("no connection")
+
+    one.calls.on_make = on_make
+    one.begin()
+    assert isinstance(one.error, CallTimeout)
+    assert one.calls.numbers == []
+
+
+class Frozen(Exception):
+    """Takes no attributes, as the error of a frozen dataclass does."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+def test_an_error_that_takes_no_notes(begin: Begin) -> None:
+    one = begin([1, 2])
+    one.calls.answer(0, Frozen("as it is"))
+    assert isinstance(one.error, Frozen)
+
+
+def test_a_result_that_cannot_be_looked_into(begin: Begin, recorded: Any) -> None:
+    deep: list[Any] = []
+    for _ in range(10**5):
+        deep = [deep]
+    one = begin([1, 2])
+    one.calls.answer(0, deep)
+    assert isinstance(one.error, RecursionError)
+    assert one.calls.last(1).future.was_cancelled
+
+
+def test_an_action_that_raises_what_nobody_thought_of(
+    monkeypatch: pytest.MonkeyPatch, begin: Begin
+) -> None:
+    def raise_error(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(execution._DO, Moved, raise_error)
+    one = begin([1, 1, 1], [1, 2], balance=True)
+    assert isinstance(one.error, ZeroDivisionError)
+    assert all(sent.future.was_cancelled for sent in one.calls.sent)
+
+
+@pytest.mark.parametrize("result", [None, KeyError("a part")])
+def test_an_end_that_cannot_be_told(
+    make: Begin, caplog: pytest.LogCaptureFixture, result: Any
+) -> None:
+    one = make([1])
+
+    def done(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    one.execution._on_done = done
+    one.begin()
+    one.calls.answer(0, result)
+    (record,) = caplog.records
+    assert "the end of a map of function could not be told" in record.getMessage()
+
+
+# Losses
+
+
+def test_a_loss_that_is_known_before(make: Begin) -> None:
+    one = make([1, 2], has_object=True)
+    lose(one.peers[1])
+    one.begin()
+    assert {worker for worker, _ in one.calls.made} == {2}
+    one.calls.answer_all()
+    assert one.results == [0, 10]
+
+
+@pytest.mark.parametrize(
+    ("may_rerun", "advice"), [(True, "no worker is left"), (False, "rerun=True")]
+)
+def test_nobody_is_left(make: Begin, may_rerun: bool, advice: str) -> None:
+    one = make([1], may_rerun=may_rerun)
+    lose(one.peers[1])
+    one.begin()
+    error: Any = one.error
+    assert isinstance(error, WorkerLost)
+    assert error.worker == "worker1"
+    assert advice in error.__notes__[0]
+
+
+def test_a_loss_that_the_part_tells(begin: Begin) -> None:
+    one = begin([1, 2])
+    lose(one.peers[1])
+    one.calls.answer(0, one.peers[1].lost_error())
+    one.calls.answer(1)
+    assert [sent.worker for sent in one.calls.sent] == [1, 2, 2]
+    one.calls.answer(0)
+    assert one.results == [0, 10]
+
+
+def test_a_loss_that_the_answer_of_another_part_tells(begin: Begin) -> None:
+    one = begin([1, 2])
+    lose(one.peers[1])
+    one.calls.answer(1)
+    assert one.calls.sent[0].future.was_cancelled
+    assert one.calls.last(0).worker == 2
+    one.calls.answer(0)
+    assert one.results == [0, 10]
+
+
+def test_a_loss_between_two_parts_that_are_sent(make: Begin) -> None:
+    one = make([1, 2])
+    one.calls.on_send = lambda sent: lose(one.peers[2]) if sent.worker == 1 else None
+    one.begin()
+    assert [sent.worker for sent in one.calls.sent] == [1]
+    one.calls.answer(0)
+    one.calls.answer(1)
+    assert [sent.worker for sent in one.calls.sent] == [1, 1]
+    assert one.results == [0, 10]
+
+
+def test_what_is_called_on_behalf_of_a_part_and_lost_is_its_own_error(begin: Begin) -> None:
+    one = begin([1, 2])
+    one.calls.answer(0, WorkerLost("lost", worker="elsewhere"))
+    assert isinstance(one.error, WorkerLost)
+    assert "part 0" in one.error.__notes__[0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("may_rerun", [True, False])
+def test_the_loss_of_a_worker_that_has_done_its_part_is_told(make: Begin, may_rerun: bool) -> None:
+    watching: Any = Watching()
+    observers.add(watching)
+    one = make([1, 2], may_rerun=may_rerun)
+    one.begin()
+    one.calls.answer(0)
+    lose(one.peers[1])
+    one.calls.answer(1)
+    assert observers.remove(watching)
+    assert one.results == [0, 10]
+    assert ("lost", "worker1", ()) in watching.events
+
+
+@pytest.mark.parametrize("may_rerun", [True, False])
+def test_an_answer_counts_though_its_worker_is_lost_by_now(begin: Begin, may_rerun: bool) -> None:
+    one = begin([1, 2], may_rerun=may_rerun)
+    one.calls.answer(1)
+    lose(one.peers[1])
+    one.calls.answer(0)
+    assert one.results == [0, 10]
+    assert one.calls.numbers == [0, 1]
+
+
+def test_without_a_graph_an_answer_counts_also_in_a_context(begin: Begin, recorded: Any) -> None:
+    one = begin([1, 2], may_rerun=False)
+    lose(one.peers[1])
+    one.calls.answer(0, 5)
+    one.calls.answer(1)
+    assert one.results == [5, 10]
+
+
+def test_a_result_is_void_if_its_graph_is_lost(begin: Begin, recorded: Any) -> None:
+    one = begin([1, 2, 2])
+    one.calls.answer(0, with_graph())
+    lose(one.peers[1])
+    one.calls.answer(1, with_graph())
+    assert one.outcomes == []
+    one.calls.answer(2, with_graph())
+    assert one.outcomes == []
+    assert (one.calls.last(0).worker, one.calls.numbers) == (2, [0, 1, 2, 0])
+    one.calls.answer(0, 1.0)
+    assert one.results[0] == 1.0
+
+
+def test_the_last_answer_is_void_if_its_worker_is_lost_by_now(begin: Begin, recorded: Any) -> None:
+    one = begin([1, 2])
+    one.calls.answer(1, with_graph())
+    lose(one.peers[1])
+    one.calls.answer(0, with_graph())
+    assert one.outcomes == []
+    assert one.calls.last(0).worker == 2
+
+
+def test_the_answer_of_an_old_attempt_is_dropped(begin: Begin) -> None:
+    one = begin([1, 2])
+    old = one.calls.sent[0].future
+    old.cancel = lambda: False  # type: ignore[method-assign]  # The answer is on its way.
+    lose(one.peers[1])
+    one.calls.answer(1)
+    old.set_result("old")
+    assert one.outcomes == []
+    one.calls.answer(0)
+    assert one.results == [0, 10]
+
+
+# Observers
+
+
+class Watching:
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda map_id, *given: self.events.append((name, *given))
+
+
+def test_who_watches_is_told_in_order(make: Begin) -> None:
+    watching: Any = Watching()
+    observers.add(watching)
+    one = make([1, 1, 2], balance=True)
+    one.begin()
+    one.calls.answer(2)
+    lose(one.peers[1])
+    one.calls.answer(1)
+    one.calls.answer(0)
+    assert observers.remove(watching)
+    told = [event[:3] if event[0] == "ended" else event for event in watching.events]
+    assert told == [
+        ("begun", "function", 3, ["worker1", "worker2"]),
+        ("started", 0, "worker1"),
+        ("started", 2, "worker2"),
+        ("ended", 2, "worker2"),
+        ("moved", 1, "worker1", "worker2"),
+        ("started", 1, "worker2"),
+        ("ended", 1, "worker2"),
+        ("lost", "worker1", (0,)),
+        ("started", 0, "worker2"),
+        ("ended", 0, "worker2"),
+        ("done", None),
+    ]
+
+
+class Failing:
+    def __getattr__(self, name: str) -> Any:
+        raise ZeroDivisionError
+
+
+def test_who_raises_hurts_no_map(make: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    failing: Any = Failing()
+    observers.add(failing)
+    one = make([1, 1])
+    one.begin()
+    one.calls.answer_all()
+    assert one.results == [0, 10]
+    assert not observers.remove(failing)
+    assert len(caplog.records) == 1

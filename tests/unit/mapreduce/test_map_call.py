@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from tests.unit.mapreduce import lone_worker
+from weft import mapreduce, rpc
+from weft.agent.current import current
+from weft.errors import CallCancelled, NotInitialized, ReduceError
+from weft.mapreduce import map_call, shared
+from weft.mapreduce.map_call import Manner, MapCall
+from weft.mapreduce.map_future import MapFuture
+from weft.mapreduce.parts import Cut, Part
+from weft.rpc.worker import Worker
+
+LIMIT_S = 20.0
+MANNER = Manner(-1.0, balance=False, rerun=None, concurrency=1)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with lone_worker.joined():
+        yield
+
+
+def cut_of(*args: tuple[Any, ...], is_any: bool = True) -> Cut:
+    parts = [Part(0, each, {}, weight=float(place + 1)) for place, each in enumerate(args)]
+    return Cut(parts, (0,), is_any)
+
+
+def add(first: Any, second: Any) -> Any:
+    return first + second
+
+
+def spoil(model: nn.Module) -> Tensor:
+    total = sum(each.sum() for each in model.parameters())
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    assert isinstance(total, Tensor)
+    return total
+
+
+# Results
+
+
+def test_the_results_reduced_or_not() -> None:
+    cut = cut_of((1, 2), (3, 4))
+    assert MapCall(add, cut, MANNER).begin(None).wait() == [3, 7]
+    assert MapCall(add, cut, MANNER).begin(sum).wait() == 10
+    weighted: Any = MapCall(add, cut, MANNER).begin(lambda results, weights: (results, weights))
+    assert weighted.wait() == ([3, 7], [1.0, 2.0])
+
+
+def test_no_parts() -> None:
+    assert MapCall(add, Cut([], (0,), is_any=True), MANNER).begin(None).wait() == []
+
+
+def test_a_program_may_change_the_list_that_it_gets() -> None:
+    with weft.autograd.context() as context_id:
+        weight = torch.ones(2, requires_grad=True)
+        future = MapCall(add, cut_of((weight, 1), (weight, 2)), MANNER).begin(None)
+        future.wait().clear()
+        (held,) = contexts().get(context_id).maps
+        held.compute_again()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_each_part_has_a_copy_of_its_own(count: int) -> None:
+    model = nn.Linear(2, 2)
+    expected = sum(each.sum().item() for each in model.parameters())
+    results = MapCall(spoil, cut_of(*[(model,)] * count), MANNER).begin(None).wait()
+    assert [each.item() for each in results] == pytest.approx([expected] * count)
+
+
+def test_gradients_lead_to_what_the_parts_have_in_common() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with weft.autograd.context() as context_id:
+        total = MapCall(add, cut_of((weight, 1), (weight, 2)), MANNER).begin(sum).wait()
+        weft.autograd.backward(context_id, [total.sum()])
+        assert weft.autograd.get_gradients(context_id)[weight].tolist() == [2, 2]
+
+
+# What goes wrong
+
+
+def divide(first: Tensor, second: Any) -> Any:
+    return first // second
+
+
+def test_an_error_of_a_part() -> None:
+    future = MapCall(divide, cut_of((1, 1), (1, 0)), MANNER).begin(None)
+    with pytest.raises(ZeroDivisionError) as caught:
+        future.wait()
+    assert "part 1 of 2" in caught.value.__notes__[0]
+
+
+def test_a_reducer_that_raises() -> None:
+    with pytest.raises(ReduceError):
+        MapCall(add, cut_of((1, 2)), MANNER).begin(lambda results: results.missing).wait()
+
+    def leave(results: list[Any]) -> None:
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        MapCall(add, cut_of((1, 2)), MANNER).begin(leave).wait()
+
+
+def test_results_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_error(*_: Any) -> None:
+        raise ZeroDivisionError("kept")
+
+    monkeypatch.setattr(map_call, "Results", raise_error)
+    weight = torch.ones(2, requires_grad=True)
+    with weft.autograd.context():
+        future = MapCall(add, cut_of((weight, 1)), MANNER).begin(None)
+        with pytest.raises(ZeroDivisionError, match="kept"):
+            future.wait()
+
+
+def test_a_future_that_the_program_has_completed_itself() -> None:
+    gate = Gate()
+    future = MapCall(gate.run, cut_of((1,)), MANNER).begin(None)
+    future.set_result("other")
+    gate.opened.set()
+    assert future.wait() == "other"
+
+
+# What ends meanwhile
+
+
+class Gate:
+    """Has parts wait."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.opened = threading.Event()
+        self.run: Any = _Waiting(self)
+
+
+gates: dict[int, Gate] = {}
+
+
+class _Waiting:
+    def __init__(self, gate: Gate) -> None:
+        self._number = len(gates)
+        gates[self._number] = gate
+
+    def __call__(self, value: Any) -> Any:
+        gate = gates[self._number]
+        gate.begun.set()
+        assert gate.opened.wait(LIMIT_S)
+        return value
+
+
+def test_a_context_that_ends_while_its_map_runs() -> None:
+    gate, weight = Gate(), torch.ones(2, requires_grad=True)
+    with weft.autograd.context():
+        future = MapCall(gate.run, cut_of((weight,), (weight,)), MANNER).begin(None)
+        assert gate.begun.wait(LIMIT_S)
+    gate.opened.set()
+    assert [each.tolist() for each in future.wait()] == [[1, 1], [1, 1]]
+
+
+async def never(value: Any) -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+def test_a_worker_that_shuts_down_while_somebody_waits_for_a_map() -> None:
+    future = MapCall(never, cut_of((1,), (2,)), MANNER).begin(None)
+    reactor = current().reactor
+    has_waiter, begin_wait = threading.Event(), reactor.begin_wait
+
+    def note_waiter() -> bool:
+        has_waiter.set()
+        return begin_wait()
+
+    reactor.begin_wait = note_waiter  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(future.wait)
+        assert has_waiter.wait(LIMIT_S)
+        rpc.shutdown(graceful=False)
+        error = waiting.exception(LIMIT_S)
+    assert isinstance(error, (NotInitialized, CallCancelled))
+
+
+def test_a_map_after_the_worker_has_shut_down() -> None:
+    made = MapCall(add, cut_of((1, 2)), MANNER)
+    rpc.shutdown(graceful=False)
+    with pytest.raises(NotInitialized):
+        made.begin(None).wait()
+    with pytest.raises(NotInitialized):
+        made.run_again()
+    with pytest.raises(NotInitialized):
+        mapreduce.remote_sync_call(add, args=(1, 2), partitioner=0)
+
+
+# Again
+
+
+def contexts() -> Any:
+    return current().part(Worker).contexts
+
+
+def test_running_it_again_in_its_context() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with weft.autograd.context() as context_id:
+        made = MapCall(add, cut_of((weight, 1), (weight, 2)), MANNER)
+        first = made.begin(None).wait()
+        assert len(contexts().get(context_id).maps) == 1
+    again = made.run_again()
+    assert [each.tolist() for each in again] == [each.tolist() for each in first]
+    assert [each is other for each, other in zip(again, first, strict=True)] == [False, False]
+    with pytest.raises(ZeroDivisionError):
+        MapCall(divide, cut_of((1, 0)), MANNER).run_again()
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_only_what_gradients_lead_into_is_kept(is_recorded: bool) -> None:
+    weight = torch.ones(2, requires_grad=is_recorded)
+    with weft.autograd.context() as context_id:
+        MapCall(add, cut_of((weight, 1)), MANNER).begin(None).wait()
+        with torch.no_grad():
+            MapCall(add, cut_of((weight, 1)), MANNER).begin(None).wait()
+        assert len(contexts().get(context_id).maps) == is_recorded
+    MapCall(add, cut_of((weight, 1)), MANNER).begin(None).wait()
+
+
+def test_who_is_interrupted_while_it_runs_again_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = MapCall(never, cut_of((1,)), MANNER)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(map_call, "wait_for", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made.run_again()
+    assert len(current().calls) == 0
+
+
+# What travels
+
+
+def plan_of(function: Any, cut: Cut, **manner: Any) -> map_call.Plan:
+    return MapCall(function, cut, MANNER._replace(**manner))._plan
+
+
+def test_parts_of_a_worker_share_what_they_have_in_common() -> None:
+    tensor = torch.ones(3)
+    plan = plan_of(add, cut_of((tensor, 1), (tensor, 2)))
+    assert plan.content is plan.own_content is not None
+    assert len(plan.content.tensors) == 1
+    assert [args[1] for args, _ in plan.arguments] == [1, 2]
+    assert all(type(args[0]) is shared.Slot for args, _ in plan.arguments)
+
+
+def test_what_saves_nothing_is_not_made() -> None:
+    tensor = torch.ones(3)
+    assert plan_of(add, cut_of((1, 1))).content is None, "nothing in common"
+    single = plan_of(add, cut_of((tensor, 1)))
+    assert single.content is None
+    assert single.own_content is not None, "this worker has its own copies by it"
+    assert single.own_content.tensors == []
+
+
+def test_who_runs_several_parts_can_keep_one_ahead() -> None:
+    me: Any = SimpleNamespace(is_self=False)
+    plan = plan_of(add, cut_of((1, 1), (1, 2)))
+    assert plan.content is not None, "though there is nothing in common"
+    assert plan.keeps_ahead(me)
+    assert not plan_of(add, cut_of((1, 1))).keeps_ahead(me)
+
+
+def test_what_returns_before_its_work_is_done_is_not_kept_ahead() -> None:
+    async def later(first: Any, second: Any) -> Any:
+        return first + second
+
+    me: Any = SimpleNamespace(is_self=False)
+    for function in (later, rpc.functions.async_execution(add)):
+        assert not plan_of(function, cut_of((1, 1), (1, 2))).keeps_ahead(me)
+
+
+def test_references_go_along_with_each_part() -> None:
+    held = [rpc.remote("worker0", add, args=(1, 2)), torch.ones(3)]
+    plan = plan_of(len, cut_of((held,), (held,)))
+    assert plan.content is not None
+    assert not plan.content.externals
+    assert len(plan.content.tensors) == 1
+    assert plan.arguments[0][0][0][0] is held[0]
+
+
+@pytest.mark.parametrize(
+    ("rerun", "is_any", "may_rerun"),
+    [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
+)
+def test_who_says_whether_parts_run_again(
+    rerun: bool | None, is_any: bool, may_rerun: bool
+) -> None:
+    assert plan_of(add, cut_of((1, 2), is_any=is_any), rerun=rerun).may_rerun is may_rerun
+
+
+def test_a_function_goes_by_the_name_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(add, "__qualname__", "add__parallelize_unwrapped__")
+    assert plan_of(add, cut_of((1, 2))).name.endswith("add")
+
+
+def test_the_future_is_one_of_a_map() -> None:
+    future = MapCall(add, cut_of((1, 2)), MANNER).begin(None)
+    assert isinstance(future, MapFuture)
+    assert future.wait() == [3]
