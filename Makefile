@@ -4,7 +4,7 @@
 #   PYTHON=...       the interpreter for a new .venv (default: the first found that is new enough)
 #   TORCH=...        the torch to install, for instance TORCH=torch==2.7.1
 #   TORCH_INDEX=...  the package index to take torch from, for instance one with CPU builds only
-#   ARGS=...         further arguments for `make demo`, `test`, `conformance`, `fuzz` and `bench...`
+#   ARGS=...         further arguments for `make demo`, `demo-meta`, `test`, `conformance`, `fuzz` and `bench...`
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -19,6 +19,7 @@ INSTALL := $(PIP) install -qq
 .PHONY: help
 help:
 	@echo "make demo    train a small language model over several workers"
+	@echo "make demo-meta        learn to learn, over workers (ARGS=digits for images)"
 	@echo "make test    unit, simulation and multi-process tests"
 	@echo "make conformance      PyTorch's own RPC tests, all of them, on Weft"
 	@echo "make check   all that CI runs: format, lint, types, layers, tests, documentation"
@@ -37,6 +38,10 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo
 demo: $(VENV)/.installed-demo
 	@$(PY) examples/language_model/train.py $(ARGS)
+
+.PHONY: demo-meta
+demo-meta: $(VENV)/.installed-meta
+	@$(PY) examples/meta_learning/train.py $(or $(ARGS),sinusoid)
 
 .PHONY: test
 test: $(VENV)/.installed-test

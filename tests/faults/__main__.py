@@ -22,6 +22,7 @@ from typing import TextIO
 
 from tests.certificates import Authority
 from tests.faults import hosts
+from tests.faults.map_plan import Program, draw_maps
 from tests.faults.plan import FATAL, HOSTS, NAMES, UNIX, Plan, draw
 from tests.faults.running import Outcome, run
 from tests.faults.verdict import must_have, problems
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="weft-faults-"))
     try:
         with open(options.out, "a") if options.out else _nothing() as out:
-            campaign = _Campaign(folder, options.keep, out, obstacle)
+            campaign = _Campaign(folder, options, out, obstacle)
             return campaign.run(options.only or range(options.first, options.first + options.runs))
     finally:
         shutil.rmtree(folder)
@@ -54,6 +55,7 @@ def _nothing() -> TextIO:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--runs", type=int, default=200, metavar="N", help="how many")
+    parser.add_argument("--maps", action="store_true", help="of training by maps")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="these numbers instead")
     parser.add_argument("--out", type=Path, metavar="FILE", help="gets all lines, too")
@@ -65,9 +67,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Campaign:
-    def __init__(self, folder: Path, keep: Path, out: TextIO, obstacle: str) -> None:
+    def __init__(
+        self, folder: Path, options: argparse.Namespace, out: TextIO, obstacle: str
+    ) -> None:
         self._folder = folder
-        self._keep = keep
+        self._has_maps = options.maps
+        self._draw = draw_maps if options.maps else draw
+        self._keep = options.keep
         self._out = out
         self._obstacle = obstacle
         self._tls = Authority(folder).options()
@@ -77,15 +83,16 @@ class _Campaign:
     def run(self, numbers: Sequence[int]) -> int:
         begin_s = time.monotonic()
         ranks = {name: rank for rank, name in enumerate(NAMES)}
-        outcome = run(Plan(-1, UNIX, False, ranks), self._tls, self._folder)
+        plan = Plan(-1, UNIX, False, ranks, program=Program() if self._has_maps else None)
+        outcome = run(plan, self._tls, self._folder)
         report = outcome.endings[NAMES[0]].report or Report()
         self._say(f"without faults: {report.result or 'none'} in {outcome.took_s:.1f} s")
-        wrong = problems(Plan(-1, UNIX, False, ranks), outcome, report.result)
+        wrong = problems(plan, outcome, report.result)
         if wrong or not report.result:
             self._complain(-1, wrong)
             return FAILED
         for number in numbers:
-            self._run_one(draw(number), report.result)
+            self._run_one(self._draw(number), report.result)
         self._summarize(time.monotonic() - begin_s)
         return FAILED if self._counts["wrong"] else 0
 
@@ -117,11 +124,12 @@ class _Campaign:
     def _complain(self, number: int, wrong: list[str]) -> None:
         for line in wrong:
             self._say(f"       {line}")
-        kept = self._keep / str(number)
+        maps = "--maps " if self._has_maps else ""
+        kept = self._keep / f"{'maps-' if maps else ''}{number}"
         kept.mkdir(parents=True, exist_ok=True)
         for log in self._folder.glob("*.log"):
             shutil.copy(log, kept)
-        self._say(f"       logs in {kept}; again: python -m tests.faults --only {number}")
+        self._say(f"       logs in {kept}; again: python -m tests.faults {maps}--only {number}")
 
     def _summarize(self, seconds: float) -> None:
         self._say(f"\n{'fault':28} runs  seconds until all was over: median, most")

@@ -47,7 +47,7 @@ def isolate() -> str:
     return ""
 
 
-_MOST_WORKERS = 4
+_MOST_WORKERS = 5
 
 
 def address_of(rank: int) -> str:

@@ -29,6 +29,7 @@ from tests.faults.plan import HEAD, LEFT, RIGHT, STEPS, TRAINER
 from weft import rpc
 from weft.agent.current import current
 from weft.agent.references import ReferenceKeeper
+from weft.autograd.engine import Engine
 from weft.errors import WorkerLost
 from weft.nn import RemoteModule
 from weft.optim import DistributedOptimizer
@@ -190,7 +191,13 @@ def count_here() -> dict[str, int]:
     """Returns how many values and references this worker has."""
     gc.collect()
     counts = current().part(ReferenceKeeper).counts()
-    return {**counts, "alive": len(Value.alive)}
+    engine = current().part(Engine)
+    of_autograd = {
+        "contexts": len(engine.contexts.ids()),
+        "passes": len(engine._parts),
+        "led": len(engine._led),
+    }
+    return {**counts, **of_autograd, "alive": len(Value.alive)}
 
 
 def await_none_left() -> dict[str, dict[str, int]]:

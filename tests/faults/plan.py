@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.faults.map_plan import Program
 
 TRAINER, LEFT, RIGHT, HEAD = NAMES = ("trainer", "left", "right", "head")
 """The trainer; the two shards of the table; the model's other part."""
+
+SPARE = "spare"
+"""One more, in training by maps."""
 
 STEPS = 10
 MOST_CUTS = 30
@@ -17,9 +24,9 @@ LAST_STEP = STEPS - 2
 UNIX, TCP, CUT, HOSTS = "unix", "tcp", "cut", "hosts"
 """Unix sockets; TCP; TCP through a process that breaks; TCP between addresses that can go away."""
 
-SURVIVED, LOST, RAISED, TORN = "survived", "lost", "raised", "torn"
+SURVIVED, LOST, RAISED, TORN, WENT_ON = "survived", "lost", "raised", "torn", "went on"
 """How a run must end: as without faults; with the loss of a worker; with an error in one call; with
-the loss of each other of two workers."""
+the loss of each other of two workers; with the loss of a worker, and the result nevertheless."""
 
 KILL, EXIT, PARTITION = FATAL = ("kill", "exit", "partition")
 MEMORY, STARVE = "memory", "starve"
@@ -176,6 +183,7 @@ class Plan:
         shares_memory: Whether, over Unix sockets, tensors go through shared memory; or are pulled.
         detection_s: Of the workers' options.
         reconnect_s: Of the workers' options.
+        program: What is computed by maps; None for the training without.
     """
 
     number: int
@@ -188,6 +196,7 @@ class Plan:
     shares_memory: bool = True
     detection_s: float = 3.0
     reconnect_s: float = 3.0
+    program: Program | None = None
 
     @property
     def leader(self) -> str:
@@ -201,6 +210,8 @@ class Plan:
         if self.network == UNIX and not self.shares_memory:
             network += ", pull"
         faults = "; ".join(map(str, self.faults)) or "no fault"
+        if self.program is not None:
+            return f"{network:9} {len(self.ranks)} workers, {self.program}; {faults}"
         return f"{network:18} rank 0: {self.leader:8} {faults}"
 
 

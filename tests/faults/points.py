@@ -20,10 +20,12 @@ from weft.autograd.engine import Engine
 from weft.autograd.parts import Part
 from weft.channel.copying import Copier
 from weft.channel.memory import BufferPool
+from weft.mapreduce import shared
 from weft.protocol.backward import Discover, Settled
 from weft.protocol.shutdown import Send, Step
 from weft.rpc import entering
 from weft.rpc.leaving import Leaving
+from weft.rpc.outcomes import Call
 from weft.transport.handshake import Handshake
 from weft.transport.link import Link
 from weft.transport.resumable import ResumableLink
@@ -169,6 +171,11 @@ def _at_discovery() -> None:
     Part.apply = discovered  # type: ignore[assignment, method-assign]
 
 
+def _making_objects() -> None:
+    for name in ("make", "pull"):
+        _before(shared, name, "object")()
+
+
 _WRAPPERS: dict[str, Callable[[], None]] = {
     "sending": _amid_sending,
     "hello": _around_greeting(Kind.HELLO, is_sent=True),
@@ -185,4 +192,9 @@ _WRAPPERS: dict[str, Callable[[], None]] = {
     "pulling": _before(Copier, "pull", "pulling"),
     "streaming": _before(SendingConnection, "_write", "streaming"),
     "arriving": _before(ReceivingConnection, "_read", "arriving"),
+    "object": _making_objects,
+    "content": _before(shared, "content", "content"),
+    "filled": _before(shared.Shared, "__init__", "filled"),
+    "answered": _after(Call, "__call__", "answered"),
+    "context ends": _before(Engine, "_on_release", "context ends"),
 }

@@ -26,7 +26,6 @@ from tests.faults.plan import (
     CUTS,
     KILL,
     MOST_CUTS,
-    NAMES,
     PARTITION,
     STALL,
     STOP,
@@ -99,14 +98,14 @@ class _Run:
         self._pids: dict[str, int] = {}
         self._commands: dict[str, int] = {}
         self._reports: dict[str, int] = {}
-        self._endings = {name: Ending() for name in NAMES}
+        self._endings = {name: Ending() for name in plan.ranks}
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._parted: set[int] = set()
         self._is_over = False
 
     def run(self) -> Outcome:
         with self._surroundings():
-            for name in NAMES:
+            for name in self._plan.ranks:
                 self._fork(name)
             self._wait()
             self._is_over = True
@@ -187,7 +186,7 @@ class _Run:
             for number, fault in enumerate(self._plan.faults)
             if not fault.point and fault.kind != CUTS
         ]
-        said: dict[str, bytes] = dict.fromkeys(NAMES, b"")
+        said: dict[str, bytes] = dict.fromkeys(self._plan.ranks, b"")
         for descriptor in self._reports.values():
             os.set_blocking(descriptor, False)
         while self._pids and time.monotonic() < limit_s:

@@ -11,7 +11,6 @@ from tests.faults.plan import (
     KILL,
     LOST,
     MEMORY,
-    NAMES,
     OF_CONNECTING,
     OF_JOINING,
     PARTITION,
@@ -20,6 +19,7 @@ from tests.faults.plan import (
     SURVIVED,
     TORN,
     TRAINER,
+    WENT_ON,
     Fault,
     Plan,
 )
@@ -50,10 +50,16 @@ def must_have(plan: Plan, outcome: Outcome) -> str:
     """Returns how the run must have ended: faults that did not strike are none."""
     kinds = {fault.kind for fault, _ in _struck(plan, outcome)}
     if kinds & set(FATAL):
-        return LOST
+        return WENT_ON if _can_go_on(plan, outcome) else LOST
     if STARVE in kinds:
         return TORN
     return RAISED if MEMORY in kinds else SURVIVED
+
+
+def _can_go_on(plan: Plan, outcome: Outcome) -> bool:
+    """Whether what was lost is computed again by others."""
+    victims = {fault.victim for fault, _ in _struck(plan, outcome) if fault.kind in FATAL}
+    return plan.program is not None and plan.program.may_rerun and TRAINER not in victims
 
 
 def _struck(plan: Plan, outcome: Outcome) -> list[tuple[Fault, float]]:
@@ -82,8 +88,8 @@ def _all_problems(plan: Plan, outcome: Outcome, result: str) -> Iterator[str]:
         yield from (f"{name}: said {what}" for what in report.noise)
         yield from _CHECKS[expected](plan, outcome, name, report)
     trained = outcome.endings[TRAINER].report
-    if expected == SURVIVED and trained is not None and trained.result != result:
-        yield f"another result: {trained.result or 'none'}"
+    if expected in (SURVIVED, WENT_ON) and trained is not None and trained.result != result:
+        yield f"another result: {trained.result or _shown(trained)}"
 
 
 def _clean(plan: Plan, outcome: Outcome, name: str, report: Report) -> Iterator[str]:
@@ -108,7 +114,11 @@ def _torn(plan: Plan, outcome: Outcome, name: str, report: Report) -> Iterator[s
 
 def _lost(plan: Plan, outcome: Outcome, name: str, report: Report) -> Iterator[str]:
     fatal = [(fault, at_s) for fault, at_s in _struck(plan, outcome) if fault.kind in FATAL]
+    victims = {fault.victim for fault, _ in fatal}
     begin_s = min(struck_s for _, struck_s in fatal)
+    trained = outcome.endings[TRAINER].report
+    if plan.program is not None and trained is not None and name not in victims:
+        begin_s = max(begin_s, trained.trained_s)
     took_s, limit_s = report.ended_s - begin_s, _limit_s(plan, outcome, begin_s)
     if took_s > limit_s:
         yield f"{name}: ended {took_s:.1f} s after the fault; {limit_s:.1f} s are the most"
@@ -118,8 +128,7 @@ def _lost(plan: Plan, outcome: Outcome, name: str, report: Report) -> Iterator[s
     # Who was told of the end before the leader died has no reason to complain.
     if not report.errors and all(fault.point != "closing" for fault, _ in fatal):
         yield f"{name}: noticed nothing"
-    victims = {fault.victim for fault, _ in fatal}
-    wanted = set(NAMES) - victims if name in victims else victims
+    wanted = set(plan.ranks) - victims if name in victims else victims
     wanted |= {str(plan.ranks[other]) for other in wanted}
     if report.errors and not any(wanted & set(error.names) for error in report.errors):
         yield f"{name}: no error names a lost worker: {_shown(report)}"
@@ -130,6 +139,7 @@ _CHECKS: dict[str, Callable[[Plan, Outcome, str, Report], Iterator[str]]] = {
     RAISED: _raised,
     TORN: _torn,
     LOST: _lost,
+    WENT_ON: _lost,
 }
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.faults import hosts, model, points
+from tests.faults import hosts, maps, model, points
 from tests.faults.board import Board
-from tests.faults.plan import CUT, HOSTS, NAMES, TRAINER, UNIX, Plan
+from tests.faults.plan import CUT, HOSTS, TRAINER, UNIX, Plan
 from tests.leaks import find_leaks, take_state
 from tests.processes import cutting
 from weft import rpc
@@ -66,6 +66,7 @@ class Report:
 
     errors: list[Complaint] = field(default_factory=list)
     result: str = ""
+    trained_s: float = 0.0
     ended_s: float = 0.0
     left: dict[str, dict[str, int]] = field(default_factory=dict)
     leaks: list[str] = field(default_factory=list)
@@ -118,6 +119,9 @@ def _prepare(plan: Plan, place: Place, report: Report) -> None:
         os.environ["WEFT_CMA_FROM_BYTES"] = str(1 << 60)
     elif not plan.shares_memory:
         os.environ["WEFT_SHM_LIMIT_BYTES"] = "0"
+    if plan.program is not None:
+        os.environ["WEFT_FAN_OUT"] = str(plan.program.fan_out)
+        maps.prepare(plan.program)
     if plan.network == CUT:
         cutting.dial_through(place.port)
     if plan.network == HOSTS:
@@ -136,7 +140,8 @@ def _live(plan: Plan, place: Place, report: Report) -> None:
     before = take_state()
     is_in = _attempt(report, _join, plan, place)
     if is_in and place.name == TRAINER:
-        _attempt(report, _train, place, report)
+        _attempt(report, _train, plan, place, report)
+        report.trained_s = time.monotonic()
         # Without a leader the others go at once, and cannot be asked.
         if not any(plan.leader in error.names for error in report.errors):
             _attempt(report, _count_left, report)
@@ -144,9 +149,13 @@ def _live(plan: Plan, place: Place, report: Report) -> None:
         _attempt(report, rpc.shutdown)
     report.ended_s = time.monotonic()
     report.leaks = find_leaks(before)
+    if report.leaks:
+        faulthandler.dump_traceback()
     gc.collect()
     if model.Value.alive:
         report.leaks.append(f"{len(model.Value.alive)} values")
+    if not any(plan.leader in error.names for error in report.errors):
+        report.leaks += maps.left_behind()
 
 
 def _attempt(report: Report, function: Any, *args: Any) -> bool:
@@ -164,7 +173,7 @@ def _join(plan: Plan, place: Place) -> None:
     options = rpc.RpcBackendOptions(
         init_method=place.store,
         init_timeout=INIT_LIMIT_S,
-        num_worker_threads=4,
+        num_worker_threads=4 if plan.program is None else plan.program.threads,
         rpc_timeout=LIMIT_S,
         detection_time=plan.detection_s,
         reconnect_time=plan.reconnect_s,
@@ -172,14 +181,15 @@ def _join(plan: Plan, place: Place) -> None:
         secret=Secret(_SECRET) if plan.network == HOSTS else None,
         tls=place.tls if plan.is_secure else None,
     )
-    rpc.init_rpc(place.name, rank=rank, world_size=len(NAMES), rpc_backend_options=options)
+    rpc.init_rpc(place.name, rank=rank, world_size=len(plan.ranks), rpc_backend_options=options)
 
 
-def _train(place: Place, report: Report) -> None:
+def _train(plan: Plan, place: Place, report: Report) -> None:
     def note(step: int) -> None:
         place.board.step = step
 
-    report.result = model.Training().run(note)
+    training = model.Training() if plan.program is None else maps.Training()
+    report.result = training.run(note)
 
 
 def _count_left(report: Report) -> None:

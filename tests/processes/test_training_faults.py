@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.faults.map_plan import SHAPES, WAYS, draw_maps
 from tests.faults.plan import CYCLE, draw
 
 RUNS = (4, 14, 15, 28, 37, 39, 42, 45, 50, 52, 60, 73, 74, 76, 78, 83, 87, 88, 96, 103, 129)
+MAP_RUNS = (2, 6, 9, 12, 13, 19, 21, 24, 33, 42, 52, 89, 90, 117, 143, 191, 258)
 LIMIT_S = 110.0
-_LINE = re.compile(r" *(\d+) (ok|WRONG|skipped)\b.*")
+_LINE = re.compile(r" *(\d+) (ok|WRONG|skipped)[ :].*")
 
 
 def test_every_kind_of_fault_is_among_the_runs() -> None:
@@ -21,12 +24,28 @@ def test_every_kind_of_fault_is_among_the_runs() -> None:
     assert kinds == {kind for kind, _ in CYCLE}
 
 
+def test_every_kind_of_training_by_maps_is_among_the_runs() -> None:
+    programs = [draw_maps(number).program for number in MAP_RUNS]
+    assert {program.shape for program in programs if program} == set(SHAPES)
+    assert {program.way for program in programs if program} == set(WAYS)
+
+
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """What is said of each run."""
-    kept = tmp_path_factory.mktemp("logs")
+    return _run(tmp_path_factory.mktemp("logs"), RUNS)
+
+
+@pytest.fixture(scope="module")
+def map_lines(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """What is said of each run of training by maps."""
+    return _run(tmp_path_factory.mktemp("logs"), MAP_RUNS, "--maps")
+
+
+def _run(kept: Path, numbers: Sequence[int], *options: str) -> dict[int, str]:
+    named = ["--only", *map(str, numbers)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults", "--keep", kept, "--only", *map(str, RUNS)],
+        [sys.executable, "-m", "tests.faults", "--keep", kept, *options, *named],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -48,7 +67,16 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 @pytest.mark.timeout(LIMIT_S + 10)
 @pytest.mark.parametrize("number", RUNS)
 def test_a_run_ends_as_it_must(lines: dict[int, str], number: int) -> None:
-    line = lines[number]
+    _check(lines[number])
+
+
+@pytest.mark.timeout(LIMIT_S + 10)
+@pytest.mark.parametrize("number", MAP_RUNS)
+def test_training_by_maps_goes_on(map_lines: dict[int, str], number: int) -> None:
+    _check(map_lines[number])
+
+
+def _check(line: str) -> None:
     if "skipped" in line:
         pytest.skip(line)
     assert " ok " in line, line

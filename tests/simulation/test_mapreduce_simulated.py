@@ -168,7 +168,7 @@ class World:
         self.attempts[action.part] += 1
         assert action.attempt == self.attempts[action.part]
         assert action.part not in [attempt.part for attempt in self.running.values()]
-        path, ready_s = self.objects[action.worker]
+        path, _ = self.objects[action.worker]
         key = action.part, action.attempt
         self.running[key] = Attempt(action.part, action.worker, path)
         busy = Counter(attempt.worker for attempt in self.running.values())

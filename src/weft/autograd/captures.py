@@ -8,8 +8,8 @@ the graph of this worker, and at the order of its messages; that errs on the sid
 for one that leads to a tensor.
 
 Rules of the file: a pass ends at a tensor that is asked for, or goes through it where others may
-be behind it. It also ends at what was received and has been replaced, since its graph was lost
-with a worker: a pass of its own goes on from the replacement, when the gradient is complete.
+be behind it. It also ends at what has been replaced, since its graph was lost with a worker: a
+pass of its own goes on from the replacement, when the gradient is complete.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ class Captures:
     Args:
         context: What this worker has recorded.
         inputs: Tensors of this worker that require grad.
-        replaced: For outputs of placeholders, tensors from which to go on in their stead.
+        replaced: For places in the graph, tensors from which to go on in their stead.
         for_inputs: Whether nothing but the gradients of ``inputs`` is wanted.
 
     Attributes:
         stops: The nodes at which passes end.
+        cuts: Those behind which there is something on this worker: the engine must be kept from
+            them, for it goes on through a node if anything that it is asked for lies behind.
         passed: The places of inputs that passes go through.
         ends: Where walks end on this worker: at the stops, and at received messages.
         first_send: How many messages were sent before the first that leads to an input.
@@ -63,6 +65,7 @@ class Captures:
         self._kept = stops.keys() | {node for node, _ in self._replaced}
         self.stops = {node: stop for node, stop in stops.items() if node not in through}
         self.stops.update((node, Stop(node, False)) for node, _ in self._replaced)
+        self.cuts = {node for node, _ in self._replaced if node not in self._graph.receive_of}
         self.ends: dict[Node, End] = {
             node: receive
             for node, receive in self._graph.receive_of.items()

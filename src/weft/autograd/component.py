@@ -101,6 +101,9 @@ class Component:
                 self._keep(edge.node, edge.output_nr, gradient)
 
     def _keep(self, node: Node, output_nr: int, gradient: Tensor) -> None:
+        if node in self._reached.cuts:
+            self._sink([((node, output_nr), gradient)], [gradient])  # type: ignore[list-item]
+            return
         at_node = self._pending.setdefault(node, {})
         earlier = at_node.get(output_nr)
         at_node[output_nr] = gradient if earlier is None else sum_of(earlier, gradient)
@@ -145,9 +148,9 @@ class Component:
         return fresh
 
     def _run_ready(self) -> list[Answer]:
-        if self._arrived == self._all and self._partition is None:
+        if self._arrived == self._all and self._partition is None and not self._reached.cuts:
             return self._run(self._whole())
-        if not self._reached.receives:
+        if not self._reached.receives and self._arrived != self._all:
             return []
         if self._partition is None:
             self._partition = self._partitioned()
@@ -175,8 +178,8 @@ class Component:
         for group in groups:
             ready.leaves.update(group.leaves)
             ready.receives.extend(self._answerable(group.receives))
-        if partition.groups:
-            for node in partition.before_cut(groups, self._arrived):
+        if partition.groups or self._reached.cuts:
+            for node in partition.before_cut(groups, self._arrived, self._reached.cuts):
                 self._run_alone(node)
         return self._run(ready)
 

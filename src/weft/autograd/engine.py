@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
@@ -28,7 +29,7 @@ from weft.autograd.listening import Listener
 from weft.autograd.modes import PassMode
 from weft.autograd.parts import LOST, LedPart, Part
 from weft.autograd.roots import Roots
-from weft.errors import AutogradError, WorkerLost
+from weft.errors import AutogradError, NotInitialized, WorkerLost
 from weft.ids import scoped_id, worker_of
 from weft.protocol import backward as protocol
 from weft.protocol.backward import (
@@ -47,6 +48,9 @@ from weft.wire.frames import Frame
 from weft.wire.messages import Kind, decode_ints
 
 _REMEMBERED_PASSES = 4096
+
+_LOOK_S = 0.5
+"""How often who leads a pass looks whether the worker has shut down."""
 
 
 class Engine:
@@ -217,8 +221,11 @@ class Engine:
         """Waits for other threads to fill the inbox."""
         is_counted = self._agent.reactor.begin_wait()
         try:
-            if not led.wait():
-                raise AutogradError("a backward pass took longer than WEFT_BACKWARD_TIMEOUT_S")
+            while not led.wait(_LOOK_S):
+                if self._agent.reactor.is_closing:
+                    raise NotInitialized("this worker shut down before a backward pass had ended")
+                if time.monotonic() > led.deadline_s():
+                    raise AutogradError("a backward pass took longer than WEFT_BACKWARD_TIMEOUT_S")
         finally:
             if is_counted:
                 self._agent.reactor.end_wait()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,13 +59,14 @@ class LocalPass:
         self._mode = mode
         self._ends: Mapping[Node, End] = context.receive_of
         self._passed: Sequence[Place] = ()
+        self._cuts: Collection[Node] = ()
         self._skipped = 0
         self._wanted: Container[Node] | None = () if mode.for_inputs else None
         self._gradients = context.gradients if gradients is None else gradients
         self._sink = with_leaf_hooks(self._gradients.add_all)
         if captures is not None:
             self._ends = captures.ends
-            self._passed = captures.passed
+            self._passed, self._cuts = captures.passed, captures.cuts
             if mode.for_inputs:
                 self._wanted = captures.stops
                 self._skipped = captures.first_send
@@ -189,7 +190,7 @@ class LocalPass:
             )
         reached, sends = self._reached_of[message_id]
         component: Component | LoneSend
-        if len(sends) == 1:
+        if len(sends) == 1 and not reached.cuts:
             component = LoneSend(sends[0], reached, self._sink, self._mode)
         else:
             component = Component(sends, reached, self._ends, self._sink, self._mode)
@@ -235,6 +236,8 @@ class LocalPass:
     def _as_wanted(self, reached: Reached) -> Reached:
         """Leaves out the leaves whose gradients nobody asks for."""
         wanted = self._wanted
+        if self._cuts:
+            reached = reached._replace(cuts=self._cuts)
         if wanted is None:
             return reached
         leaves = {node: leaf for node, leaf in reached.leaves.items() if node in wanted}

@@ -128,11 +128,13 @@ class LedPart(Part):
             self._deadline_s = time.monotonic() + knobs.BACKWARD_TIMEOUT_S.get()
         return self._deadline_s
 
-    def wait(self) -> bool:
+    def wait(self, limit_s: float) -> bool:
         """Blocks until something is in the inbox; returns False if the time is up before."""
         # There first, then a look into the inbox: what comes after the look sets it.
         signal = self._signal = threading.Event()
-        return bool(self.inbox) or signal.wait(max(self.deadline_s() - time.monotonic(), 0.0))
+        return bool(self.inbox) or signal.wait(
+            min(max(self.deadline_s() - time.monotonic(), 0.0), limit_s)
+        )
 
     def to_itself(self, me: Peer, message: Message) -> list[Action]:
         """Takes a message from this worker to itself; returns what follows at once."""

@@ -7,7 +7,7 @@ user's graph, so they are written out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -55,6 +55,8 @@ class Reached(NamedTuple):
     receives: list[ReceiveRecord]
     passed: Sequence[Place] = ()
     """Outputs of nodes, of this component or not, whose gradients are wanted on the way."""
+    cuts: Container[Node] = ()
+    """Stops that the engine would go through, and must not."""
 
 
 def targets_of(
@@ -280,14 +282,19 @@ class Partition:
         self.groups = [group for group in self.groups if group.signature & ~arrived]
         return ready
 
-    def before_cut(self, groups: Iterable[Group], arrived: int) -> list[Node]:
-        """Returns the nodes that lead out of ``groups`` to some that are not ready, sorted."""
+    def before_cut(
+        self, groups: Iterable[Group], arrived: int, cuts: Container[Node] = ()
+    ) -> list[Node]:
+        """Returns the nodes that lead out of ``groups``, sorted.
+
+        That is to nodes that are not ready, or to some of ``cuts``.
+        """
         nodes = sorted((node for group in groups for node in group.nodes), key=self._place.get)  # type: ignore[arg-type]
         leading_out: set[Node] = set()
         for node in reversed(nodes):
             for target, _ in self._edges[node]:
                 if target is not None and (
-                    target in leading_out or self.signature_of(target) & ~arrived
+                    target in leading_out or target in cuts or self.signature_of(target) & ~arrived
                 ):
                     leading_out.add(node)
                     break

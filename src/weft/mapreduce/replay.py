@@ -157,13 +157,11 @@ class Replay:
 
         A graph that was recorded before the loss, or in the pass that found out, leads to them.
         """
-        context = self._context()
-        return {
-            place: tensor
-            for results in context.maps
-            for place, tensor in results.replaced.items()
-            if place[0] in context.receive_of  # What this worker computed itself has its graph.
-        }
+        replaced: dict[Place, Tensor] = {}
+        for results in self._context().maps:
+            # Also what this worker computed itself: the way may lead through others.
+            replaced.update(results.replaced)
+        return replaced
 
     def _is_repeatable(self, mode: PassMode) -> bool:
         """Whether a failed attempt has left nothing behind, and there is something to repeat.

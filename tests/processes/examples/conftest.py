@@ -1,8 +1,10 @@
-"""Makes the modules of the language model importable, as they are for the script beside them."""
+"""Makes the modules of the examples importable, as they are for the scripts beside them."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "language_model"))
+_EXAMPLES = Path(__file__).parents[3] / "examples"
+# Both have a train.py, of which only that of the first is imported.
+sys.path[:0] = [str(_EXAMPLES / "language_model"), str(_EXAMPLES / "meta_learning")]

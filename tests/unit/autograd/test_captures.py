@@ -10,8 +10,12 @@ from torch import Tensor
 
 from weft.autograd.captures import Captures, checked_inputs, place_of, receives_before
 from weft.autograd.contexts import REQUIRES_GRAD, Context
+from weft.autograd.gradients import Gradients
+from weft.autograd.graph import LocalPass
+from weft.autograd.modes import PassMode
 from weft.autograd.roots import roots_of
 from weft.errors import ArgumentTypeError, AutogradError
+from weft.protocol.backward import ROOTS
 
 HERE, THERE = 0, 1
 
@@ -178,3 +182,23 @@ def test_inputs_may_be_one_tensor_or_come_from_a_generator() -> None:
     tensor = leaf()
     assert checked_inputs(tensor) == [tensor]
     assert checked_inputs(each for each in [tensor]) == [tensor]
+
+
+def test_a_pass_is_kept_from_what_is_behind_a_result_that_has_been_replaced() -> None:
+    """Though the leaf is reached on another way, and the engine would go on through the result."""
+    context = Context(1, HERE)
+    weight = leaf()
+    result = weight * 3
+    replacement = weight.detach() * 3
+    replaced = {place_of(result): replacement.requires_grad_()}
+    captures = Captures(context, (), replaced, for_inputs=False)
+    gradients = Gradients()
+    local = LocalPass(context, PassMode(retain_graph=True), gradients, captures)
+    local.start([(result * weight).sum() + weight.sum()])
+    _, progress = local.work()
+    assert progress.executed == [ROOTS]
+    # Of the product, where the result counts as a constant, and of the sum.
+    assert gradients.snapshot()[weight].tolist() == [4, 4]
+    (roots,) = captures.further_roots()
+    assert [gradient.tolist() for gradient in roots.gradients] == [[1, 1]]
+    local.close()

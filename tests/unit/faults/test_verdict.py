@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.map_plan import Program
 from tests.faults.plan import (
     CUTS,
     HEAD,
@@ -27,6 +28,11 @@ RESULT = "the result"
 LOSS = Complaint("WorkerLost", "left is lost", True, (LEFT,), False)
 NO_MEMORY = Complaint("MemoryError", "none", False, (), True)
 RANKS = {name: rank for rank, name in enumerate(NAMES)}
+
+
+def maps_plan(may_rerun: bool = True) -> Plan:
+    program = Program(may_rerun=may_rerun)
+    return Plan(0, UNIX, False, RANKS, (Fault(KILL, LEFT),), program=program)
 
 
 def plan_of(kind: str, point: str = "") -> Plan:
@@ -53,6 +59,18 @@ def test_what_is_as_it_must_be_is_no_problem() -> None:
     assert problems(plan_of(KILL), lost_outcome(), RESULT) == []
     raised = outcome_of(trainer=Report([NO_MEMORY], ended_s=2.0))
     assert problems(plan_of(MEMORY), raised, RESULT) == []
+
+
+def test_training_by_maps_must_go_on_after_a_loss() -> None:
+    outcome = lost_outcome()
+    assert problems(maps_plan(), outcome, RESULT) == []
+    trained = outcome.endings[TRAINER].report
+    assert trained is not None
+    trained.result = ""
+    assert problems(maps_plan(), outcome, RESULT) == [
+        "another result: WorkerLost ('left',): left is lost"
+    ]
+    assert problems(maps_plan(may_rerun=False), outcome, RESULT) == []
 
 
 def test_another_result_is_found() -> None:

@@ -213,7 +213,7 @@ def test_running_again_may_fail(context: Context) -> None:
         attempt()
 
 
-def test_what_this_worker_has_computed_itself_has_its_graph() -> None:
+def test_what_this_worker_has_computed_itself_is_replaced_too() -> None:
     context = Context(7, 0)
     weight = torch.ones((), requires_grad=True)
     own = weight * 2
@@ -227,7 +227,7 @@ def test_what_this_worker_has_computed_itself_has_its_graph() -> None:
     context.maps.append(Results(results, made))
     attempt, attempts = run(context, results, lost("a"), None)
     attempt()
-    assert attempts[1]["replaced"].keys() == {place_of(results[0])}
+    assert attempts[1]["replaced"].keys() == {place_of(result) for result in results}
     context.clear()
 
 

@@ -1,0 +1,60 @@
+"""The meta-learning example as a program: workers compute what one process does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "meta_learning"
+QUICK = ("--iterations", "4", "--tasks", "5", "--double")
+LIMIT_S = 60.0
+
+
+def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Runs the program; returns its figures and what it wrote."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE / "train.py"), *arguments, "--out", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "figures.json").read_text()), done.stdout
+
+
+@pytest.mark.parametrize("order", [(), ("--first-order",)], ids=["second", "first"])
+def test_workers_learn_what_one_process_learns(tmp_path: Path, order: tuple[str, ...]) -> None:
+    alone, _ = run(tmp_path / "alone", "sinusoid", *QUICK, *order, "--workers", "0")
+    shared, text = run(tmp_path / "shared", "sinusoid", *QUICK, *order)
+    assert shared["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+    for tested, expected in zip(shared["tests"], alone["tests"], strict=True):
+        assert tested == pytest.approx(expected, rel=1e-12)
+    assert "4 meta-steps in" in text
+    assert (tmp_path / "shared" / "adaptation.png").stat().st_size > 10_000
+
+
+def test_each_task_may_be_a_part_of_its_own(tmp_path: Path) -> None:
+    alone, _ = run(tmp_path / "alone", "digits", *QUICK, "--workers", "0")
+    shared, text = run(tmp_path / "shared", "digits", *QUICK, "--one-by-one")
+    assert shared["losses"] == pytest.approx(alone["losses"], rel=1e-9)
+    assert "accuracy of held-out tasks" in text
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE / "train.py"), "sinusoid", "--out", str(tmp_path / "file")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
