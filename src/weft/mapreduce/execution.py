@@ -269,12 +269,15 @@ class Execution:
         content = self._plan.content_for(peer)
         if content is None or self._schedule.is_over:
             return
-        function: Callable[..., Any] = shared.make
-        args: tuple[Any, ...] = (content.payload, content.tensors, self._plan.concurrency)
+        made_of = (content.payload, content.tensors, self._plan.concurrency)
+        made: RRef[shared.Shared]
         try:
-            if action.parent is not None:
-                function, args = shared.pull, (self._object(action.parent),)
-            self._objects[action.worker] = create(self._worker, peer, function, args, {}, 0.0)
+            if action.parent is None:
+                made = create(self._worker, peer, shared.make, made_of, {}, 0.0)
+            else:
+                parent = self._object(action.parent)
+                made = create(self._worker, peer, shared.pull, (parent,), {}, 0.0)
+            self._objects[action.worker] = made
             self._orders[action.worker] = _Order()
         except Exception as error:  # The parts that need it fail with this.
             self._objects[action.worker] = error

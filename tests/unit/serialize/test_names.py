@@ -20,10 +20,12 @@ CALLERS = {
     "_ask",
     "call_async",
     "call_to",
+    "create",
     "remote",
     "rpc_async",
     "rpc_sync",
     "run_on_owners",
+    "start",
 }
 """What has another worker run one of its arguments."""
 
