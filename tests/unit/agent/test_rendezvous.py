@@ -78,7 +78,7 @@ def test_who_is_missing_is_named_to_everyone() -> None:
         assert outcome.missing == (1, 3)
         assert str(outcome).startswith("ranks 1, 3 of 5 did not join within ")
         assert "'worker4' (rank 4)" in str(outcome)
-        assert outcome.elapsed_s >= 0.3
+        assert outcome.elapsed_s > 0.2  # An error of rank 0 may come a moment before.
 
 
 def test_who_comes_too_late_is_told_so() -> None:
