@@ -14,6 +14,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "meta_learning"
 QUICK = ("--iterations", "4", "--tasks", "5", "--double")
 LIMIT_S = 60.0
 
+pytestmark = pytest.mark.timeout(150)  # Each test runs the program twice, with its imports.
+
 
 def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """Runs the program; returns its figures and what it wrote."""
