@@ -21,6 +21,8 @@ help:
 	@echo "make demo    train a small language model over several workers"
 	@echo "make demo-meta        learn to learn, over workers (ARGS=digits for images)"
 	@echo "make test    unit, simulation and multi-process tests"
+	@echo "make quick   those that take a few minutes"
+	@echo "make matrix  the quick tests on each Python and torch that there are (tests/matrix.py)"
 	@echo "make conformance      PyTorch's own RPC tests, all of them, on Weft"
 	@echo "make check   all that CI runs: format, lint, types, layers, tests, documentation"
 	@echo "make fuzz    made-up bytes on everything that decodes some"
@@ -37,10 +39,12 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo
 demo: $(VENV)/.installed-demo
+	@echo "The demo trains for about two minutes on two cores."
 	@$(PY) examples/language_model/train.py $(ARGS)
 
 .PHONY: demo-meta
 demo-meta: $(VENV)/.installed-meta
+	@echo "The demo trains for about one minute on two cores."
 	@$(PY) examples/meta_learning/train.py $(or $(ARGS),sinusoid)
 
 .PHONY: test
@@ -49,9 +53,22 @@ ifdef ARGS
 	@$(PY) -m pytest $(ARGS)
 else
 	@$(PY) -m pytest tests/unit tests/simulation -n 2
-	@$(PY) -m pytest tests/processes
+	@$(PY) -m pytest tests/processes -n 2
 	@$(PY) -m pytest tests/conformance
 endif
+
+# Unit and simulation tests, and of the process tests those of each area that end soon.
+QUICK := tests/unit tests/simulation $(addprefix tests/processes/test_,$(addsuffix .py,\
+    calls references autograd optimizer remote_module mapreduce cancellation deadlines health \
+    joining bad_input strict allowed_modules compat_autograd compat_optimizer compat_references))
+
+.PHONY: quick
+quick: $(VENV)/.installed-test
+	@$(PY) -m pytest -n 2 $(or $(ARGS),$(QUICK))
+
+.PHONY: matrix
+matrix: $(VENV)/.made
+	@$(PY) -m tests.matrix $(ARGS)
 
 .PHONY: conformance
 conformance: $(VENV)/.installed-conformance
@@ -103,7 +120,7 @@ bench-endurance: $(VENV)/.installed-core
 
 .PHONY: clean distclean
 clean:
-	rm -rf site build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
+	rm -rf site build dist runs .matrix .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
@@ -111,17 +128,21 @@ distclean: clean
 
 # ----------------------------------------------------------------------------------------- set-up
 
-# Stamps: .made (the environment) <- .torch <- .installed-core, and one for each extra.
+# Stamps: .made (the environment) <- .torch <- .installed-core, and one for each extra or group.
 .SECONDARY: $(VENV)/.made $(VENV)/.torch
 
-$(VENV)/.installed-core: pyproject.toml $(VENV)/.torch
-	@echo "setting up $(VENV): weft"
-	@$(INSTALL) --editable .
-	@touch $@
+# The examples need extras, which users may install as well; contributors' targets need groups.
+EXTRAS_core :=
+EXTRAS_demo := [demo]
+EXTRAS_meta := [meta]
+EXTRAS_test := [demo,meta]
+EXTRAS_fuzz := [demo,meta]
+EXTRAS_dev := [demo,meta]
+GROUPS := conformance test fuzz docs dev
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.torch
-	@echo "setting up $(VENV): weft and what '$*' needs"
-	@$(INSTALL) --editable '.[$*]'
+	@echo "setting up $(VENV): torchweft$(if $(filter-out core,$*), and what '$*' needs)"
+	@$(INSTALL) --editable '.$(EXTRAS_$*)' $(if $(filter $*,$(GROUPS)),--group $*)
 	@touch $@
 
 # A torch that can be imported is kept. Otherwise the CPU build is preferred where the configured
@@ -136,13 +157,22 @@ $(VENV)/.torch: $(VENV)/.made
 	    if [ -z "$$wanted$$index" ]; then \
 	        cpu=$$($(PIP) index versions torch 2>/dev/null | tr -s ' ,():' '\n' | grep '+cpu' | head -n 1 || true); \
 	        wanted=$${cpu:+torch==$$cpu}; \
-	        [ -n "$$wanted" ] || echo "no CPU build of torch found; taking the default one. To save gigabytes on Linux: make TORCH_INDEX=<address of PyTorch's index of CPU builds> ..."; \
 	    fi; \
+	    if [ -z "$$index" ] && [ "$${wanted%+cpu}" = "$$wanted" ]; then $(LARGE_TORCH); fi; \
 	    wanted=$${wanted:-torch>=2.6}; \
 	    echo "setting up $(VENV): $$wanted (the largest part, once)"; \
 	    $(INSTALL) $${index:+--index-url "$$index"} "$$wanted"; \
 	fi; \
 	touch $@
+
+# Says before the download how to avoid most of it. Only Linux on x86 gets CUDA by default.
+LARGE_TORCH = \
+	if [ "$$(uname -sm)" = 'Linux x86_64' ] && [ ! -e /dev/nvidiactl ] && [ ! -e /dev/kfd ]; then \
+	    echo "No GPU is in sight, but pip's default torch for Linux brings CUDA along: 2.8 GB to download,"; \
+	    echo "6 GB on disk. The CPU build takes 0.2 GB and 0.8 GB. To take it, stop here (Ctrl-C) and run"; \
+	    echo "    make TORCH_INDEX=ADDRESS $(MAKECMDGOALS)"; \
+	    echo "with the address that https://pytorch.org/get-started/locally shows for Pip and CPU."; \
+	fi
 
 # A candidate must run (a version manager's shim may not), be new enough, and able to make an
 # environment with pip in it (some distributions split that off).
@@ -152,7 +182,7 @@ $(VENV)/.made:
 	@set -e; \
 	if ! $(PY) -c '' 2>/dev/null; then \
 	    found=; \
-	    for candidate in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.10); do \
+	    for candidate in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python3.10); do \
 	        if $$candidate -c '$(USABLE)' 2>/dev/null; then found=$$candidate; break; fi; \
 	    done; \
 	    if [ -z "$$found" ]; then \
@@ -163,4 +193,5 @@ $(VENV)/.made:
 	    $$found -m venv --clear $(VENV); \
 	fi; \
 	$(PIP) --version >/dev/null 2>&1 || $(PY) -m ensurepip >/dev/null; \
+	$(PIP) install --help | grep -q -e '--group' || $(INSTALL) --upgrade 'pip>=25.1'; \
 	touch $@

@@ -16,7 +16,7 @@ def describe_machine() -> dict[str, str]:
         "kernel": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
         "torch": version("torch"),
-        "weft": version("weft"),
+        "weft": version("torchweft"),
     }
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version as installed_version
 from types import ModuleType
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 project = "Weft"
 author = "The Weft authors"
 copyright = "The Weft authors"
-release = installed_version("weft")
+release = installed_version("torchweft")
 
 extensions = [
     "myst_parser",
@@ -33,15 +35,24 @@ html_title = "Weft"
 
 
 def setup(app: Sphinx) -> None:
-    """Adds a table of all knobs to the page of their module."""
+    """Adds a table of all knobs to the page of their module, and leaves out overloads."""
     app.connect("autodoc-process-docstring", list_knobs)
+    ModuleAnalyzer.analyze = analyze_without_overloads
+
+
+def analyze_without_overloads(
+    analyzer: ModuleAnalyzer, analyze: Callable[[ModuleAnalyzer], None] = ModuleAnalyzer.analyze
+) -> None:
+    """Has each function shown once: the overloads of a call are for type checkers."""
+    analyze(analyzer)
+    analyzer.overloads = {}
 
 
 def list_knobs(
     app: Sphinx, what: str, name: str, module: ModuleType, options: object, lines: list[str]
 ) -> None:
     """Appends each knob with its environment variable, default and meaning."""
-    if name != "weft.knobs":
+    if name != "torchweft.knobs":
         return
     lines += [".. list-table::", "   :header-rows: 1", ""]
     lines += ["   * - variable", "     - default", "     - meaning"]

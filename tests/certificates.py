@@ -9,7 +9,7 @@ from typing import Any
 
 import trustme
 
-from weft.transport.secure import TlsOptions
+from torchweft.transport.secure import TlsOptions
 
 LOOPBACK = "127.0.0.1"
 

@@ -33,3 +33,42 @@ class Broken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         raise ArithmeticError("no slope here")
+
+
+class TwoOrOne(torch.autograd.Function):
+    """Has another slope where both of its results were used."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return value * 2, value * 5
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        if first is None:
+            return None if second is None else second * 5
+        return first * 2 if second is None else first * 2 + second * 5 + 10
+
+
+class Rejoin(torch.autograd.Function):
+    """Passes its first argument on; its second has no gradient, only a place in the order."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, _: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Noted(torch.autograd.Function):
+    """Gets zeros where there is no gradient, so that its argument has one."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + 1

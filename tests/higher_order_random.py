@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from tests.gradient_functions import Sine
+from tests.gradient_functions import Noted, Rejoin, Sine, TwoOrOne
 from tests.higher_order_programs import norms_everywhere
 from tests.higher_order_sites import WORKERS, Program, Site
 
@@ -73,7 +74,10 @@ class Body(NamedTuple):
     results: int
 
 
-OPERATIONS = ("sine", "unbind", "product", "layer", "layer", "hooked", "sum")
+OPERATIONS = (
+    "sine", "unbind", "product", "layer", "layer", "hooked", "sum", "one of two", "rejoined",
+    "recomputed", "in place",
+)  # fmt: skip
 NAMES = ("v", "w")
 
 
@@ -201,11 +205,25 @@ def _compute(site: Site, step: Compute, values: list[Tensor]) -> list[Tensor]:
         return [torch.tanh(first * second.sum())]
     if step.operation == "sum":
         return [(first + second) / 2]
-    result = torch.tanh(first * site.parameter("w") + second)
+    if step.operation == "one of two":
+        return [TwoOrOne.apply(first)[1] / 5]  # type: ignore[no-untyped-call]
+    if step.operation == "rejoined":
+        return [Rejoin.apply(first, Noted.apply(second))]  # type: ignore[no-untyped-call]
+    if step.operation == "recomputed":
+        return [checkpoint(_layer, first, site.parameter("w"), second, use_reentrant=False)]
+    result = _layer(first, site.parameter("w"), second)
+    if step.operation == "in place":
+        changed = (result * 2).add_(second)
+        changed[1:].tanh_()
+        return [changed]
     if step.operation == "hooked":
         # Not linear: it must see the whole gradient.
         result.register_hook(lambda gradient: torch.sin(3 * gradient))
     return [result]
+
+
+def _layer(first: Tensor, weight: Tensor, second: Tensor) -> Tensor:
+    return torch.tanh(first * weight + second)
 
 
 _RUNNERS: dict[type, Callable[[Site, Any, list[Tensor]], list[Tensor]]] = {

@@ -18,23 +18,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-import weft
+import torchweft
 from benchmarks.calls.work import echo
 from benchmarks.machine import describe_machine
-from weft import rpc
-from weft.agent.agent import Agent
-from weft.agent.calls import PendingCall
-from weft.agent.current import current
-from weft.agent.lanes import Lanes
-from weft.agent.peers import Peer
-from weft.agent.reactor import Reactor
-from weft.protocol.calls import CallTable
-from weft.rpc import serving
-from weft.rpc.worker import Worker
-from weft.serialize import compact
-from weft.serialize.functions import name_of, resolve
-from weft.wire.frames import FrameParser
-from weft.wire.messages import encode_compact_reply
+from torchweft import rpc
+from torchweft.agent.agent import Agent
+from torchweft.agent.calls import PendingCall
+from torchweft.agent.current import current
+from torchweft.agent.lanes import Lanes
+from torchweft.agent.peers import Peer
+from torchweft.agent.reactor import Reactor
+from torchweft.protocol.calls import CallTable
+from torchweft.rpc import serving
+from torchweft.rpc.outcomes import Call
+from torchweft.rpc.worker import Worker
+from torchweft.serialize import compact
+from torchweft.serialize.functions import name_of, resolve
+from torchweft.wire.frames import FrameParser
+from torchweft.wire.messages import COMPACT, Kind, encode_compact_reply
 
 SERIES, REPEATS = 7, 2000
 CALLS = 4000
@@ -54,7 +55,7 @@ def main() -> int:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
-    with weft.cluster(workers=1):
+    with torchweft.cluster(workers=1):
         timed = [(part, best_us(part.run)) for part in parts()]
         totals = {"one core": call_us()}
         if len(cores) > 1:
@@ -160,8 +161,13 @@ def _serving(worker: Worker, peer: Peer, sent: bytes, tensor: torch.Tensor) -> l
     name = name_of(echo, True)
     assert name is not None
 
+    silent: Any = _Silent(peer)
+
     def serve() -> None:
-        serving._serve(worker, _Silent(peer), frame)  # type: ignore[arg-type]
+        serving._serve(worker, silent, Call(silent, frame, time.monotonic()))
+
+    serve()
+    check_answer(silent.sent)
 
     return [
         Part("callee", "wait for an event that is there, arm it, receive", 3, _waiting(sent)),
@@ -188,6 +194,16 @@ def _answers(agent: Agent, worker: Worker, peer: Peer, answer: bytes) -> list[Pa
     ]
 
 
+def check_answer(sent: bytes) -> None:
+    """Raises ValueError for an answer that is not the result of the call.
+
+    An error is answered as well, and its time would say nothing about a call.
+    """
+    [frame] = _parsing(sent)()
+    if frame.kind != Kind.REPLY or frame.flags != COMPACT:
+        raise ValueError(f"the call was answered by frame {frame!r}, which is no small result")
+
+
 class _Silent:
     """A peer like another, to which nothing is sent."""
 
@@ -195,9 +211,12 @@ class _Silent:
         self.id, self.name, self.main_by_name, self.is_self = peer.id, peer.name, True, False
         self.lost = None
         self.link = self
+        self.served: dict[int, Call] = {}
+        self.sent = b""
 
     def send(self, parts: list[bytes], may_block: bool) -> None:
         """Takes the answer, as a link would."""
+        self.sent = b"".join(parts)
 
 
 def _nothing(*_: object) -> None:

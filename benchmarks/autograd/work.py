@@ -89,7 +89,7 @@ def _loss(values: list[Tensor]) -> Tensor:
 def works(api: Api) -> dict[str, Work]:
     """Returns the passes over all shapes that need a group of this size."""
     # torch has no other mode, so there the two are one program.
-    fast = {"mode": "fast"} if api.package == "weft" else {}
+    fast = {"mode": "fast"} if api.package == "torchweft" else {}
     found = {}
     for name, shape in SHAPES.items():
         if shape.size == api.size:

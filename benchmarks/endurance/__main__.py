@@ -17,7 +17,7 @@ from benchmarks.endurance.work import CALLEE, CALLS_A_TURN, Mix, run_context
 from benchmarks.frame.report import provenance
 from benchmarks.frame.run import end_on_sigterm, save
 from benchmarks.frame.summary import aligned
-from weft import cluster, rpc
+from torchweft import cluster, rpc
 
 CALLER = "driver"
 SETTLE_LIMIT_S = 5.0

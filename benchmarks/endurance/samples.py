@@ -58,7 +58,7 @@ def take_sample() -> Sample:
         "shared memory": memory.shared,
         "threads": processes.threads(pid),
         "descriptors": len(processes.descriptors(pid)) - 1,  # one reads the folder
-        "objects of Weft": sum(n for name, n in counts.items() if name.startswith("weft.")),
+        "objects of Weft": sum(n for name, n in counts.items() if name.startswith("torchweft.")),
         "tensors": sum(n for name, n in counts.items() if name.startswith("torch.Tensor")),
         "Python objects": sum(counts.values()),
     }

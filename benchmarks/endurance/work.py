@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from weft import autograd, rpc
+from torchweft import autograd, rpc
 
 CALLEE = "worker0"
 CALLS_A_TURN = 100

@@ -12,6 +12,7 @@ from benchmarks.frame.targets import (
     at_least_of_limit,
     at_most,
     at_most_times_limit,
+    no_more_cpu,
     no_slower,
     times_faster,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "at_most",
     "at_most_times_limit",
     "main",
+    "no_more_cpu",
     "no_slower",
     "times_faster",
 ]

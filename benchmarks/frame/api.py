@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-PACKAGES = {"torch": "torch.distributed", "weft": "weft"}
+PACKAGES = {"torch": "torch.distributed", "weft": "torchweft"}
 
 
 class Api:
     """The modules of one library, and who else is in the group.
 
     Args:
-        package: ``torch.distributed`` or ``weft``.
+        package: ``torch.distributed`` or ``torchweft``.
         rank: Number of this worker.
         size: Workers of the group.
     """

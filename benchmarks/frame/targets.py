@@ -51,6 +51,11 @@ def no_slower() -> Target:
     return Target("torch", 1.0, "median", "no slower than torch")
 
 
+def no_more_cpu() -> Target:
+    """Demands that ours takes no more CPU time than torch RPC."""
+    return Target("torch", 1.0, "cpu", "no more CPU than torch")
+
+
 def at_most_times_limit(factor: float) -> Target:
     """Demands that ours takes at most ``factor`` times as long as the raw limit."""
     text = f"at most {number(factor)}x the limit"

@@ -25,7 +25,7 @@ SHORTEST_S, LONGEST_S = 0.005, 0.2
 def works(api: Api) -> dict[str, Work | Numbers]:
     """Returns what this side does."""
     manner = os.environ.get(MANNER, "")
-    if api.package != "weft" or manner == CALLS.name:
+    if api.package != "torchweft" or manner == CALLS.name:
         return _calls(api)
     return _maps(api, manner)
 
@@ -55,12 +55,12 @@ def _calls(api: Api) -> dict[str, Work | Numbers]:
         "pair": Work(lambda: call_all(2)),
         "gap alone": Numbers(lambda: _gaps_of_calls(api)),
         **meta.works(step),
-        **(_bytes(api, step) if api.package == "weft" else {}),
+        **(_bytes(api, step) if api.package == "torchweft" else {}),
     }
 
 
 def _maps(api: Api, manner: str) -> dict[str, Work | Numbers]:
-    from weft import mapreduce
+    from torchweft import mapreduce
 
     workers = api.peers[:1] if manner == ONE.name else api.peers
     partitioner = mapreduce.dim_partitioner(0, exclusive=True, keepdim=False, workers=workers)
@@ -138,7 +138,7 @@ class _Ends:
 
 def _gaps(over: Callable[..., Any], model: torch.nn.Module | None) -> list[float]:
     """Returns for each part how long its worker did not sleep: from the end before to its own."""
-    from weft.mapreduce.observers import observers
+    from torchweft.mapreduce.observers import observers
 
     over(parts.sleep, torch.arange(2), 0.0, model)  # Everybody has stood still until now.
     ends = _Ends()

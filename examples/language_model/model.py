@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from weft import autograd, rpc
-from weft.nn import RemoteModule
+from torchweft import autograd, rpc
+from torchweft.nn import RemoteModule
 
 INITIAL_SPREAD = 0.1
 

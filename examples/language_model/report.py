@@ -19,7 +19,7 @@ from rich.table import Table
 from settings import Settings
 from synchronous import StepReport
 
-import weft
+import torchweft as weft
 
 FLOAT_BYTES = 4
 

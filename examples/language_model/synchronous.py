@@ -28,9 +28,9 @@ from settings import Settings
 from torch import nn
 from torch.futures import wait_all
 
-from weft import autograd, rpc
-from weft.nn import RemoteModule
-from weft.optim import DistributedOptimizer
+from torchweft import autograd, rpc
+from torchweft.nn import RemoteModule
+from torchweft.optim import DistributedOptimizer
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from rich.console import Console
 from settings import Options, Settings, parse_options
 from synchronous import SynchronousTraining
 
-import weft
-from weft.errors import WeftError
+import torchweft as weft
+from torchweft.errors import WeftError
 
 SERVER = "server"
 
@@ -161,7 +161,8 @@ def report(run: Run, wall_s: float, console: Console) -> None:
         draw_picture(figures, run.folder / "loss.png")
         left = "loss.png, " + left
     except ImportError:
-        console.print("no picture was drawn: matplotlib is missing (pip install 'weft[demo]')")
+        advice = "in the clone, pip install '.[demo]'"
+        console.print(f"no picture was drawn: matplotlib is missing ({advice})", markup=False)
     console.print(f"{left} are in {run.folder}", highlight=False)
 
 

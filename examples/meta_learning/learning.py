@@ -12,7 +12,7 @@ import torch
 from maml import Problem, query_loss, query_scores
 from torch import nn
 
-from weft import autograd, mapreduce
+from torchweft import autograd, mapreduce
 
 META_RATE = 1e-3
 TESTS = 20

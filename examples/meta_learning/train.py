@@ -24,9 +24,9 @@ from picture import draw_picture
 from sinusoid import Sinusoids
 from torch import nn
 
-import weft
-from weft import rpc
-from weft.errors import WeftError
+import torchweft as weft
+from torchweft import rpc
+from torchweft.errors import WeftError
 
 
 class Unusable(ValueError):
@@ -44,7 +44,7 @@ def make_problems(name: str) -> tuple[Problem, Problem]:
     try:
         images_by_digit()
     except ImportError as error:
-        message = "digits needs scikit-learn, which is missing: pip install 'weft[meta]'"
+        message = "digits needs scikit-learn, which is missing: in the clone, pip install '.[meta]'"
         raise Unusable(message) from error
     problem = Digits()
     return problem, replace(problem, classes=HELD_OUT, turned=False)
@@ -137,7 +137,7 @@ def report_picture(
         draw_picture(problem, model, untrained, history, comparison, folder / "adaptation.png")
         left = "adaptation.png and figures.json are"
     except ImportError:
-        print("no picture was drawn: matplotlib is missing (pip install 'weft[meta]')")
+        print("no picture was drawn: matplotlib is missing (in the clone, pip install '.[meta]')")
     print(f"{left} in {folder}")
 
 

@@ -1,6 +1,6 @@
 """Training that survives the death of any of its workers, any number of times.
 
-    weft run -n 3 --restarts 10 examples/restarting/train.py SNAPSHOTS
+    torchweft run -n 3 --restarts 10 examples/restarting/train.py SNAPSHOTS
 
 Kill any of the workers while it runs (``kill -9``, the lines say which process is which): the
 launcher starts the group anew, and the loop goes on from the last snapshot. The losses it prints
@@ -15,9 +15,9 @@ import sys
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.nn import RemoteModule
-from weft.optim import DistributedOptimizer
+import torchweft as weft
+from torchweft.nn import RemoteModule
+from torchweft.optim import DistributedOptimizer
 
 STEPS = 2000
 EVERY = 50

@@ -12,8 +12,8 @@ import socket
 import subprocess
 from pathlib import Path
 
-from weft.transport import addresses
-from weft.transport.addresses import Address, TcpAddress
+from torchweft.transport import addresses
+from torchweft.transport.addresses import Address, TcpAddress
 
 _NEW_NETWORK, _NEW_MOUNTS, _NEW_USERS = 0x40000000, 0x00020000, 0x10000000
 _PRIVATE, _RECURSIVE = 1 << 18, 1 << 14

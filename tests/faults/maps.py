@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-import weft
+import torchweft
 from tests.faults import points
 from tests.faults.map_plan import (
     BACKWARD,
@@ -31,13 +31,13 @@ from tests.faults.map_plan import (
     Program,
 )
 from tests.faults.plan import TRAINER
-from weft import mapreduce, rpc
-from weft.autograd.contexts import Context
-from weft.autograd.graph import LocalPass
-from weft.errors import AutogradError, WorkerLost
-from weft.mapreduce.execution import Execution
-from weft.mapreduce.map_call import MapCall
-from weft.mapreduce.shared import Shared
+from torchweft import mapreduce, rpc
+from torchweft.autograd.contexts import Context
+from torchweft.autograd.graph import LocalPass
+from torchweft.errors import AutogradError, WorkerLost
+from torchweft.mapreduce.execution import Execution
+from torchweft.mapreduce.map_call import MapCall
+from torchweft.mapreduce.shared import Shared
 
 UNITS, SHOTS, INNER_STEPS, RATE = 16, 6, 2, 0.03
 EXACT, THROUGH_OTHERS = 1e-12, 1e-10
@@ -186,7 +186,7 @@ def _inner(model: nn.Module, seeds: Tensor, of_before: Tensor, scale: Any) -> Te
 def _adapted_by_others(model: nn.Module, seed: int) -> Tensor:
     inputs, goals = _draw(seed)
     weights = _weights(model)
-    context_id = weft.autograd.current_context_id()
+    context_id = torchweft.autograd.current_context_id()
     for _ in range(INNER_STEPS):
         whole = {name: mapreduce.broadcast(value) for name, value in weights.items()}
         inner = mapreduce.remote_sync_call(
@@ -303,7 +303,7 @@ class Training:
     # By maps
 
     def _by_maps(self, seeds: Tensor) -> list[Tensor]:
-        with weft.autograd.context() as context_id:
+        with torchweft.autograd.context() as context_id:
             loss = self._loss(seeds)
             return [loss.detach(), *self._gradients(context_id, loss)]
 

@@ -23,16 +23,16 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-import weft.autograd
+import torchweft.autograd
 from tests.faults import points
 from tests.faults.plan import HEAD, LEFT, RIGHT, STEPS, TRAINER
-from weft import rpc
-from weft.agent.current import current
-from weft.agent.references import ReferenceKeeper
-from weft.autograd.engine import Engine
-from weft.errors import WorkerLost
-from weft.nn import RemoteModule
-from weft.optim import DistributedOptimizer
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.agent.references import ReferenceKeeper
+from torchweft.autograd.engine import Engine
+from torchweft.errors import WorkerLost
+from torchweft.nn import RemoteModule
+from torchweft.optim import DistributedOptimizer
 
 ROWS, WIDTH = 12, 8
 LARGE = 1 << 14
@@ -162,7 +162,7 @@ class Training:
 
     def _step(self, chance: torch.Generator) -> None:
         rows = torch.randint(ROWS, (3, LOOKED_UP), generator=chance)
-        with weft.autograd.context() as context_id:
+        with torchweft.autograd.context() as context_id:
             left = self.left.rpc_async().look_up(rows[0])
             right = self.right.remote().look_up(rows[1])
             # No gradient ever comes for this.
@@ -170,7 +170,7 @@ class Training:
             sum(unused * 2)
             mixed, squares = self.head(left.wait(), right, self.scale * self.large)
             loss = (mixed - 0.5).square().sum() + squares.sum()
-            weft.autograd.backward(context_id, [loss])
+            torchweft.autograd.backward(context_id, [loss])
             self.optimizer.step(context_id)
         self._note(loss)
 

@@ -15,23 +15,23 @@ from typing import Any
 
 from tests.faults.board import Board
 from tests.faults.plan import EXIT, KILL, Fault
-from weft.agent import rendezvous
-from weft.autograd.engine import Engine
-from weft.autograd.parts import Part
-from weft.channel.copying import Copier
-from weft.channel.memory import BufferPool
-from weft.mapreduce import shared
-from weft.protocol.backward import Discover, Settled
-from weft.protocol.shutdown import Send, Step
-from weft.rpc import entering
-from weft.rpc.leaving import Leaving
-from weft.rpc.outcomes import Call
-from weft.transport.handshake import Handshake
-from weft.transport.link import Link
-from weft.transport.resumable import ResumableLink
-from weft.transport.striped.arriving import ReceivingConnection
-from weft.transport.striped.outgoing import SendingConnection
-from weft.wire.messages import Kind
+from torchweft.agent import rendezvous
+from torchweft.autograd.engine import Engine
+from torchweft.autograd.parts import Part
+from torchweft.channel.copying import Copier
+from torchweft.channel.memory import BufferPool
+from torchweft.mapreduce import shared
+from torchweft.protocol.backward import Discover, Settled
+from torchweft.protocol.shutdown import Send, Step
+from torchweft.rpc import entering
+from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.outcomes import Call
+from torchweft.transport.handshake import Handshake
+from torchweft.transport.link import Link
+from torchweft.transport.resumable import ResumableLink
+from torchweft.transport.striped.arriving import ReceivingConnection
+from torchweft.transport.striped.outgoing import SendingConnection
+from torchweft.wire.messages import Kind
 
 EXIT_CODE = 7
 

@@ -26,7 +26,7 @@ from tests.faults.plan import (
 from tests.faults.points import EXIT_CODE
 from tests.faults.running import Outcome
 from tests.faults.worker import INIT_LIMIT_S, Report
-from weft import knobs
+from torchweft import knobs
 
 MARGIN_S = 5.0
 """What may come on top of the times that were set, on a machine that is busy."""

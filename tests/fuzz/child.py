@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import resource
 import sys
 from pathlib import Path
 
@@ -10,11 +11,15 @@ from tests.fuzz import mutational, targets
 from tests.fuzz.campaign import Plan
 from tests.fuzz.last_input import LastInput
 
+_ADDRESS_SPACE_BYTES = 12 << 30
+
 
 def main(arguments: list[str]) -> None:
     """Runs the engine, target and plan that the parent has written as arguments."""
     engine, name, frames, seconds, seed, corpus, findings, folder = arguments
     faulthandler.enable()
+    # What takes memory without end fails, and does not stop the machine.
+    resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES, _ADDRESS_SPACE_BYTES))
     plan = Plan(
         int(frames), float(seconds), int(seed), Path(corpus) if corpus else None, Path(findings)
     )

@@ -33,7 +33,7 @@ def fuzz(name: str, plan: Plan, report_path: Path, last_input: LastInput) -> Non
         report_path: Where to write how it went.
         last_input: Gets every input before it is tried.
     """
-    with atheris.instrument_imports(include=["weft"]):
+    with atheris.instrument_imports(include=["torchweft"]):
         target = targets.load(name)
     chance = random.Random(f"{plan.seed} {name}")
     mutator = Mutator(chance, target)

@@ -21,6 +21,8 @@ NAME = "mutational"
 _KNOWN = 0.6
 """Share of inputs that are made of one of those to start from."""
 _INNERMOST = 2
+_MADE = 0.5
+"""Share of inputs that are left as a grammar has made them."""
 
 
 def fuzz(target: Target, plan: Plan, last_input: LastInput | None = None) -> Report:
@@ -40,6 +42,9 @@ def fuzz(target: Target, plan: Plan, last_input: LastInput | None = None) -> Rep
             chance.randrange(known_count) if is_known else chance.randrange(known_count, len(pool))
         )
         data = mutator.mutate(pool[first], pool[chance.randrange(len(pool))])
+        if target.make is not None:
+            made = target.make(chance)
+            data = made if chance.random() < _MADE else mutator.mutate(made, data)
         behaviour = _behaviour(campaign.try_one(data), data)
         if behaviour not in seen:
             seen.add(behaviour)

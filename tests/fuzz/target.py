@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -28,6 +29,9 @@ class Target:
         words: Pieces that random bytes hardly ever contain.
         length_limit: Longest input that is worth the time.
         json_from: Where a JSON text begins in an input; None where there is none.
+        make: Makes an input by a grammar; half of all inputs are made so.
+        begin: Makes what the target keeps between inputs; its memory is not the input's.
+        end: Lets go of what the target keeps between inputs.
     """
 
     name: str
@@ -36,6 +40,9 @@ class Target:
     words: tuple[bytes, ...] = ()
     length_limit: int = 512
     json_from: int | None = None
+    make: Callable[[random.Random], bytes] | None = None
+    begin: Callable[[], None] = lambda: None
+    end: Callable[[], None] = lambda: None
 
     def check(self, data: bytes) -> Exception | None:
         """Runs the target on one input, now and then with a look at the memory it takes."""
@@ -49,6 +56,7 @@ class Target:
         The error leads back to this frame, which holds it: the garbage collector will find the two
         with all that the error's frames hold, as it does where an error is kept in earnest.
         """
+        self.begin()
         limit_bytes = _BASE_BYTES + _FACTOR * len(data)
         tracemalloc.start()
         try:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 from os import system
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft import rpc
-from weft.agent.current import current
-from weft.rpc import calls
-from weft.rpc.worker import Worker
+from tests.free_encoder import pack_freely
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.rpc import calls
+from torchweft.rpc.worker import Worker
+from torchweft.serialize.objects import Packed, pack
 
 LIMIT_S = 10.0
 _ = system  # Imported to be reached from outside.
@@ -57,6 +60,7 @@ class Counter:
         self.total = start
         self._secret = "secret"
 
+    @rpc.expose
     def add(self, amount: int) -> int:
         self.total += amount
         return self.total
@@ -64,6 +68,10 @@ class Counter:
     def _reset(self) -> None:
         self.total = 0
 
+    def double(self) -> int:
+        return 2 * self.total
+
+    @rpc.expose
     def __call__(self, amount: int) -> int:
         return self.add(amount)
 
@@ -82,18 +90,25 @@ def fail_with_payload(path: str) -> None:
 def call_named(to: str, name: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function by a name that this worker makes up."""
     worker = current().part(Worker)
-    return calls._call_and_wait(worker, current().find(to), name, args, kwargs, LIMIT_S)
+    return calls.call_and_wait(worker, current().find(to), name, args, kwargs, LIMIT_S)
 
 
 def send_pickle(to: str, value: Any) -> Any:
     """Sends a pickle to a worker that has said that it reads none."""
-    from weft.serialize.objects import pack
+    return _send(to, value, functools.partial(pack, main_by_name=False))
 
+
+def send_freely(to: str, value: Any) -> Any:
+    """Sends a worker plain values that no honest one makes."""
+    return _send(to, value, pack_freely)
+
+
+def _send(to: str, value: Any, packer: Callable[[Any], Packed]) -> Any:
     worker, peer = current().part(Worker), current().find(to)
     before = worker._packers[peer.id]
-    worker._packers[peer.id] = functools.partial(pack, main_by_name=False)
+    worker._packers[peer.id] = packer
     try:
-        return calls._call_and_wait(worker, peer, IDENTITY, (), {"value": value}, LIMIT_S)
+        return calls.call_and_wait(worker, peer, IDENTITY, (), {"value": value}, LIMIT_S)
     finally:
         worker._packers[peer.id] = before
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import weft
+import torchweft
 from tests.gradient_functions import Broken
-from weft import rpc
-from weft.agent.current import current
-from weft.autograd.engine import Engine
-from weft.errors import AutogradError
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.autograd.engine import Engine
+from torchweft.errors import AutogradError
 
 _lock = threading.Lock()
 _parameters: dict[str, torch.nn.Parameter] = {}
@@ -47,7 +47,7 @@ def parameter(name: str, *shape: int) -> torch.nn.Parameter:
 def gradients(context_id: int) -> dict[str, Tensor]:
     """Returns the gradients of this worker's parameters; none if it did not take part."""
     try:
-        found = weft.autograd.get_gradients(context_id)
+        found = torchweft.autograd.get_gradients(context_id)
     except AutogradError:
         return {}
     return {name: found[tensor] for name, tensor in _parameters.items() if tensor in found}

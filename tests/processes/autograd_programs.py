@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-import weft
-from tests.gradient_functions import Sine
-from weft import rpc
-from weft.errors import AutogradError
+import torchweft
+from tests.gradient_functions import Noted, Rejoin, Sine, TwoOrOne
+from torchweft import rpc
+from torchweft.errors import AutogradError
 
 WORKERS = 3
 Gradients = dict[tuple[int, str], Tensor]
@@ -89,7 +90,10 @@ class Program(NamedTuple):
     passes: int
 
 
-OPERATIONS = ("sine", "unbind", "product", "layer", "layer", "hooked", "sum")
+OPERATIONS = (
+    "sine", "unbind", "product", "layer", "layer", "hooked", "sum", "one of two", "rejoined",
+    "recomputed", "kept",
+)  # fmt: skip
 NAMES = ("v", "w")
 
 
@@ -206,12 +210,24 @@ class Site:
             result = torch.tanh(first * second.sum())
         elif step.operation == "sum":
             result = (first + second) / 2
+        elif step.operation == "one of two":
+            result = TwoOrOne.apply(first)[1] / 5  # type: ignore[no-untyped-call]
+        elif step.operation == "rejoined":
+            result = Rejoin.apply(first, Noted.apply(second))  # type: ignore[no-untyped-call]
+        elif step.operation == "recomputed":
+            result = checkpoint(_layer, first, self.parameters["w"], second, use_reentrant=False)
         else:
-            result = torch.tanh(first * self.parameters["w"] + second)
+            result = _layer(first, self.parameters["w"], second)
         if step.operation == "hooked":
             # Not linear: it must see the whole gradient.
             result.register_hook(lambda gradient: gradient.clamp(-0.3, 0.3))
+        if step.operation == "kept":
+            result.retain_grad()
         return result
+
+
+def _layer(first: Tensor, weight: Tensor, second: Tensor) -> Tensor:
+    return torch.tanh(first * weight + second)
 
 
 def _at(values: list[Any], age: int) -> Any:
@@ -222,8 +238,9 @@ def _arguments_of(call: Call, values: list[Any]) -> list[Any]:
     chosen = [_at(values, age) for age in call.arguments]
     if not any(isinstance(step, Touch) for step in call.body.steps):
         return chosen
-    # What is changed in place must be no other argument as well.
-    return [value * 1 if isinstance(value, Tensor) else value for value in chosen]
+    # What is changed in place must be no other argument as well, but may share its memory.
+    fresh = [value * 1 if isinstance(value, Tensor) else value for value in chosen]
+    return fresh + [value.view(3) for value in fresh[:1] if isinstance(value, Tensor)]
 
 
 def _touch(argument: Any) -> None:
@@ -284,7 +301,7 @@ def serve_one(run_number: int, body: Body, arguments: list[Any]) -> Tensor:
 def gradients_here(context_id: int) -> dict[str, Tensor]:
     """Returns the gradients of this worker's parameters; none if it did not take part."""
     try:
-        gradients = weft.autograd.get_gradients(context_id)
+        gradients = torchweft.autograd.get_gradients(context_id)
     except AutogradError:
         return {}
     return {name: gradients[tensor] for name, tensor in _parameters.items() if tensor in gradients}
@@ -292,12 +309,12 @@ def gradients_here(context_id: int) -> dict[str, Tensor]:
 
 def lead(program: Program, mode: Any, run_number: int) -> Gradients:
     """Runs a program with this worker as its leader."""
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         begin_everywhere(run_number)
         results = serve(run_number, program.body, [])
         roots = [_sites[run_number].fetch(result).sum() for result in results]
         for remaining in reversed(range(program.passes)):
-            weft.autograd.backward(context_id, roots, retain_graph=remaining > 0, mode=mode)
+            torchweft.autograd.backward(context_id, roots, retain_graph=remaining > 0, mode=mode)
         return {
             (worker, name): gradient
             for worker in range(WORKERS)

@@ -8,14 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.processes import strange_members
+import torch
+
+from tests.processes import attacks, functions, strange_members
 from tests.processes.stranger_groups import ATTACKER, OTHER, VICTIM, Group
 from tests.processes.strangers import frame
-from weft.wire.frames import HEADER
-from weft.wire.messages import Kind
+from torchweft.wire.frames import HEADER
+from torchweft.wire.messages import Kind
 
-MODULES = ("tests.processes.functions", "tests.processes.strange_members", "torch")
-OPTIONS = {"allowed_modules": MODULES, "strict": True, "num_worker_threads": 2}
+CALLABLES = (
+    *(attacks.Model, functions.identity, functions.name_here, strange_members.hold),
+    *(strange_members.make_handle, torch.optim.Adam),
+)
+OPTIONS = {"callables": CALLABLES, "strict": True, "num_worker_threads": 2}
 SETTINGS = {
     "WEFT_TENSOR_LIMIT": "100",
     "WEFT_FRAME_LIMIT_BYTES": str(1 << 24),
@@ -84,6 +89,51 @@ MEMBERS = [
     ),
     MemberRow("more calls than may wait", _too_many_calls, "QueueFull, its result"),
     MemberRow("calls os.system by its name", _call(strange_members.call_by_name), "NotAllowed"),
+    MemberRow(
+        "makes an array of objects out of bytes (numpy.ndarray)",
+        _call(strange_members.call_ndarray),
+        "NotAllowed",
+    ),
+    MemberRow(
+        "a pickle with an array of objects made of bytes, or with a false dtype",
+        _call(strange_members.send_arrays),
+        "NotAllowed",
+    ),
+    MemberRow(
+        "compiles a module with options of its own (Module.compile)",
+        _call(strange_members.compile_module),
+        "NotAllowed",
+    ),
+    MemberRow(
+        "calls a function of torch that imports, or writes files",
+        _call(strange_members.call_torch),
+        "NotAllowed",
+    ),
+    MemberRow(
+        "makes a sparse tensor by methods of tensors, and breaks it",
+        _call(strange_members.break_sparse),
+        "NotAllowed",
+    ),
+    MemberRow(
+        "sends a sparse tensor that reaches outside its memory",
+        _call(strange_members.send_sparse),
+        "ProtocolError",
+    ),
+    MemberRow(
+        "has Weft's entry points for modules call methods of another object",
+        _call(strange_members.use_entry_points),
+        "ArgumentTypeError",
+    ),
+    MemberRow(
+        "the same with a module that no RemoteModule made",
+        _call(strange_members.use_foreign_module),
+        "NotAllowed",
+    ),
+    MemberRow(
+        "asks for a fused optimizer, which looks at no sizes, or for one that is not registered",
+        _call(strange_members.fuse),
+        "NotAllowed",
+    ),
     MemberRow(
         "a pickle that calls os.system (pickle bomb)",
         _call(strange_members.send_pickle),

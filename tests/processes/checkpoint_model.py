@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes.functions import pass_gate
-from weft import checkpoint, rpc
-from weft.autograd import backward, context
-from weft.checkpoint import files
-from weft.checkpoint.held import held_parts
-from weft.nn import RemoteModule
-from weft.optim import DistributedOptimizer
+from torchweft import checkpoint, rpc
+from torchweft.autograd import backward, context
+from torchweft.checkpoint import files
+from torchweft.checkpoint.held import held_parts
+from torchweft.nn import RemoteModule
+from torchweft.optim import DistributedOptimizer
 
 
 def linear(place: int, width_in: int, width_out: int) -> nn.Module:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft import autograd, checkpoint, rpc
-from weft.checkpoint import files, parts, retention
-from weft.nn import RemoteModule
-from weft.optim import DistributedOptimizer
+from torchweft import autograd, checkpoint, rpc
+from torchweft.checkpoint import files, parts, retention
+from torchweft.nn import RemoteModule
+from torchweft.optim import DistributedOptimizer
 
 STEPS = 8
 EVERY = 2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from weft.rpc.functions import async_execution
+from torchweft.rpc.functions import async_execution
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # Compiling is deprecated, but not gone.

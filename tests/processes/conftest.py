@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-import weft
+import torchweft
 from tests.processes.functions import count_references, wait_until
-from weft import rpc
-from weft.launch import Cluster, Nursery
+from torchweft import rpc
+from torchweft.launch import Cluster, Nursery
 
 WORKER_THREADS = 2
 """So few that calls which wait for one another would run out of them, if they held them."""
@@ -37,7 +37,7 @@ def raised_by(wait: Callable[[], Any]) -> BaseException:
 
 @pytest.fixture(scope="module")
 def shared_group(nursery: Nursery) -> Iterator[Cluster]:
-    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
         yield group
 
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from weft import rpc
-from weft.agent.current import current
-from weft.autograd import context
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.autograd import context
 
 CALLS = 200
 WARM_UP_CALLS = 100

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from weft.transport import addresses
-from weft.transport.addresses import Address, TcpAddress
+from torchweft.transport import addresses
+from torchweft.transport.addresses import Address, TcpAddress
 
 _PIECE_BYTES = 1 << 16
 _RESET = struct.pack("ii", 1, 0)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import weft
-from weft import rpc
-from weft.optim import DistributedOptimizer
+import torchweft
+from torchweft import rpc
+from torchweft.optim import DistributedOptimizer
 
 ROWS, WIDTH = 6, 4
 SERVER = "worker2"
@@ -99,7 +99,7 @@ def look_up(name: str, indices: Tensor) -> Tensor:
 
 
 def table_gradient(name: str, context_id: int) -> Tensor:
-    return weft.autograd.get_gradients(context_id)[table(name).weight]
+    return torchweft.autograd.get_gradients(context_id)[table(name).weight]
 
 
 def apply_replica(name: str, inputs: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def apply_replica(name: str, inputs: Tensor) -> Tensor:
 
 def gradients(name: str, context_id: int) -> Named:
     """Returns the gradients of this worker's replica in a context."""
-    return _named(name, weft.autograd.get_gradients(context_id))
+    return _named(name, torchweft.autograd.get_gradients(context_id))
 
 
 def _named(name: str, found: dict[Tensor, Tensor]) -> Named:
@@ -134,8 +134,8 @@ def loss_of(name: str, indices: Tensor) -> Tensor:
 
 def run_pass(name: str, indices: Tensor) -> tuple[Named, Tensor]:
     """Returns the gradients of the replica and of the table."""
-    with weft.autograd.context() as context_id:
-        weft.autograd.backward(context_id, [loss_of(name, indices)])
+    with torchweft.autograd.context() as context_id:
+        torchweft.autograd.backward(context_id, [loss_of(name, indices)])
         remote = rpc.rpc_sync(SERVER, table_gradient, args=(name, context_id))
         return gradients(name, context_id), remote
 
@@ -146,8 +146,8 @@ def train(name: str, batches: list[Tensor]) -> tuple[list[tuple[Named, Tensor]],
     optimizer = DistributedOptimizer(torch.optim.Adam, references, lr=0.1)
     steps = []
     for indices in batches:
-        with weft.autograd.context() as context_id:
-            weft.autograd.backward(context_id, [loss_of(name, indices)])
+        with torchweft.autograd.context() as context_id:
+            torchweft.autograd.backward(context_id, [loss_of(name, indices)])
             optimizer.step(context_id)
             remote = rpc.rpc_sync(SERVER, table_gradient, args=(name, context_id))
             steps.append((gradients(name, context_id), remote))
@@ -170,12 +170,12 @@ def run_locally_around_a_pass(name: str, indices: Tensor) -> tuple[Named, Named,
 
 def accumulate_without_sync(name: str, batches: list[Tensor]) -> tuple[Named, Named]:
     """Returns the gradients after a pass for all batches but the last, and after that."""
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         with _replicas[name].no_sync():
             for indices in batches[:-1]:
-                weft.autograd.backward(context_id, [loss_of(name, indices)])
+                torchweft.autograd.backward(context_id, [loss_of(name, indices)])
         local = gradients(name, context_id)
-        weft.autograd.backward(context_id, [loss_of(name, batches[-1])])
+        torchweft.autograd.backward(context_id, [loss_of(name, batches[-1])])
         return local, gradients(name, context_id)
 
 
@@ -187,11 +187,11 @@ def run_passes_of_two_threads(name: str, batches: list[Tensor]) -> list[Named]:
     results: dict[int, Named] = {}
 
     def run(place: int) -> None:
-        with weft.autograd.context() as context_id:
+        with torchweft.autograd.context() as context_id:
             loss = loss_of(name, batches[place])
             have_gone_forward.wait(10.0)
             assert may_go_back[place].wait(10.0)
-            weft.autograd.backward(context_id, [loss])
+            torchweft.autograd.backward(context_id, [loss])
             may_go_back[place + 1].set()
             results[place] = gradients(name, context_id)
 

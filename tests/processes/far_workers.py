@@ -16,8 +16,8 @@ import torch
 from tests.processes.functions import wait_until
 from tests.processes.hosts import Host, enter
 from tests.processes.open_workers import OpenWorkers
-from weft import rpc, secret
-from weft.errors import RendezvousError, WorkerLost
+from torchweft import rpc, secret
+from torchweft.errors import RendezvousError, WorkerLost
 
 STORE_PORT = 29_400
 LIMIT_S = 15.0

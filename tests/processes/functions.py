@@ -18,16 +18,16 @@ from typing import Any, ClassVar
 import torch
 from torch.futures import Future
 
-from weft import rpc
-from weft.agent.current import current
-from weft.agent.references import ReferenceKeeper
-from weft.channel.cma import PullError
-from weft.channel.memory import PoolStatistics
-from weft.channel.sending import HeldStatistics
-from weft.channel.table import ChannelKind
-from weft.rpc.gathering import Gatherings
-from weft.rpc.leaving import Leaving
-from weft.rpc.worker import Worker
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.agent.references import ReferenceKeeper
+from torchweft.channel.cma import PullError
+from torchweft.channel.memory import PoolStatistics
+from torchweft.channel.sending import HeldStatistics
+from torchweft.channel.table import ChannelKind
+from torchweft.rpc.gathering import Gatherings
+from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.worker import Worker
 
 LIMIT_S = 5.0
 POLL_S = 0.01
@@ -84,10 +84,12 @@ class Accumulator:
     def __init__(self, start: float = 0.0) -> None:
         self.total = start
 
+    @rpc.expose
     def add(self, amount: float) -> float:
         self.total += amount
         return self.total
 
+    @rpc.expose
     def __call__(self, amount: float) -> float:
         return self.add(amount)
 
@@ -347,6 +349,7 @@ class Tracked:
         self.other: Any = None
         Tracked.alive.add(self)
 
+    @rpc.expose
     def get(self) -> Any:
         return self.content
 

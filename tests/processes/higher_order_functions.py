@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import weft
+import torchweft
 from tests import higher_order_sites
 from tests.gradient_functions import Broken
 from tests.higher_order_sites import WORKERS, Outcome, Program, Site, Tensors
 from tests.processes import autograd_functions
-from weft import rpc
+from torchweft import rpc
 
 _lock = threading.Lock()
 _sites: dict[int, RealSite] = {}
@@ -51,7 +51,7 @@ class RealSite(Site):
     def grad(
         self, outputs: Tensors, inputs: Tensors, grad_outputs: Any = None, **options: Any
     ) -> tuple[Tensor, ...]:
-        return weft.autograd.grad(self.context_id, outputs, inputs, grad_outputs, **options)
+        return torchweft.autograd.grad(self.context_id, outputs, inputs, grad_outputs, **options)
 
     def backward(
         self,
@@ -59,16 +59,16 @@ class RealSite(Site):
         grad_tensors: Sequence[Tensor | None] | None = None,
         **options: Any,
     ) -> None:
-        weft.autograd.backward(self.context_id, roots, grad_tensors=grad_tensors, **options)
+        torchweft.autograd.backward(self.context_id, roots, grad_tensors=grad_tensors, **options)
 
     def gradients(self) -> dict[str, Tensor]:
-        found = weft.autograd.get_gradients(self.context_id)
+        found = torchweft.autograd.get_gradients(self.context_id)
         return {name: found[leaf] for name, leaf in self.parameters.items() if leaf in found}
 
 
 def site_here() -> RealSite:
     """Returns this worker's site in the context of the running code."""
-    context_id = weft.autograd.current_context_id()
+    context_id = torchweft.autograd.current_context_id()
     with _lock:
         if context_id not in _sites:
             _sites[context_id] = RealSite(context_id)
@@ -92,7 +92,7 @@ def table_here(context_id: int) -> dict[str, Tensor]:
 
 def run_on_workers(program: Program) -> Outcome:
     """Runs a program with this worker as its leader."""
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         results = list(program(site_here()))
         tables = {
             (worker, name): gradient
@@ -171,8 +171,8 @@ def fatal_at_second(value: Tensor) -> Tensor:
 def gradient_through(other: str, function: Any, value: Tensor) -> Tensor:
     """Returns the gradient, with a graph, of what another worker computes."""
     result = rpc.rpc_sync(other, function, (layer(value),))
-    (gradient,) = weft.autograd.grad(
-        weft.autograd.current_context_id(), result.sum(), value, create_graph=True
+    (gradient,) = torchweft.autograd.grad(
+        torchweft.autograd.current_context_id(), result.sum(), value, create_graph=True
     )
     return gradient
 
@@ -211,7 +211,7 @@ def take_notes() -> list[Any]:
 
 def watch_gradients(context_id: int) -> int:
     """Keeps an eye on the gradients of a context on this worker; returns how many they are."""
-    found = weft.autograd.get_gradients(context_id).values()
+    found = torchweft.autograd.get_gradients(context_id).values()
     _watched.extend(weakref.ref(gradient) for gradient in found)
     return len(_watched)
 
@@ -245,20 +245,20 @@ def forget_watched() -> None:
 
 
 def context_id_here() -> int:
-    return weft.autograd.current_context_id()
+    return torchweft.autograd.current_context_id()
 
 
 async def context_id_after_waiting(other: str) -> tuple[int, int]:
     theirs = await rpc.rpc_async(other, context_id_here)
-    return theirs, weft.autograd.current_context_id()
+    return theirs, torchweft.autograd.current_context_id()
 
 
 def descend(weights: Tensor, other: str, steps: int) -> Tensor:
     """An inner loop as a user would write it."""
-    context_id = weft.autograd.current_context_id()
+    context_id = torchweft.autograd.current_context_id()
     for _ in range(steps):
         loss = rpc.rpc_sync(other, quadratic, (weights,))
-        (gradient,) = weft.autograd.grad(context_id, [loss], [weights], create_graph=True)
+        (gradient,) = torchweft.autograd.grad(context_id, [loss], [weights], create_graph=True)
         weights = weights - 0.1 * parameter("rate") * gradient
     return weights
 

@@ -6,10 +6,10 @@ import threading
 import time
 
 from tests.processes.functions import add, identity, wait_until
-from weft import rpc
-from weft.agent.current import current
-from weft.rpc import entering
-from weft.rpc.leaving import Leaving
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.rpc import entering
+from torchweft.rpc.leaving import Leaving
 
 NAMES = "abc"
 END_LIMIT_S = 0.5

@@ -1,11 +1,11 @@
-"""What workers run for the tests of ``weft.mapreduce.autograd``."""
+"""What workers run for the tests of ``torchweft.mapreduce.autograd``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from weft import rpc
+from torchweft import rpc
 
 
 def product(first: Tensor, second: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def ask_for_weight(value: Tensor) -> Tensor:
 
 
 def gradient_of_weight(context_id: int) -> Tensor | None:
-    from weft import autograd
+    from torchweft import autograd
 
     return autograd.get_gradients(context_id).get(_weight)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from weft import rpc
+from torchweft import rpc
 
 
 def never_on(worker: str | None) -> str:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from tests.processes import functions
 from tests.processes.functions import wait_until
-from weft import mapreduce, rpc
-from weft.agent.current import current
-from weft.mapreduce import shared
+from torchweft import mapreduce, rpc
+from torchweft.agent.current import current
+from torchweft.mapreduce import shared
 
 runs: list[Any] = []
 """What parts have said here."""

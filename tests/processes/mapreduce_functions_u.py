@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft
 from tests.processes.functions import wait_until
 from tests.processes.mapreduce_functions_m import loss
 from tests.processes.mapreduce_gradients import model_and_inputs, single_gradients
-from weft import mapreduce, rpc
-from weft.mapreduce import autograd
+from torchweft import mapreduce, rpc
+from torchweft.mapreduce import autograd
 
 LIMIT_S = 20.0
 each_row = mapreduce.dim_partitioner(0, exclusive=True, keepdim=True)
@@ -108,7 +108,7 @@ def square_as_one_leaves(weight: nn.Parameter, row: Tensor, leaver: str) -> Tens
 def map_as_one_leaves(leaver: str, names: list[str], rows: int, fan_out: int) -> list[float]:
     """Returns the results of a map, during which a worker leaves."""
     weight, inputs = nn.Parameter(torch.ones(2)), torch.arange(2.0 * rows).view(rows, 2)
-    with weft.knobs.FAN_OUT.override(fan_out):
+    with torchweft.knobs.FAN_OUT.override(fan_out):
         found = mapreduce.remote_sync_call(
             square_as_one_leaves,
             args=(mapreduce.broadcast(weight), inputs, leaver),

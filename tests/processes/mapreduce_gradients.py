@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft
 from tests.processes import mapreduce_functions_m as parts
-from weft import mapreduce
+from torchweft import mapreduce
 
 
 def on(*names: str) -> Any:
@@ -37,10 +37,10 @@ def check_gradients(model: nn.Module, inputs: Tensor, found: dict[Tensor, Tensor
 def map_and_check(function: Callable[..., Any], *args: Any, **how: Any) -> None:
     """Maps a loss of a model and rows of inputs, and compares gradients with a single process."""
     model, inputs = model_and_inputs()
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         loss = mapreduce.remote_sync_call(
             function, args=(model, inputs, *args), reducer=mapreduce.mean_reducer, **how
         )
-        weft.autograd.backward(context_id, [loss])
-        found = weft.autograd.get_gradients(context_id)
+        torchweft.autograd.backward(context_id, [loss])
+        found = torchweft.autograd.get_gradients(context_id)
     check_gradients(model, inputs, found)

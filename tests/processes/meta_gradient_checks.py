@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import weft
+import torchweft
 from tests.processes import autograd_functions
 from tests.processes import meta_gradient_functions as functions
 from tests.processes.functions import count_references, wait_until
-from weft import mapreduce, rpc
-from weft.launch import Cluster
+from torchweft import mapreduce, rpc
+from torchweft.launch import Cluster
 
 SEEDS = torch.arange(8)
 EXACT = 1e-12
@@ -56,7 +56,7 @@ def by_map(
         before_backward: Called with the error between both passes.
     """
     model = functions.network()
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         error = mapreduce.remote_sync_call(
             function,
             args=(model, SEEDS, *args),

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-import weft
-from weft import mapreduce, rpc
-from weft.agent.current import current
+import torchweft
+from torchweft import mapreduce, rpc
+from torchweft.agent.current import current
 
 NETWORK_SEED = 7
 UNITS = 40
@@ -178,14 +178,14 @@ def query_error_by_others(model: nn.Module, seeds: Tensor, inner: Inner) -> Tens
 
 def _by_others(model: nn.Module, seed: int, inner: Inner) -> Tensor:
     inputs, goals = draw(seed)
-    context_id = weft.autograd.current_context_id()
+    context_id = torchweft.autograd.current_context_id()
     compute = _mapped if inner.workers != () else _called
 
     def gradients(weights: Weights) -> Sequence[Tensor]:
         inner_error = compute(inner, model, weights, inputs[0], goals[0])
         leaves = list(weights.values())
         if compute is _called:
-            return weft.autograd.grad(context_id, inner_error, leaves, create_graph=True)
+            return torchweft.autograd.grad(context_id, inner_error, leaves, create_graph=True)
         return mapreduce.autograd.grad(context_id, inner_error, leaves, create_graph=True)
 
     weights = descended(dict(model.named_parameters()), gradients)

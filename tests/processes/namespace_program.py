@@ -7,11 +7,11 @@ import sys
 
 import torch
 
-from weft import rpc
-from weft.agent.current import current
-from weft.agent.data_connections import DataConnections
-from weft.channel.table import STRIPED
-from weft.rpc.worker import Worker
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.agent.data_connections import DataConnections
+from torchweft.channel.table import STRIPED
+from torchweft.rpc.worker import Worker
 
 SIZES = [1, 1 << 16, (1 << 19) + 1, 5 << 20, (64 << 20) + 3]
 

@@ -110,7 +110,7 @@ def _work(connection: Connection) -> None:
 
 
 def _serve(commands: Connection) -> None:
-    import weft.rpc  # noqa: F401  # The workers have it from here.
+    import torchweft.rpc  # noqa: F401  # The workers have it from here.
 
     workers: dict[str, _Worker] = {}
     try:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-import weft.memory
+import torchweft.memory
 from tests.processes.functions import wait_until
-from weft import rpc
-from weft.agent.current import current
-from weft.channel.shm.pool import SharedPool, SharedStatistics
-from weft.channel.table import ChannelKind
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.channel.shm.pool import SharedPool, SharedStatistics
+from torchweft.channel.table import ChannelKind
 
 kept: list[torch.Tensor] = []
 
@@ -62,7 +62,7 @@ def fill_slice(tensor: torch.Tensor, value: float) -> torch.Tensor:
 
 def make_shared(count: int) -> torch.Tensor:
     """Returns shared memory of this worker, which drops it at once."""
-    return weft.memory.share(torch.arange(count, dtype=torch.float32))
+    return torchweft.memory.share(torch.arange(count, dtype=torch.float32))
 
 
 def usable_ways(peer: str) -> set[str]:

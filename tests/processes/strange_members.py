@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from tests.free_encoder import Made
 from tests.processes import attacks, functions, hostility, unpickling
 from tests.processes.functions import wait_until
-from weft import rpc
-from weft.agent.current import current
-from weft.agent.peers import Peer
-from weft.protocol.membership import Registration
-from weft.rpc.worker import Worker
-from weft.transport import addresses
-from weft.transport.handshake import Handshake
-from weft.transport.resumable import ResumableLink
-from weft.wire.frames import encode_frame
-from weft.wire.messages import Kind
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.agent.peers import Peer
+from torchweft.nn import RemoteModule, owner
+from torchweft.optim import local
+from torchweft.optim.groups import GroupPart
+from torchweft.protocol.membership import Registration
+from torchweft.rpc.worker import Worker
+from torchweft.transport import addresses
+from torchweft.transport.handshake import Handshake
+from torchweft.transport.resumable import ResumableLink
+from torchweft.wire.frames import encode_frame
+from torchweft.wire.messages import Kind
 
 LIMIT_S = 10.0
 CALL_LIMIT_S = 5.0
@@ -151,6 +157,118 @@ def call_by_name(to: str, path: str) -> str:
 
 def send_pickle(to: str, path: str) -> str:
     return _raised_by(lambda: attacks.send_pickle(to, attacks.Payload(path)))
+
+
+class Handle:
+    """A value of the victim's program with methods that are not for others."""
+
+    def train(self, mode: object) -> object:
+        return mode
+
+    state_dict = load_state_dict = apply = parameters = __call__ = train
+
+
+def make_handle() -> Any:
+    return rpc.RRef(Handle())
+
+
+class _Reduced:
+    """Is pickled as a call, with a state set afterwards."""
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts = parts
+
+    def __reduce__(self) -> Any:
+        return self._parts
+
+
+def _all_raise(*calls: Any) -> str:
+    """Returns what all calls get, which is the same."""
+    return ", ".join(sorted({_raised_by(call) for call in calls}))
+
+
+def call_ndarray(to: str, path: str) -> str:
+    call = functools.partial(attacks.call_named, to, b"numpy:ndarray", ((1,), "O", b"A" * 8))
+    return _all_raise(lambda: call({}), lambda: call({"order": None}))
+
+
+def send_arrays(to: str, path: str) -> str:
+    false = (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)
+    kind = _Reduced(np.dtype, ("V8", False, True), false)
+    begun = np.zeros(0).__reduce_ex__(4)
+    array = _Reduced(begun[0], begun[1], (1, (1,), kind, False, b"A" * 8))
+    raw = _Reduced(np.ndarray, ((1,), "O", b"A" * 8))
+    return _all_raise(*(functools.partial(attacks.send_pickle, to, each) for each in (raw, array)))
+
+
+def compile_module(to: str, path: str) -> str:
+    made = RemoteModule(to, attacks.Model).get_module_rref()
+    other = rpc.remote(to, attacks.Model)
+    flags = {"cpp.enable_floating_point_contract_flag": f'off -wrapper sh,-c,"touch {path}"'}
+    return _all_raise(*(lambda it=it: it.rpc_sync().compile(options=flags) for it in (made, other)))
+
+
+def call_torch(to: str, path: str) -> str:
+    names = (
+        b"torch.nn.utils._deprecation_utils:lazy_deprecated_import",
+        b"torch.nn.attention._fa3:_fa3_import_module",
+        b"torch.sparse._triton_ops_meta:update",
+        b"torch.sparse._triton_ops_meta:dump",
+        b"torch:load",
+    )
+    return _all_raise(
+        *(lambda name=name: attacks.call_named(to, name, ("this",), {}) for name in names)
+    )
+
+
+def break_sparse(to: str, path: str) -> str:
+    dense = rpc.remote(to, functions.identity, args=(torch.ones(4, 4),))
+    dense.to_here()
+    return _all_raise(
+        lambda: dense.rpc_sync().to_sparse(),
+        lambda: dense.remote().indices().to_here(),
+        lambda: dense.rpc_sync().fill_(1.0),
+    )
+
+
+def send_sparse(to: str, path: str) -> str:
+    arguments = (torch.tensor([[1 << 40]]), torch.ones(1), (4,), True)
+    broken = Made("torchweft.serialize.reducers:_sparse_coo", arguments)
+    return _raised_by(lambda: attacks.send_freely(to, broken))
+
+
+def use_entry_points(to: str, path: str) -> str:
+    handle = rpc.rpc_sync(to, make_handle)
+    return _all_raise(
+        lambda: rpc.rpc_sync(to, owner.set_training, (handle, True)),
+        lambda: rpc.rpc_sync(to, owner.state, (handle, "")),
+        lambda: rpc.rpc_sync(to, owner.parameters, (handle, True)),
+        lambda: rpc.rpc_sync(to, owner.load_state, (handle, {})),
+        lambda: rpc.rpc_sync(to, owner.apply, (handle, functions.identity)),
+    )
+
+
+def use_foreign_module(to: str, path: str) -> str:
+    module = rpc.remote(to, attacks.Model)
+    handle = rpc.rpc_sync(to, make_handle)
+    return _all_raise(
+        lambda: rpc.rpc_sync(to, owner.set_training, (module, True)),
+        lambda: rpc.rpc_sync(to, owner.run, (module, "cpu", (), (torch.tensor([1]),), {})),
+        lambda: rpc.rpc_sync(to, owner.run, (handle, "cpu", (), (1,), {})),
+        lambda: handle.rpc_sync().train(True),
+        lambda: handle.rpc_sync()(1),
+    )
+
+
+def fuse(to: str, path: str) -> str:
+    parameters = RemoteModule(to, attacks.Model).remote_parameters()[1:]
+    parts = [GroupPart(0, {"lr": 0.1}, list(range(len(parameters))), parameters)]
+    return _all_raise(
+        lambda: rpc.rpc_sync(to, local.place, (None, torch.optim.Adam, (), {"fused": True}, parts)),
+        lambda: rpc.rpc_sync(to, local.change, ((0, 0, 0), {0: {"fused": True}})),
+        lambda: rpc.rpc_sync(to, local.change, ((0, 0, 0), {0: {"params": [torch.ones(1)]}})),
+        lambda: rpc.rpc_sync(to, local.place, (None, torch.optim.SGD, (), {}, parts)),
+    )
 
 
 def send_many_tensors(to: str, path: str) -> str:

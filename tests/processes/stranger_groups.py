@@ -12,10 +12,10 @@ from tests.processes import strange_members, unpickling
 from tests.processes.open_workers import OpenWorkers
 from tests.processes.strange_members import State
 from tests.processes.strangers import GREETING_S, Got, Row, Victim
-from weft import secret
-from weft.secret import Secret
-from weft.transport import addresses
-from weft.transport.secure import TlsOptions
+from torchweft import secret
+from torchweft.secret import Secret
+from torchweft.transport import addresses
+from torchweft.transport.secure import TlsOptions
 
 VICTIM, OTHER, ATTACKER = "victim", "other", "attacker"
 STRANGER_LIMIT = 64

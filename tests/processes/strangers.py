@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tests.processes.test_unpickling import pickled_call
-from weft.agent.connector import ATTEMPT, POSITION, PURPOSE, SESSION, TO
-from weft.secret import Secret
-from weft.transport import addresses
-from weft.transport.handshake import LIMIT_BYTES, NONCE_BYTES, PROOF_BYTES, Greeting, Handshake
-from weft.transport.secure import TlsOptions, secure_client
-from weft.wire.frames import HEADER, HEADER_BYTES, encode_frame
-from weft.wire.messages import Kind
+from torchweft.agent.connector import ATTEMPT, POSITION, PURPOSE, SESSION, TO
+from torchweft.secret import Secret
+from torchweft.transport import addresses
+from torchweft.transport.handshake import LIMIT_BYTES, NONCE_BYTES, PROOF_BYTES, Greeting, Handshake
+from torchweft.transport.secure import TlsOptions, secure_client
+from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
+from torchweft.wire.messages import Kind
 
 LIMIT_S = 10.0
 GREETING_S = 1.0

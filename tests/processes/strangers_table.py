@@ -46,7 +46,7 @@ _TLS = """
 _MEMBERS = """
 ## Members that are enemies
 
-They have the secret. The worker has an [allow-list and is strict](callables.md), and low limits.
+They have the secret. The worker is [strict](callables.md), and has low limits.
 Whoever is hung up on is lost to that worker (`WorkerLost` for its calls); all other members go on.
 
 | what it tries | what it gets |

@@ -7,13 +7,13 @@ import threading
 import torch
 
 from tests.processes import functions
-from weft import rpc
-from weft.agent.current import current
-from weft.agent.data_connections import DataConnections
-from weft.channel.table import STRIPED, ChannelKind
-from weft.rpc.worker import Worker
-from weft.transport.striped.arriving import Arrivals
-from weft.transport.striped.outgoing import Outbox
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.agent.data_connections import DataConnections
+from torchweft.channel.table import STRIPED, ChannelKind
+from torchweft.rpc.worker import Worker
+from torchweft.transport.striped.arriving import Arrivals
+from torchweft.transport.striped.outgoing import Outbox
 
 STRIPE = 1 << 18
 FROM = 1 << 19

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-import weft
+import torchweft
 from tests.processes import attacks, functions, training
 from tests.processes.conftest import options
-from weft import rpc
-from weft.errors import NotAllowed
-from weft.launch import Cluster, Nursery
+from torchweft import rpc
+from torchweft.errors import NotAllowed
+from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 ALLOWED = ("tests.processes.attacks", "tests.processes.functions", "torch")
@@ -25,7 +25,7 @@ ALLOWED = ("tests.processes.attacks", "tests.processes.functions", "torch")
 @pytest.fixture(scope="module")
 def shared_group(nursery: Nursery) -> Iterator[Cluster]:
     restricted = options(allowed_modules=ALLOWED)  # type: ignore[arg-type]
-    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=restricted) as group:
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=restricted) as group:
         yield group
 
 
@@ -58,8 +58,8 @@ NAMES = [
     b"builtins:eval",
     b"builtins:__import__",
     b"subprocess:check_call",
-    b"weft.compat.rpc.pickled_calls:run_pickled",
-    b"weft.rpc.joining:shutdown",
+    b"torchweft.compat.rpc.pickled_calls:run_pickled",
+    b"torchweft.rpc.joining:shutdown",
 ]
 
 

@@ -15,11 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import weft
+import torchweft
 from tests.processes import autograd_functions as functions
-from weft import rpc
-from weft.errors import ArgumentTypeError, AutogradError
-from weft.launch import cluster
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.autograd.engine import Engine
+from torchweft.errors import ArgumentTypeError, AutogradError
+from torchweft.launch import cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -95,10 +97,10 @@ def wait_all(futures: list[Any]) -> list[Any]:
 @together
 @every_mode
 def test_chain(mode: Any) -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x"),))
         value = rpc.rpc_sync(SECOND, functions.layer, (value,))
-        weft.autograd.backward(context_id, [value.sum()], mode=mode)
+        torchweft.autograd.backward(context_id, [value.sum()], mode=mode)
         check(
             context_id,
             lambda leaf: layer(layer(leaf(DRIVER, "x"), leaf(FIRST, "w")), leaf(SECOND, "w")).sum(),
@@ -108,13 +110,13 @@ def test_chain(mode: Any) -> None:
 @together
 @every_mode
 def test_unused_results(mode: Any) -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 2
         rpc.rpc_sync(FIRST, functions.layer, (value, "unused"))
         unused = rpc.rpc_sync(SECOND, functions.layer, (value, "unused too"))
         rpc.rpc_sync(FIRST, functions.pass_to, (SECOND, functions.layer, unused))
         used = rpc.rpc_sync(FIRST, functions.layer, (value,))
-        weft.autograd.backward(context_id, [used.sum()], mode=mode)
+        torchweft.autograd.backward(context_id, [used.sum()], mode=mode)
         check(context_id, lambda leaf: layer(leaf(DRIVER, "x") * 2, leaf(FIRST, "w")).sum())
 
 
@@ -126,19 +128,19 @@ def test_mutually_recursive_calls(mode: Any) -> None:
             return value
         return model(leaf, depth - 1, layer(value, leaf(me, "w")), other, me) + value
 
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         arguments = (6, functions.parameter("x") * 1, FIRST, SECOND)
         result = rpc.rpc_sync(FIRST, functions.recurse, arguments)
-        weft.autograd.backward(context_id, [result.sum()], mode=mode)
+        torchweft.autograd.backward(context_id, [result.sum()], mode=mode)
         check(context_id, lambda leaf: model(leaf, 6, leaf(DRIVER, "x"), FIRST, SECOND).sum())
 
 
 @together
 def test_call_back_to_the_caller() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 1
         result = rpc.rpc_sync(FIRST, functions.pass_to, (DRIVER, functions.layer, value))
-        weft.autograd.backward(context_id, [result.sum()])
+        torchweft.autograd.backward(context_id, [result.sum()])
 
         def model(leaf: Leaf) -> Tensor:
             inner = layer(layer(leaf(DRIVER, "x"), leaf(FIRST, "w")), leaf(DRIVER, "w"))
@@ -150,14 +152,14 @@ def test_call_back_to_the_caller() -> None:
 @together
 @every_mode
 def test_fan_out(mode: Any) -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x").exp()
         futures = [
             rpc.rpc_async(worker, functions.layer, (value * factor,))
             for factor in range(1, 9)
             for worker in (FIRST, SECOND)
         ]
-        weft.autograd.backward(context_id, [torch.stack(wait_all(futures)).sum()], mode=mode)
+        torchweft.autograd.backward(context_id, [torch.stack(wait_all(futures)).sum()], mode=mode)
 
         def model(leaf: Leaf) -> Tensor:
             value = leaf(DRIVER, "x").exp()
@@ -171,11 +173,11 @@ def test_fan_out(mode: Any) -> None:
 @together
 @every_mode
 def test_several_roots(mode: Any) -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 2
         first = rpc.rpc_sync(FIRST, functions.layer, (value,)).sum()
         second = rpc.rpc_sync(SECOND, functions.layer, (value,)).prod()
-        weft.autograd.backward(context_id, [first, second, value.prod(), first], mode=mode)
+        torchweft.autograd.backward(context_id, [first, second, value.prod(), first], mode=mode)
 
         def model(leaf: Leaf) -> Tensor:
             value = leaf(DRIVER, "x") * 2
@@ -188,14 +190,14 @@ def test_several_roots(mode: Any) -> None:
 @together
 @every_mode
 def test_same_reference_used_twice(mode: Any) -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         reference = rpc.remote(FIRST, functions.layer, (functions.parameter("x") * 1,))
         on_both = [
             rpc.rpc_sync(worker, functions.add, (reference, reference))
             for worker in (FIRST, SECOND)
         ]
         total = reference.to_here() * reference.to_here() + sum(on_both)
-        weft.autograd.backward(context_id, [total.sum()], mode=mode)
+        torchweft.autograd.backward(context_id, [total.sum()], mode=mode)
 
         def model(leaf: Leaf) -> Tensor:
             value = layer(leaf(DRIVER, "x"), leaf(FIRST, "w"))
@@ -207,10 +209,10 @@ def test_same_reference_used_twice(mode: Any) -> None:
 @together
 @every_mode
 def test_same_tensor_twice_in_one_message(mode: Any) -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 2
         result = rpc.rpc_sync(FIRST, functions.add, (value, value))
-        weft.autograd.backward(context_id, [result.sum()], mode=mode)
+        torchweft.autograd.backward(context_id, [result.sum()], mode=mode)
         check(
             context_id, lambda leaf: (leaf(DRIVER, "x") * 2 + (leaf(DRIVER, "x") * 2).exp()).sum()
         )
@@ -220,13 +222,13 @@ def test_same_tensor_twice_in_one_message(mode: Any) -> None:
 @every_mode
 def test_decoder_is_fed_its_own_output(mode: Any) -> None:
     steps = 10
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         decoder = rpc.remote(FIRST, functions.Decoder)
         token, outputs = functions.parameter("start") * 1, []
         for _ in range(steps):
             outputs.append(decoder.rpc_sync().step(token))
             token = outputs[-1] * functions.parameter("feed")
-        weft.autograd.backward(context_id, [torch.stack(outputs).sum()], mode=mode)
+        torchweft.autograd.backward(context_id, [torch.stack(outputs).sum()], mode=mode)
 
         def model(leaf: Leaf) -> Tensor:
             token, hidden, outputs = leaf(DRIVER, "start") * 1, leaf(FIRST, "hidden") * 1, []
@@ -243,13 +245,13 @@ def test_decoder_is_fed_its_own_output(mode: Any) -> None:
 @every_mode
 def test_two_decoders_feed_each_other(mode: Any) -> None:
     steps = 5
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         decoders = [rpc.remote(worker, functions.Decoder) for worker in (FIRST, SECOND)]
         token = functions.parameter("start") * 1
         for _ in range(steps):
             for decoder in decoders:
                 token = decoder.rpc_async().step(token).wait()
-        weft.autograd.backward(context_id, [token.sum()], mode=mode)
+        torchweft.autograd.backward(context_id, [token.sum()], mode=mode)
 
         def model(leaf: Leaf) -> Tensor:
             token = leaf(DRIVER, "start") * 1
@@ -265,11 +267,11 @@ def test_two_decoders_feed_each_other(mode: Any) -> None:
 
 @together
 def test_call_to_itself() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = rpc.rpc_sync(DRIVER, functions.layer, (functions.parameter("x") * 1,))
         value = rpc.rpc_sync(FIRST, functions.pass_to, (FIRST, functions.layer, value))
         reference = rpc.remote(DRIVER, functions.layer, (value,))
-        weft.autograd.backward(context_id, [reference.to_here().sum()])
+        torchweft.autograd.backward(context_id, [reference.to_here().sum()])
 
         def model(leaf: Leaf) -> Tensor:
             value = layer(leaf(DRIVER, "x"), leaf(DRIVER, "w"))
@@ -282,11 +284,11 @@ def test_call_to_itself() -> None:
 
 @together
 def test_async_functions_are_recorded() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 1
         value = rpc.rpc_sync(FIRST, functions.layer_of_other, (value, SECOND))
         value = rpc.rpc_sync(SECOND, functions.layers_in_turn, (value, FIRST))
-        weft.autograd.backward(context_id, [value.sum()])
+        torchweft.autograd.backward(context_id, [value.sum()])
 
         def model(leaf: Leaf) -> Tensor:
             value = layer(leaf(DRIVER, "x"), leaf(SECOND, "w")) * leaf(FIRST, "v")
@@ -298,7 +300,7 @@ def test_async_functions_are_recorded() -> None:
 
 @together
 def test_pass_led_by_the_owner_of_a_reference() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         reference = rpc.remote(FIRST, functions.layer, (functions.parameter("x") * 1,))
         total = rpc.remote(FIRST, functions.add, (reference, torch.zeros(3)))
         rpc.remote(FIRST, torch.sum, (total.to_here(),)).backward(context_id)
@@ -310,21 +312,21 @@ def test_pass_led_by_the_owner_of_a_reference() -> None:
 
 @together
 def test_parameter_as_argument_stays_in_the_graph() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         weight = functions.parameter("x")
         *claims, result = rpc.rpc_sync(FIRST, functions.describe_argument, (weight,))
         assert claims == [True, True, False]  # a Parameter that requires grad, and no leaf
-        weft.autograd.backward(context_id, [(result * weight).sum()])
+        torchweft.autograd.backward(context_id, [(result * weight).sum()])
         check(context_id, lambda leaf: (leaf(DRIVER, "x") ** 2 * leaf(FIRST, "w")).sum())
 
 
 @together
 def test_changes_in_place_of_a_received_tensor() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 1
         received = rpc.rpc_sync(FIRST, functions.change_in_place, (value,))
         received.mul_(value)
-        weft.autograd.backward(context_id, [received.sum()])
+        torchweft.autograd.backward(context_id, [received.sum()])
 
         def model(leaf: Leaf) -> Tensor:
             return ((leaf(DRIVER, "x") * 3 + leaf(FIRST, "w")).exp() * leaf(DRIVER, "x")).sum()
@@ -334,9 +336,9 @@ def test_changes_in_place_of_a_received_tensor() -> None:
 
 @together
 def test_sparse_gradients_stay_sparse() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         rows = [rpc.rpc_sync(FIRST, functions.look_up, (at,)) for at in ([0, 2, 2], [4, 0])]
-        weft.autograd.backward(context_id, [torch.cat(rows).pow(2).sum()])
+        torchweft.autograd.backward(context_id, [torch.cat(rows).pow(2).sum()])
         assert rpc.rpc_sync(FIRST, functions.gradients, (context_id,))["table"].is_sparse
         indices = torch.tensor([0, 2, 2, 4, 0])
         check(context_id, lambda leaf: leaf(FIRST, "table", 5, 3)[indices].pow(2).sum())
@@ -346,10 +348,10 @@ def test_sparse_gradients_stay_sparse() -> None:
 @pytest.mark.parametrize("count", [100, 20_000, 500_000])
 def test_tensors_of_every_size(count: int) -> None:
     value = torch.ones(count, dtype=torch.float64, requires_grad=True)
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         received = rpc.rpc_sync(FIRST, torch.mul, (value, 3.0))
-        weft.autograd.backward(context_id, [(received * received).sum()])
-        gradient = weft.autograd.get_gradients(context_id)[value]
+        torchweft.autograd.backward(context_id, [(received * received).sum()])
+        gradient = torchweft.autograd.get_gradients(context_id)[value]
     torch.testing.assert_close(gradient, torch.full_like(gradient, 18.0))
 
 
@@ -359,11 +361,11 @@ def test_tensors_of_every_size(count: int) -> None:
 @together
 @every_mode
 def test_two_passes_on_a_retained_graph_add_up(mode: Any) -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 1
         loss = rpc.rpc_sync(FIRST, functions.pass_to, (SECOND, functions.layer, value)).sum()
-        weft.autograd.backward(context_id, [loss], retain_graph=True, mode=mode)
-        weft.autograd.backward(context_id, [loss], mode=mode)
+        torchweft.autograd.backward(context_id, [loss], retain_graph=True, mode=mode)
+        torchweft.autograd.backward(context_id, [loss], mode=mode)
 
         def model(leaf: Leaf) -> Tensor:
             inner = layer(layer(leaf(DRIVER, "x"), leaf(FIRST, "w")), leaf(SECOND, "w"))
@@ -371,14 +373,14 @@ def test_two_passes_on_a_retained_graph_add_up(mode: Any) -> None:
 
         check(context_id, model, passes=2)
         with pytest.raises(AutogradError, match="second time"):
-            weft.autograd.backward(context_id, [loss], mode=mode)
+            torchweft.autograd.backward(context_id, [loss], mode=mode)
 
 
 @together
 @pytest.mark.parametrize("reused", [False, True], ids=["known at once", "discovered"])
 def test_branches_on_different_workers_run_at_once(reused: bool) -> None:
     name = f"gate {next(unique)}"
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x").exp()
         parts = [
             rpc.rpc_sync(worker, functions.meet, (value, name, other))
@@ -386,7 +388,7 @@ def test_branches_on_different_workers_run_at_once(reused: bool) -> None:
         ]
         # What was sent is used here as well: the pass must look for what is live.
         extra = value if reused else torch.zeros(3)
-        weft.autograd.backward(context_id, [(parts[0] * parts[1] + extra).sum()])
+        torchweft.autograd.backward(context_id, [(parts[0] * parts[1] + extra).sum()])
 
         def model(leaf: Leaf) -> Tensor:
             value = leaf(DRIVER, "x").exp()
@@ -402,12 +404,12 @@ def test_concurrent_contexts_on_shared_parameters() -> None:
 
     def train(thread: int) -> None:
         for step in range(1, 11):
-            with weft.autograd.context() as context_id:
+            with torchweft.autograd.context() as context_id:
                 factor = float(thread * 100 + step)
                 value = functions.parameter("x") * factor
                 loss = rpc.rpc_sync(FIRST, torch.mul, (value, 2.0)).sum()
                 loss = loss + rpc.rpc_sync(SECOND, functions.scaled, (factor,)).sum()
-                weft.autograd.backward(context_id, [loss])
+                torchweft.autograd.backward(context_id, [loss])
                 mine = functions.gradients(context_id)["x"]
                 theirs = rpc.rpc_sync(SECOND, functions.gradients, (context_id,))["w"]
                 results[thread, step] = bool(
@@ -425,30 +427,30 @@ def test_concurrent_contexts_on_shared_parameters() -> None:
 
 @together
 def test_a_context_belongs_to_its_thread() -> None:
-    outside: list[bool] = []
+    received: list[Tensor] = []
 
     def call() -> None:
-        received = rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x"),))
-        outside.append(received.is_leaf)
+        received.append(rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x"),)))
 
-    with weft.autograd.context():
+    with torchweft.autograd.context() as context_id:
         thread = threading.Thread(target=call)
         thread.start()
         thread.join(10)
-        received = rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x"),))
-        assert (outside, received.is_leaf) == ([True], False)
+        call()
+        recorded = current().part(Engine).contexts.get(context_id).receive_of
+        assert [tensor.grad_fn in recorded for tensor in received] == [False, True]
 
 
 @together
 def test_contexts_within_each_other_do_not_mix() -> None:
-    with weft.autograd.context() as outer:
+    with torchweft.autograd.context() as outer:
         value = rpc.rpc_sync(FIRST, functions.scaled, (2.0,))
-        with weft.autograd.context() as inner:
+        with torchweft.autograd.context() as inner:
             loss = rpc.rpc_sync(FIRST, functions.scaled, (3.0,)).sum()
-            weft.autograd.backward(inner, [loss])
+            torchweft.autograd.backward(inner, [loss])
             check(inner, lambda leaf: (leaf(FIRST, "w") * 3).sum())
         value = value + rpc.rpc_sync(FIRST, functions.scaled, (5.0,))
-        weft.autograd.backward(outer, [value.sum()])
+        torchweft.autograd.backward(outer, [value.sum()])
         check(outer, lambda leaf: (leaf(FIRST, "w") * 7).sum())
 
 
@@ -459,7 +461,7 @@ def test_contexts_within_each_other_do_not_mix() -> None:
 @every_mode
 @pytest.mark.parametrize("path", [(FIRST,), (FIRST, SECOND), (SECOND, DRIVER)])
 def test_an_error_in_backward_names_worker_and_operation(path: tuple[str, ...], mode: Any) -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 1
         # A healthy branch beside it must end too.
         other = rpc.rpc_sync(SECOND, functions.layer, (value,))
@@ -468,7 +470,7 @@ def test_an_error_in_backward_names_worker_and_operation(path: tuple[str, ...], 
         else:
             value = rpc.rpc_sync(path[0], functions.pass_to, (path[1], functions.broken, value))
         with pytest.raises(AutogradError, match="no slope here") as caught:
-            weft.autograd.backward(context_id, [(value + other).sum()], mode=mode)
+            torchweft.autograd.backward(context_id, [(value + other).sum()], mode=mode)
         assert (caught.value.worker, caught.value.operation) == (path[-1], "Broken.backward")
         assert isinstance(caught.value.__cause__, ArithmeticError)
         for worker in EVERYBODY:
@@ -484,19 +486,19 @@ def await_no_part(worker: str) -> None:
 
 @together
 def test_a_context_can_be_used_after_a_failed_pass() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 1
         bad = rpc.rpc_sync(FIRST, functions.broken, (value,))
         good = rpc.rpc_sync(SECOND, functions.layer, (value,))
         with pytest.raises(AutogradError):
-            weft.autograd.backward(context_id, [bad.sum()])
-        weft.autograd.backward(context_id, [good.sum()])
+            torchweft.autograd.backward(context_id, [bad.sum()])
+        torchweft.autograd.backward(context_id, [good.sum()])
         check(context_id, lambda leaf: layer(leaf(DRIVER, "x"), leaf(SECOND, "w")).sum())
 
 
 @together
 def test_roots_that_are_none() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         received = rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x"),))
         for roots, complaint in (
             ([], "at least one root"),
@@ -504,40 +506,40 @@ def test_roots_that_are_none() -> None:
             ([received.sum(), torch.ones(())], "root 1 does not require grad"),
         ):
             with pytest.raises(AutogradError, match=complaint):
-                weft.autograd.backward(context_id, roots)
+                torchweft.autograd.backward(context_id, roots)
         with pytest.raises(ArgumentTypeError, match="root 1 is a float"):
-            weft.autograd.backward(context_id, [received.sum(), 1.0])
-        with pytest.raises(ArgumentTypeError, match="not a NoneType"):
-            weft.autograd.backward(None, [received.sum()])
-        assert weft.autograd.get_gradients(context_id) == {}
+            torchweft.autograd.backward(context_id, [received.sum(), 1.0])
+        with pytest.raises(ArgumentTypeError, match="context_id is None"):
+            torchweft.autograd.backward(None, [received.sum()])
+        assert torchweft.autograd.get_gradients(context_id) == {}
 
 
 @together
 def test_contexts_that_are_not_alive() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         loss = rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x"),)).sum()
     for number in (context_id, context_id + 1, -1, 0, 1 << 62):
         with pytest.raises(AutogradError, match=f"id: {number}; it is not alive here"):
-            weft.autograd.backward(number, [loss])
+            torchweft.autograd.backward(number, [loss])
         with pytest.raises(AutogradError, match=f"id: {number}; it is not alive here"):
-            weft.autograd.get_gradients(number)
+            torchweft.autograd.get_gradients(number)
 
 
 @together
 def test_a_plain_backward_says_what_to_call() -> None:
-    with weft.autograd.context():
+    with torchweft.autograd.context():
         value = functions.parameter("x") * 1
         received = rpc.rpc_sync(FIRST, functions.layer, (value,))
-        with pytest.raises(RuntimeError, match=r"weft\.autograd\.backward"):
+        with pytest.raises(RuntimeError, match=r"torchweft\.autograd\.backward"):
             received.sum().backward()
-        with pytest.raises(RuntimeError, match=r"weft\.autograd\.backward"):
+        with pytest.raises(RuntimeError, match=r"torchweft\.autograd\.backward"):
             rpc.rpc_sync(FIRST, functions.plain_backward, (value,))
 
 
 @together
 def test_calls_that_outlive_their_context() -> None:
     name = f"gate {next(unique)}"
-    with weft.autograd.context():
+    with torchweft.autograd.context():
         value = functions.parameter("x") * 1
         arguments = (value, name, SECOND)
         late = [rpc.rpc_async(FIRST, functions.layer_behind_gate, arguments) for _ in range(3)]
@@ -553,7 +555,7 @@ def test_calls_that_outlive_their_context() -> None:
 def test_many_contexts_that_end_while_calls_are_made() -> None:
     started = []
     for _ in range(50):
-        with weft.autograd.context():
+        with torchweft.autograd.context():
             value = functions.parameter("x") * 1
             for worker, other in ((FIRST, SECOND), (SECOND, FIRST)):
                 arguments = (other, functions.layer, value)
@@ -572,17 +574,17 @@ def assert_no_growth(before: dict[str, int], after: dict[str, int], worker: str)
 
 
 @together
-def test_ten_thousand_contexts_leave_nothing_behind() -> None:
+def test_two_thousand_contexts_leave_nothing_behind() -> None:
     def train(contexts: int) -> None:
         for _ in range(contexts):
-            with weft.autograd.context() as context_id:
+            with torchweft.autograd.context() as context_id:
                 value = rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x"),))
-                weft.autograd.backward(context_id, [value.sum()])
+                torchweft.autograd.backward(context_id, [value.sum()])
 
     train(500)
     await_nothing_left()
     before = [rpc.rpc_sync(worker, functions.footprint) for worker in (DRIVER, FIRST)]
-    train(10_000)
+    train(2_000)
     await_nothing_left()
     for worker, earlier in zip((DRIVER, FIRST), before, strict=True):
         assert_no_growth(earlier, rpc.rpc_sync(worker, functions.footprint), worker)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tests.processes import ddp_functions as functions
-from weft import rpc
-from weft.autograd import backward, context
-from weft.errors import AutogradError
-from weft.launch import cluster
+from torchweft import rpc
+from torchweft.autograd import backward, context
+from torchweft.errors import AutogradError
+from torchweft.launch import cluster
 
 # A process group has threads and connections of its own.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")

@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import sys, threading, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from weft.autograd import ddp
+from torchweft.autograd import ddp
 
 ddp.watch()
 sys.setswitchinterval(0.0005)

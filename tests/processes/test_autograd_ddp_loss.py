@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.processes import ddp_functions as functions
-from weft import rpc
-from weft.errors import AutogradError
-from weft.launch import cluster
+from torchweft import rpc
+from torchweft.errors import AutogradError
+from torchweft.launch import cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import weft
+import torchweft
 from tests.processes import autograd_functions as functions
-from weft import rpc
-from weft.errors import AutogradError, WorkerLost
-from weft.launch import Nursery, cluster
+from torchweft import rpc
+from torchweft.errors import AutogradError, WorkerLost
+from torchweft.launch import Nursery, cluster
 
 PROMPT_S = 5.0
 FIRST, SECOND = "worker0", "worker1"
@@ -36,7 +36,10 @@ def await_no_part(worker: str) -> None:
 @every_mode
 @pytest.mark.parametrize("doomed", [FIRST, SECOND])
 def test_the_worker_that_dies_is_named(nursery: Nursery, doomed: str, mode: Any) -> None:
-    with cluster(workers=2, nursery=nursery, check=False), weft.autograd.context() as context_id:
+    with (
+        cluster(workers=2, nursery=nursery, check=False),
+        torchweft.autograd.context() as context_id,
+    ):
         value = functions.parameter("x") * 1
         other = rpc.rpc_sync(FIRST, functions.layer, (value,))
         if doomed == FIRST:
@@ -45,7 +48,7 @@ def test_the_worker_that_dies_is_named(nursery: Nursery, doomed: str, mode: Any)
             value = rpc.rpc_sync(FIRST, functions.pass_to, (SECOND, functions.fatal, value))
         start_s = time.monotonic()
         with pytest.raises(AutogradError, match="is lost") as caught:
-            weft.autograd.backward(context_id, [(value + other).sum()], mode=mode)
+            torchweft.autograd.backward(context_id, [(value + other).sum()], mode=mode)
         assert caught.value.worker == doomed
         assert isinstance(caught.value.__cause__, WorkerLost)
         assert time.monotonic() - start_s < PROMPT_S
@@ -55,14 +58,17 @@ def test_the_worker_that_dies_is_named(nursery: Nursery, doomed: str, mode: Any)
 
 @every_mode
 def test_a_worker_that_died_before_the_pass_is_named(nursery: Nursery, mode: Any) -> None:
-    with cluster(workers=2, nursery=nursery, check=False), weft.autograd.context() as context_id:
+    with (
+        cluster(workers=2, nursery=nursery, check=False),
+        torchweft.autograd.context() as context_id,
+    ):
         value = rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x") * 1,))
         other = rpc.rpc_sync(SECOND, functions.layer, (value,))
         with pytest.raises(WorkerLost):
             rpc.rpc_sync(FIRST, functions.die)
         start_s = time.monotonic()
         with pytest.raises(AutogradError, match="is lost") as caught:
-            weft.autograd.backward(context_id, [(value + other).sum()], mode=mode)
+            torchweft.autograd.backward(context_id, [(value + other).sum()], mode=mode)
         assert caught.value.worker == FIRST
         assert time.monotonic() - start_s < PROMPT_S
         for worker in ("driver", SECOND):
@@ -70,7 +76,10 @@ def test_a_worker_that_died_before_the_pass_is_named(nursery: Nursery, mode: Any
 
 
 def test_the_pass_of_a_leader_that_dies_is_dropped(nursery: Nursery) -> None:
-    with cluster(workers=2, nursery=nursery, check=False), weft.autograd.context() as context_id:
+    with (
+        cluster(workers=2, nursery=nursery, check=False),
+        torchweft.autograd.context() as context_id,
+    ):
         value = rpc.rpc_sync(SECOND, functions.layer, (functions.parameter("x") * 1,))
         broken = rpc.remote(FIRST, functions.fatal, (value,))
         loss = rpc.remote(FIRST, functions.total, (broken,))

@@ -17,7 +17,7 @@ from tests.processes.autograd_programs import (
     run_in_one_process,
     run_on_workers,
 )
-from weft.launch import cluster
+from torchweft.launch import cluster
 
 LOT = 50
 TOLERANCE = 1e-10

@@ -16,21 +16,22 @@ from typing import Any
 import pytest
 import torch
 
-import weft
+import torchweft
 from tests.processes import functions
-from weft import rpc
-from weft.agent.current import current
-from weft.errors import (
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.errors import (
     AlreadyInitialized,
+    ArgumentTypeError,
     ConfigurationError,
     SerializationError,
     UnknownFunction,
     UnknownWorker,
 )
-from weft.launch import Cluster
-from weft.transport import addresses
-from weft.wire.frames import encode_frame
-from weft.wire.messages import Kind
+from torchweft.launch import Cluster
+from torchweft.transport import addresses
+from torchweft.wire.frames import encode_frame
+from torchweft.wire.messages import Kind
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 STARTERS = [rpc.rpc_sync, rpc.rpc_async, rpc.remote]
@@ -45,7 +46,7 @@ def assert_all_work() -> None:
 
 
 @pytest.mark.parametrize("start", STARTERS)
-@pytest.mark.parametrize("to", ["nobody", 3, -1, None, 1.5, rpc.WorkerInfo("worker0", 2), ["x"]])
+@pytest.mark.parametrize("to", ["nobody", 3, -1, rpc.WorkerInfo("worker0", 2)])
 def test_an_unknown_destination(group: Cluster, start: Any, to: Any) -> None:
     with pytest.raises(UnknownWorker) as caught:
         start(to, functions.name_here)
@@ -56,8 +57,16 @@ def test_an_unknown_destination(group: Cluster, start: Any, to: Any) -> None:
 
 
 @pytest.mark.parametrize("start", STARTERS)
+@pytest.mark.parametrize("to", [None, 1.5, ["x"]])
+def test_a_destination_of_a_wrong_type(group: Cluster, start: Any, to: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^to is .*pass the name of a worker"):
+        start(to, functions.name_here)
+    assert_all_work()
+
+
+@pytest.mark.parametrize("start", STARTERS)
 def test_what_cannot_be_called(group: Cluster, start: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"func is 5, a int that cannot be called"):
+    with pytest.raises(ConfigurationError, match=r"func is 5, an int; pass the function itself"):
         start("worker0", 5)
     with pytest.raises(ConfigurationError, match=r"args=\(value,\)"):
         start("worker0", functions.identity, args=torch.ones(2))
@@ -212,5 +221,5 @@ def test_silent_strangers_hold_nobody_up(group: Cluster, connections: contextlib
 
 def test_a_worker_starts_no_cluster_of_its_own(group: Cluster) -> None:
     with pytest.raises(AlreadyInitialized, match="already initialized"):
-        weft.cluster(workers=1).start()
+        torchweft.cluster(workers=1).start()
     assert rpc.rpc_sync("worker0", torch.add, args=(torch.ones(1), 1)).item() == 2.0

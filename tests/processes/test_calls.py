@@ -15,10 +15,10 @@ import torch
 
 from tests.processes import functions
 from tests.processes.functions import Accumulator, wait_until
-from weft import rpc
-from weft.agent.current import current
-from weft.errors import CallCancelled, CallTimeout, RemoteError
-from weft.launch import Cluster
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.errors import CallCancelled, CallTimeout, RemoteError
+from torchweft.launch import Cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 EVERYBODY = ["driver", "worker0", "worker1"]
@@ -173,15 +173,14 @@ def test_coroutines_await_calls_and_raise(group: Cluster) -> None:
 
 
 def test_a_coroutine_stays_in_its_autograd_context(group: Cluster) -> None:
-    from weft import autograd
-    from weft.autograd.contexts import current_id
+    from torchweft import autograd
 
     async def see_contexts(barrier: str) -> list[int]:
-        seen = [current_id()]
+        seen = [autograd.current_context_id()]
         await functions.meet(barrier, 2)
-        seen.append(current_id())
+        seen.append(autograd.current_context_id())
         await rpc.rpc_async("worker1", functions.identity, args=(1,))
-        return [*seen, current_id()]
+        return [*seen, autograd.current_context_id()]
 
     def call_in_context(_: int) -> bool:
         with autograd.context() as context_id:

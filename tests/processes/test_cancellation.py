@@ -12,9 +12,9 @@ import torch
 from tests.processes import functions, timing
 from tests.processes.conftest import WORKER_THREADS, raised_by
 from tests.processes.functions import wait_until
-from weft import rpc
-from weft.errors import CallCancelled, CallTimeout
-from weft.launch import Cluster
+from torchweft import rpc
+from torchweft.errors import CallCancelled, CallTimeout
+from torchweft.launch import Cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 

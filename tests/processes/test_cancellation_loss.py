@@ -7,12 +7,12 @@ import signal
 
 import pytest
 
-import weft
+import torchweft
 from tests.processes import functions, timing
 from tests.processes.conftest import options
 from tests.processes.functions import wait_until
-from weft import rpc
-from weft.launch import Nursery
+from torchweft import rpc
+from torchweft.launch import Nursery
 
 
 def call_and_wait(to: str) -> None:
@@ -33,7 +33,7 @@ def test_what_runs_for_a_lost_worker_is_told(
     nursery: Nursery, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["until_cancelled", "sleep_until_cancelled", "value", "value of a coroutine"]
-    with weft.cluster(
+    with torchweft.cluster(
         workers=2,
         nursery=nursery,
         rpc_backend_options=options(num_worker_threads=6),

@@ -11,10 +11,10 @@ import torch
 
 from tests.processes import functions
 from tests.processes.functions import wait_until
-from weft import knobs, rpc
-from weft.errors import SerializationError
-from weft.launch import Cluster
-from weft.serialize import tensors
+from torchweft import knobs, rpc
+from torchweft.errors import SerializationError
+from torchweft.launch import Cluster
+from torchweft.serialize import tensors
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 

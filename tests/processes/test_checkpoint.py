@@ -24,8 +24,8 @@ from tests.processes.checkpoint_model import (
 )
 from tests.processes.checkpoint_training import Counter
 from tests.processes.functions import open_gate
-from weft import checkpoint, rpc
-from weft.errors import (
+from torchweft import checkpoint, rpc
+from torchweft.errors import (
     ArgumentTypeError,
     CallTimeout,
     CheckpointError,
@@ -33,8 +33,8 @@ from weft.errors import (
     SnapshotNotFound,
     StateMismatch,
 )
-from weft.launch import Cluster
-from weft.nn import RemoteModule
+from torchweft.launch import Cluster
+from torchweft.nn import RemoteModule
 
 pytestmark = [
     pytest.mark.timeout(60),

@@ -9,9 +9,9 @@ import pytest
 from tests.processes.checkpoint_model import Pair, saved_numbers, step_half, step_often
 from tests.processes.conftest import raised_by
 from tests.processes.functions import open_gate, wait_until
-from weft import checkpoint, rpc
-from weft.errors import CallTimeout
-from weft.launch import Cluster
+from torchweft import checkpoint, rpc
+from torchweft.errors import CallTimeout
+from torchweft.launch import Cluster
 
 pytestmark = [
     pytest.mark.timeout(60),

@@ -11,9 +11,9 @@ import torch
 
 from tests.processes.checkpoint_model import Training, equal
 from tests.processes.open_workers import OpenWorkers
-from weft import checkpoint, rpc
-from weft.errors import WorkerLost
-from weft.nn import RemoteModule
+from torchweft import checkpoint, rpc
+from torchweft.errors import WorkerLost
+from torchweft.nn import RemoteModule
 
 pytestmark = pytest.mark.timeout(60)
 NAMES = ("driver", "first", "second")

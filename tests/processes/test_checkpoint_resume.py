@@ -12,8 +12,8 @@ import pytest
 from tests.processes import checkpoint_training as training
 from tests.processes.functions import wait_until
 from tests.processes.open_workers import OpenWorkers
-from weft import checkpoint
-from weft.errors import WorkerLost
+from torchweft import checkpoint
+from torchweft.errors import WorkerLost
 
 pytestmark = pytest.mark.timeout(60)
 WORKERS = ("driver", "first", "second")

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-import weft
+import torchweft
 from tests.processes.checkpoint_model import (
     Pair,
     Training,
+    add_one,
     equal,
     linear,
     step_half,
@@ -22,11 +23,11 @@ from tests.processes.checkpoint_model import (
 )
 from tests.processes.conftest import options
 from tests.processes.functions import wait_until
-from weft import checkpoint, rpc
-from weft.errors import SnapshotNotFound
-from weft.launch import Nursery
-from weft.launch.nursery import WARM_MODULES
-from weft.nn import RemoteModule
+from torchweft import checkpoint, rpc
+from torchweft.errors import SnapshotNotFound
+from torchweft.launch import Nursery
+from torchweft.launch.nursery import WARM_MODULES
+from torchweft.nn import RemoteModule
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -37,7 +38,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     """A warm process with what optimizers import when the first one is made, for a second."""
-    with Nursery(preload=(*WARM_MODULES, "torch._dynamo", "weft.checkpoint")) as warm:
+    with Nursery(preload=(*WARM_MODULES, "torch._dynamo", "torchweft.checkpoint")) as warm:
         yield warm
 
 
@@ -45,7 +46,7 @@ def nursery() -> Iterator[Nursery]:
 def test_training_goes_on_with_as_many_fewer_and_more_workers(
     nursery: Nursery, tmp_path: Path, kind: Any
 ) -> None:
-    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()):
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()):
         training = Training("worker0", "worker0", "worker1", kind=kind)
         training.train(3)
         checkpoint.save(tmp_path, training.state, step=3)
@@ -56,7 +57,7 @@ def test_training_goes_on_with_as_many_fewer_and_more_workers(
         (3, ("worker2", "driver", "worker1"), "120"),
     ]
     for workers, names, order in spreads:
-        with weft.cluster(workers=workers, nursery=nursery, rpc_backend_options=options()):
+        with torchweft.cluster(workers=workers, nursery=nursery, rpc_backend_options=options()):
             training = Training(*names, kind=kind, order=order)
             training.train(1)
             assert checkpoint.restore(tmp_path, training.state).step == 3
@@ -69,8 +70,20 @@ def test_training_goes_on_with_as_many_fewer_and_more_workers(
 @pytest.mark.parametrize(
     "restrictions",
     [
-        {"allowed_modules": ("weft.checkpoint", "torch", "tests.processes.checkpoint_model")},
-        {"strict": True},
+        {"allowed_modules": ("torchweft.checkpoint", "torch", "tests.processes.checkpoint_model")},
+        {
+            "strict": True,
+            "callables": (
+                *(
+                    *checkpoint.CALLABLES,
+                    linear,
+                    step_through,
+                    add_one,
+                    torch.optim.SGD,
+                    torch.zeros,
+                ),
+            ),
+        },
     ],
     ids=["allow-list", "strict"],
 )
@@ -78,7 +91,7 @@ def test_workers_that_allow_little_take_part(
     nursery: Nursery, tmp_path: Path, restrictions: dict[str, Any]
 ) -> None:
     restricted = options(**restrictions)
-    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=restricted):
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=restricted):
         training = Training("worker0", "worker1", "driver", kind=torch.optim.SGD)
         training.train(1)
         pair = Pair(checkpoint.StepGate())
@@ -103,7 +116,9 @@ def test_a_file_on_the_disk_of_a_worker_that_is_gone_is_named(
     os.chdir(tmp_path / "driver")
     try:
         for workers in (2, 1):
-            with weft.cluster(workers=workers, nursery=nursery, rpc_backend_options=options()) as g:
+            with torchweft.cluster(
+                workers=workers, nursery=nursery, rpc_backend_options=options()
+            ) as g:
                 for name in g.names:
                     rpc.rpc_sync(name, os.chdir, args=(str(tmp_path / name),))
                 state = {"a": RemoteModule(g.names[-1], linear, args=(0, 2, 2))}
@@ -120,7 +135,7 @@ def test_a_file_on_the_disk_of_a_worker_that_is_gone_is_named(
 
 
 def test_steps_of_a_lost_worker_do_not_keep_the_gate_open(nursery: Nursery) -> None:
-    with weft.cluster(
+    with torchweft.cluster(
         workers=2, nursery=nursery, rpc_backend_options=options(), check=False
     ) as cluster:
         pair = Pair(checkpoint.StepGate())

@@ -1,4 +1,4 @@
-"""``weft.cluster`` needs no secret, and is not disturbed by one that is meant for other groups."""
+"""``torchweft.cluster`` needs no secret, and is not disturbed by another group's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft import rpc, secret
-from weft.agent.current import current
-from weft.launch import Nursery, cluster
-from weft.secret import Secret
+from torchweft import rpc, secret
+from torchweft.agent.current import current
+from torchweft.launch import Nursery, cluster
+from torchweft.secret import Secret
 
 
 @pytest.mark.keeps("processes")

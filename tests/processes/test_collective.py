@@ -14,9 +14,19 @@ import pytest
 import torch
 
 from tests.processes.conftest import raised_by
-from tests.processes.functions import count_gatherings, wait_until
-from weft import rpc
-from weft.errors import (
+from tests.processes.functions import (
+    collect,
+    count_gatherings,
+    give,
+    identity,
+    keep,
+    open_gate,
+    pass_gate,
+    wait_until,
+)
+from torchweft import rpc
+from torchweft.errors import (
+    ArgumentTypeError,
     CallError,
     CallTimeout,
     ConfigurationError,
@@ -173,3 +183,131 @@ def test_only_those_who_take_part_may_call() -> None:
         rpc.barrier(WORKERS)
     with pytest.raises(UnknownWorker, match="nobody"):
         rpc.barrier(["driver", "nobody"])
+
+
+# One call to several workers
+
+
+def name_and(value: Any) -> tuple[str, Any]:
+    return rpc.get_worker_info().name, value
+
+
+def fail_on(name: str) -> str:
+    """Fails on one worker, once ``worker0`` runs this; waits there until nobody waits for it."""
+    if rpc.get_worker_info().name == name:
+        # A call that is cancelled before it has begun would never run.
+        wait_until(
+            lambda: rpc.rpc_sync("worker0", has_begun, args=(name,)),
+            lambda: "the other call has not begun",
+        )
+        raise KeyError(name)
+    _begun.append(name)
+    wait_until(rpc.is_cancelled, lambda: "the call was not cancelled")
+    _cancelled.append(name)
+    return "cancelled"
+
+
+_begun: list[str] = []
+_cancelled: list[str] = []
+
+
+def has_begun(name: str) -> bool:
+    return name in _begun
+
+
+def was_cancelled(name: str) -> bool:
+    return name in _cancelled
+
+
+def call_all_here(names: list[str], value: Any) -> list[Any]:
+    return rpc.rpc_all(names, name_and, args=(value,))
+
+
+@pytest.mark.usefixtures("group")
+def test_results_of_several_workers_come_in_their_order() -> None:
+    results = rpc.rpc_all(["worker1", 0, rpc.get_worker_info("worker0")], name_and, args=(3,))
+    assert results == [("worker1", 3), ("driver", 3), ("worker0", 3)]
+    assert rpc.rpc_all([], name_and, args=(3,)) == []
+    assert rpc.rpc_all(iter(WORKERS), collect, (1,), {"two": 2}) == [((1,), {"two": 2})] * 2
+    # It can be called remotely; who waits there holds no place.
+    nested = [rpc.rpc_async("worker0", call_all_here, args=(EVERYBODY, n)) for n in range(20)]
+    for number, call in enumerate(nested):
+        assert call.wait() == [(name, number) for name in EVERYBODY]
+
+
+@pytest.mark.usefixtures("group")
+def test_the_first_failure_ends_the_calls_to_all() -> None:
+    with pytest.raises(KeyError, match="worker1"):
+        rpc.rpc_all(WORKERS, fail_on, args=("worker1",), timeout=20)
+    wait_until(
+        lambda: rpc.rpc_sync("worker0", was_cancelled, args=("worker1",)),
+        lambda: "the other call goes on",
+    )
+
+
+@pytest.mark.usefixtures("group")
+def test_failures_are_returned_where_that_is_wanted() -> None:
+    found = rpc.rpc_all(["worker1", "driver"], fail_on_worker1, return_exceptions=True)
+    assert isinstance(found[0], KeyError)
+    assert found[1] == "driver"
+    first, second = rpc.rpc_all(
+        WORKERS, fail_on, ("nobody",), timeout=SHORT_S, return_exceptions=True
+    )
+    assert isinstance(first, CallTimeout)
+    assert isinstance(second, CallTimeout)
+
+
+def fail_on_worker1() -> str:
+    name = rpc.get_worker_info().name
+    if name == "worker1":
+        raise KeyError(name)
+    return name
+
+
+@pytest.mark.usefixtures("group")
+def test_nobody_is_called_where_the_call_cannot_be_made() -> None:
+    for workers, error in (
+        (["worker0", "worker7"], UnknownWorker),
+        ("worker0", ArgumentTypeError),
+        (3, ArgumentTypeError),
+    ):
+        with pytest.raises(error):
+            rpc.rpc_all(workers, keep, args=("called", True))  # type: ignore[call-overload]
+    with pytest.raises(SerializationError):
+        rpc.rpc_all(WORKERS, identity, args=(threading.Lock(),))
+    with pytest.raises(KeyError):
+        rpc.rpc_sync("worker0", give, args=("called",))
+
+
+@pytest.mark.usefixtures("group")
+def test_futures_come_as_their_calls_end() -> None:
+    gates = [f"gate{number}" for number in range(3)]
+    opened = dict.fromkeys(gates)
+    futures = {rpc.rpc_async("worker0", pass_gate, args=(gate, gate)): gate for gate in gates}
+    failing = rpc.rpc_async("worker1", fail_on_worker1)
+    done = rpc.as_completed([*futures, failing, failing], timeout=20)
+    assert next(done) is failing
+    for gate in reversed(list(opened)):
+        rpc.rpc_sync("worker0", open_gate, args=(gate,))
+        future = next(done)
+        assert future.done()
+        assert future.wait() == gate == futures[future]
+    with pytest.raises(StopIteration):
+        next(done)
+    with pytest.raises(KeyError):
+        failing.wait()
+
+
+@pytest.mark.usefixtures("group")
+def test_the_wait_for_futures_is_bounded() -> None:
+    held = [rpc.rpc_async(name, pass_gate, args=("held", 1)) for name in ("worker0", "worker1")]
+    quick = rpc.rpc_async("worker0", identity, args=(5,))
+    quick.wait()
+    done = rpc.as_completed([*held, quick], SHORT_S)
+    assert next(done).wait() == 5
+    with pytest.raises(CallTimeout, match=r"2 calls have not .* 'worker0', 'worker1'") as late:
+        next(done)
+    assert late.value.elapsed_s == SHORT_S
+    for name in WORKERS:
+        rpc.rpc_sync(name, open_gate, args=("held",))
+    assert [future.wait() for future in held] == [1, 1]

@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-import weft
+import torchweft
 from tests.processes import functions
 from tests.processes.conftest import options, raised_by
 from tests.processes.functions import count_gatherings, wait_until
-from weft import rpc
-from weft.errors import NotInitialized, WorkerLost
-from weft.launch import Nursery
+from torchweft import rpc
+from torchweft.errors import NotInitialized, WorkerLost
+from torchweft.launch import Nursery
 
 WORKERS = ["worker0", "worker1"]
 NOTICE_S = 5.0
@@ -25,7 +25,7 @@ NOTICE_S = 5.0
 def test_a_lost_worker_is_not_waited_for(
     nursery: Nursery, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with weft.cluster(
+    with torchweft.cluster(
         workers=3, nursery=nursery, rpc_backend_options=options(), check=False
     ) as group:
         some = ["worker0", "worker1", "worker2"]
@@ -61,7 +61,7 @@ def test_a_lost_worker_is_not_waited_for(
 def test_a_lost_leader_is_not_waited_for(
     nursery: Nursery, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with weft.cluster(
+    with torchweft.cluster(
         workers=2, nursery=nursery, rpc_backend_options=options(), check=False
     ) as group:
         waiting = rpc.rpc_async("worker1", rpc.barrier, args=(WORKERS, 0))
@@ -80,7 +80,7 @@ def test_leaving_at_once_fails_who_waits(
 ) -> None:
     errors: list[BaseException] = []
     with pytest.raises(KeyError, match="over"):  # noqa: PT012, SIM117
-        with weft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
+        with torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
             rpc.rpc_sync("worker0", functions.name_here)
             thread = threading.Thread(target=lambda: errors.append(raised_by(rpc.barrier)))
             thread.start()

@@ -8,14 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.gradient_functions import Rejoin
 from tests.processes import autograd_functions as functions
 from tests.processes.functions import wait_until
-from weft import rpc
-from weft.compat import autograd
-from weft.compat.graph_views import DistAutogradContext
-from weft.errors import ArgumentTypeError, AutogradError
-from weft.ids import worker_of
-from weft.launch import cluster
+from torchweft import rpc
+from torchweft.autograd.zeros import enable_zeros
+from torchweft.compat import autograd
+from torchweft.compat.graph_views import DistAutogradContext
+from torchweft.errors import ArgumentTypeError, AutogradError
+from torchweft.ids import worker_of
+from torchweft.launch import cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -139,3 +141,17 @@ def test_another_number_than_the_workers_is_refused() -> None:
     me = rpc.get_worker_info().id
     with pytest.raises(AutogradError, match=f"already initialized, as that of worker {me}"):
         autograd._init(me + 1)
+
+
+def test_a_remote_result_without_gradient_gets_zeros_as_in_pytorch() -> None:
+    enable_zeros()  # As this process would, were it a worker under torchweft.compat.
+    try:
+        with autograd.context() as context_id:
+            leaf, other = functions.parameter("x"), functions.parameter("y")
+            result = rpc.rpc_sync(FIRST, functions.layer, (leaf,))
+            autograd.backward(context_id, [Rejoin.apply(other * 2, result).sum()])
+            gradients = autograd.get_gradients(context_id)
+            assert gradients[leaf].tolist() == [0.0] * leaf.numel()
+            assert gradients[other].tolist() == [2.0] * other.numel()
+    finally:
+        enable_zeros(False)

@@ -1,11 +1,12 @@
-"""``rpc.shutdown`` of ``weft.compat``: graceful, with leaks, without some. Debug information."""
+"""``shutdown`` of ``torchweft.compat``: graceful, with and without leaks; debug information."""
 
 from __future__ import annotations
 
 import gc
 import os
+import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 
 from tests.processes.functions import wait_until
 from tests.processes.open_workers import OpenWorkers
-from weft.agent import current as current_agent
-from weft.compat import rpc
-from weft.compat.rpc import api
-from weft.errors import CallTimeout, NotInitialized, ShutdownError, WorkerLost
-from weft.ids import WorkerInfo
+from torchweft.agent import current as current_agent
+from torchweft.compat import rpc
+from torchweft.compat.rpc import api
+from torchweft.errors import CallTimeout, NotInitialized, ShutdownError
+from torchweft.ids import WorkerInfo
 
 pytestmark = pytest.mark.timeout(60)
 kept: dict[str, Any] = {}
@@ -220,7 +221,7 @@ def test_who_does_not_come_in_time_is_named(workers: OpenWorkers) -> None:
     assert isinstance(leader, CallTimeout)
     assert "timed out in _all_gather after 0.10 seconds" in str(leader)
     assert "'worker2'" in str(leader)
-    assert isinstance(follower, (CallTimeout, WorkerLost))
+    assert isinstance(follower, (CallTimeout, ShutdownError))
 
 
 def test_a_worker_that_died_is_not_waited_for(workers: OpenWorkers) -> None:
@@ -230,8 +231,17 @@ def test_a_worker_that_died_is_not_waited_for(workers: OpenWorkers) -> None:
     start_s = time.monotonic()
     for name in NAMES[:2]:
         error = outcome_of(workers, name)
-        assert isinstance(error, WorkerLost)
+        assert isinstance(error, ShutdownError)
+        assert error.missing in (("worker2",), ("worker0",))  # Or who led, and left for that.
     assert time.monotonic() - start_s < NOTICE_S
+
+
+def test_a_worker_that_left_without_waiting_is_not_waited_for(workers: OpenWorkers) -> None:
+    workers.do("worker2", rpc.shutdown, False)
+    for name in NAMES[:2]:
+        workers.begin(name, shut_down_checking)
+    for name in NAMES[:2]:
+        assert isinstance(outcome_of(workers, name), ShutdownError)
 
 
 class StubAgent:
@@ -270,3 +280,54 @@ def test_what_can_be_learnt_of_a_worker(workers: OpenWorkers) -> None:
 def test_gathering_by_the_private_names(workers: OpenWorkers) -> None:
     expected = {name: rank for rank, name in enumerate(NAMES)}
     assert on_all(workers, gather_named) == [expected] * 3
+
+
+# Errors, while the group is there
+
+
+def missing(key: str) -> None:
+    raise KeyError(key)
+
+
+def not_there(path: str) -> None:
+    raise FileNotFoundError(2, "no such file", path)
+
+
+def pass_on(to: str) -> None:
+    rpc.rpc_sync(to, missing, args=("nested",))
+
+
+WAYS: list[Callable[[str, Any, str], Any]] = [
+    lambda to, function, text: rpc.rpc_sync(to, function, args=(text,)),
+    lambda to, function, text: rpc.rpc_async(to, function, args=(text,)).wait(),
+    lambda to, function, text: rpc.remote(to, function, args=(text,)).to_here(),
+]
+
+
+def catch_runtime_errors() -> list[tuple[str, str, Any]]:
+    """Returns the types, texts and attributes of what ``except RuntimeError`` catches."""
+    caught: list[tuple[str, str, Any]] = []
+    for to in (next_name(), rpc.get_worker_info().name):
+        for way in WAYS:
+            for function, text in ((missing, "x"), (not_there, "/x"), (pass_on, "worker2")):
+                try:
+                    way(to, function, text)
+                except RuntimeError as error:
+                    copy = pickle.loads(pickle.dumps(error))
+                    is_both = isinstance(copy, (KeyError, OSError)) and isinstance(
+                        copy, RuntimeError
+                    )
+                    caught.append((type(error).__name__, str(error), is_both))
+    return caught
+
+
+def test_errors_of_others_are_runtime_errors_as_well(workers: OpenWorkers) -> None:
+    assert (
+        workers.do("worker0", catch_runtime_errors)
+        == [
+            ("KeyError", "'x'", True),
+            ("FileNotFoundError", "[Errno 2] no such file: '/x'", True),
+            ("KeyError", "'nested'", True),
+        ]
+        * 6
+    )

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-import weft
+import torchweft
 from tests.processes import functions
 from tests.processes.conftest import options
 from tests.processes.functions import Tracked, wait_until
-from weft import autograd, rpc
-from weft.agent.current import current
-from weft.compat.rpc import calls
-from weft.compat.rpc._testing.fault_plan import Plan
-from weft.compat.rpc._testing.faults import Faults
-from weft.compat.rpc.references import RRef
-from weft.errors import CallTimeout, InjectedFault, ReferenceGone
-from weft.launch import Nursery
-from weft.rpc.worker import Worker
+from torchweft import autograd, rpc
+from torchweft.agent.current import current
+from torchweft.compat.rpc import calls
+from torchweft.compat.rpc._testing.fault_plan import Plan
+from torchweft.compat.rpc._testing.faults import Faults
+from torchweft.compat.rpc.references import RRef
+from torchweft.errors import CallTimeout, InjectedFault, ReferenceGone
+from torchweft.launch import Nursery
+from torchweft.rpc.worker import Worker
 
 DELAY_S = 0.3
 
@@ -36,7 +36,7 @@ def faulty(
 ) -> Iterator[Faults]:
     """A group whose driver has faults."""
     compat = options(reference_type=RRef)  # type: ignore[arg-type]
-    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=compat):
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=compat):
         yield Faults(current().part(Worker), Plan(fail, delay or {}, fail_sends))
 
 

@@ -1,4 +1,4 @@
-"""``weft.compat`` in programs that start processes, as a person runs them."""
+"""``torchweft.compat`` in programs that start processes, as a person runs them."""
 
 from __future__ import annotations
 
@@ -70,14 +70,15 @@ KINDS = ("fork", "forkserver", "spawn", "subprocess", "torch.multiprocessing")
 
 
 def test_every_kind_of_child_has_it(run: Run) -> None:
-    expected = [f"{kind} weft.compat.rpc" for kind in KINDS]
-    assert run(CHILDREN.replace("PREPARE", "pass"), "-m", "weft.compat") == expected
+    expected = [f"{kind} torchweft.compat.rpc" for kind in KINDS]
+    assert run(CHILDREN.replace("PREPARE", "pass"), "-m", "torchweft.compat") == expected
 
 
 def test_children_do_without_it_where_they_shall(run: Run) -> None:
-    prepare = "import weft.compat; weft.compat.install(in_children=False)"
+    prepare = "import torchweft.compat; torchweft.compat.install(in_children=False)"
     expected = [
-        f"{kind} {'weft.compat' if kind == 'fork' else 'torch.distributed'}.rpc" for kind in KINDS
+        f"{kind} {'torchweft.compat' if kind == 'fork' else 'torch.distributed'}.rpc"
+        for kind in KINDS
     ]
     assert run(CHILDREN.replace("PREPARE", prepare)) == expected
 
@@ -97,8 +98,8 @@ def test_torchrun_runs_it(run: Run) -> None:
         sys.stdout.write(f"{rank} {rpc.__name__} {value} {sys.argv[1:]}\\n")
         rpc.shutdown()
     """
-    lines = run(body, *TORCHRUN, "-m", "weft.compat")
-    assert lines == [f"{rank} weft.compat.rpc {rank + 1.0} ['a']" for rank in range(2)]
+    lines = run(body, *TORCHRUN, "-m", "torchweft.compat")
+    assert lines == [f"{rank} torchweft.compat.rpc {rank + 1.0} ['a']" for rank in range(2)]
 
 
 def test_sharded_tensors_refer_to_each_others_shards(run: Run) -> None:
@@ -126,8 +127,8 @@ def test_sharded_tensors_refer_to_each_others_shards(run: Run) -> None:
         rpc.shutdown()
         dist.destroy_process_group()
     """
-    lines = run(body, "-m", "weft.compat", *TORCHRUN)
-    both = ["0 1 worker1 [2.0] weft.compat.rpc", "1 0 worker0 [1.0] weft.compat.rpc"]
+    lines = run(body, "-m", "torchweft.compat", *TORCHRUN)
+    both = ["0 1 worker1 [2.0] torchweft.compat.rpc", "1 0 worker0 [1.0] torchweft.compat.rpc"]
     assert lines == sorted(2 * both)
 
 
@@ -135,8 +136,8 @@ def test_what_a_process_is_worker_of_cannot_be_changed(run: Run) -> None:
     body = """
         import tempfile
         import torch, torch.distributed
-        import weft.compat
-        from weft.errors import AlreadyInitialized
+        import torchweft.compat
+        from torchweft.errors import AlreadyInitialized
 
         def work(change):
             rpc = torch.distributed.rpc
@@ -151,11 +152,11 @@ def test_what_a_process_is_worker_of_cannot_be_changed(run: Run) -> None:
                 rpc.shutdown()
 
         for _ in range(2):
-            work(weft.compat.install)
-            weft.compat.install()
-            work(weft.compat.uninstall)
-            weft.compat.uninstall()
+            work(torchweft.compat.install)
+            torchweft.compat.install()
+            work(torchweft.compat.uninstall)
+            torchweft.compat.uninstall()
     """
     expected = ["3.0"] * 4
-    expected += ["refused by torch.distributed.rpc"] * 2 + ["refused by weft.compat.rpc"] * 2
+    expected += ["refused by torch.distributed.rpc"] * 2 + ["refused by torchweft.compat.rpc"] * 2
     assert run(body) == expected

@@ -1,4 +1,4 @@
-"""The local optimizers of ``weft.compat.optimizer``, run as programs run PyTorch's."""
+"""The local optimizers of ``torchweft.compat.optimizer``, run as programs run PyTorch's."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import weft
-from weft import rpc
-from weft.autograd import backward, context
-from weft.compat.optimizer import (
+import torchweft
+from torchweft import rpc
+from torchweft.autograd import backward, context
+from torchweft.compat.optimizer import (
     _local_optimizer_step,
     _LocalOptimizer,
     _new_local_optimizer,
@@ -25,7 +25,7 @@ WORKERS = ("worker0", "worker1")
 
 @pytest.fixture(scope="module", autouse=True)
 def workers() -> Iterator[None]:
-    with weft.cluster(workers=len(WORKERS)):
+    with torchweft.cluster(workers=len(WORKERS)):
         yield
 
 

@@ -10,13 +10,13 @@ import torch
 from torch.futures import Future
 
 from tests.processes import functions
-from weft import rpc
-from weft.agent.current import current
-from weft.compat.rpc import api, calls
-from weft.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, _InternalRPCPickler
-from weft.errors import SerializationError
-from weft.rpc.worker import Worker
-from weft.serialize import reducers
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.compat.rpc import api, calls
+from torchweft.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, _InternalRPCPickler
+from torchweft.errors import SerializationError
+from torchweft.rpc.worker import Worker
+from torchweft.serialize import reducers
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 Call = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""References under ``weft.compat``: what PyTorch's offer beyond the documented API.
+"""References under ``torchweft.compat``: what PyTorch's offer beyond the documented API.
 
 The ``group`` fixture checks after every test that all workers are rid of all references.
 """
@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch.autograd.profiler_legacy import profile
 
-import weft
+import torchweft
 from tests.processes import functions
 from tests.processes.conftest import options
 from tests.processes.functions import Tracked
-from weft import rpc
-from weft.compat.rpc import calls
-from weft.compat.rpc.references import PyRRef, RRef
-from weft.compat.rpc.rref_proxy import RRefProxy
-from weft.errors import CallTimeout, NotOwner, SerializationError
-from weft.launch import Cluster, Nursery
+from torchweft import rpc
+from torchweft.compat.rpc import calls
+from torchweft.compat.rpc.references import PyRRef, RRef
+from torchweft.compat.rpc.rref_proxy import RRefProxy
+from torchweft.errors import CallTimeout, NotOwner, SerializationError
+from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.keeps("threads", "descriptors")
 @pytest.fixture(scope="module")
 def shared_group(nursery: Nursery) -> Iterator[Cluster]:
     compat = options(reference_type=RRef)  # type: ignore[arg-type]
-    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=compat) as group:
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=compat) as group:
         yield group
 
 

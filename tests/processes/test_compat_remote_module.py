@@ -1,4 +1,4 @@
-"""The remote module of ``weft.compat`` on real workers: what differs from that of ``weft.nn``."""
+"""The remote module of ``torchweft.compat`` on real workers, beside that of ``torchweft.nn``."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft
 from tests.processes.compiled import (
     NoForward,
     ScaleInterface,
     call_twice,
     overlap,
 )
-from weft import rpc
-from weft.autograd import backward, context, get_gradients
-from weft.compat.remote_module import (
+from torchweft import rpc
+from torchweft.autograd import backward, context, get_gradients
+from torchweft.compat.remote_module import (
     _REMOTE_MODULE_PICKLED_ATTRIBUTES,
     RemoteModule,
     _create_module,
     _param_rrefs,
     _RemoteModule,
 )
-from weft.errors import ArgumentTypeError, ConfigurationError, SerializationError
+from torchweft.errors import ArgumentTypeError, ConfigurationError, SerializationError
 
 # Each test shares the workers of the file; they connect to one another when they first talk.
 pytestmark = [
@@ -42,7 +42,7 @@ FIRST, SECOND = "worker0", "worker1"
 
 @pytest.fixture(scope="module", autouse=True)
 def workers() -> Iterator[None]:
-    with weft.cluster(workers=2):
+    with torchweft.cluster(workers=2):
         yield
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft
 from tests.processes.compiled import no_future, product, product_later, raising, start_square
-from weft import rpc
-from weft.autograd import backward, context, get_gradients
-from weft.rpc.functions import async_execution
+from torchweft import rpc
+from torchweft.autograd import backward, context, get_gradients
+from torchweft.rpc.functions import async_execution
 
 # Each test shares the workers of the file; they connect to one another when they first talk.
 pytestmark = [
@@ -26,7 +26,7 @@ FIRST, SECOND = "worker0", "worker1"
 
 @pytest.fixture(scope="module", autouse=True)
 def workers() -> Iterator[None]:
-    with weft.cluster(workers=2):
+    with torchweft.cluster(workers=2):
         yield
 
 

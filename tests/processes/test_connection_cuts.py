@@ -1,6 +1,6 @@
 """Connections that break while both workers live: every call runs once, every tensor arrives.
 
-``WEFT_CUTS`` and ``WEFT_CUT_CALLS`` make it a long run: 1000 cuts during 100,000 calls.
+``WEFT_TEST_CUTS`` and ``WEFT_TEST_CUT_CALLS`` make it a long run: 1000 cuts during 100,000 calls.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import weft
+import torchweft
 from tests.processes import cutting
 from tests.processes.conftest import options
 from tests.processes.cutting import CuttingNetwork
 from tests.processes.functions import wait_until
-from weft import autograd, rpc
-from weft.agent.current import current
-from weft.launch import Cluster, Nursery
-from weft.optim import DistributedOptimizer
-from weft.transport.resumable import ResumableLink
+from torchweft import autograd, rpc
+from torchweft.agent.current import current
+from torchweft.launch import Cluster, Nursery
+from torchweft.optim import DistributedOptimizer
+from torchweft.transport.resumable import ResumableLink
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
-CUTS = int(os.environ.get("WEFT_CUTS", "40"))
-CALLS = int(os.environ.get("WEFT_CUT_CALLS", "4000"))
+CUTS = int(os.environ.get("WEFT_TEST_CUTS", "40"))
+CALLS = int(os.environ.get("WEFT_TEST_CUT_CALLS", "4000"))
 IN_FLIGHT = 100
 BYTES_A_CALL = 150
 """About: a question and its answer, with what they cost the session."""
@@ -68,7 +68,7 @@ def over_tcp(nursery: Nursery) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
-        with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
+        with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
             yield group
 
 
@@ -109,7 +109,7 @@ def test_counters_are_exact(over_tcp: Cluster, network: CuttingNetwork) -> None:
     before = sum(map(resumptions, over_tcp.names))
     made: Counter[tuple[str, str]] = Counter()
     answers: Counter[tuple[str, str]] = Counter()
-    waiting: list[tuple[tuple[str, str], weft.Future[int]]] = []
+    waiting: list[tuple[tuple[str, str], torchweft.Future[int]]] = []
     for number in range(CALLS):
         place = over_tcp.names[number % 2], f"key {number % 7}"
         made[place] += 1
@@ -168,14 +168,14 @@ def test_references_are_released_all_the_same(over_tcp: Cluster, network: Cuttin
     )
 
 
-def fetch_and_add(reference: weft.RRef[torch.Tensor]) -> torch.Tensor:
+def fetch_and_add(reference: torchweft.RRef[torch.Tensor]) -> torch.Tensor:
     return reference.to_here() + 1
 
 
 class Tower(torch.nn.Module):
     """A part of a model, of which the next part is on another worker."""
 
-    def __init__(self, seed: int, next_part: weft.RRef[torch.nn.Module] | None) -> None:
+    def __init__(self, seed: int, next_part: torchweft.RRef[torch.nn.Module] | None) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.linear = torch.nn.Linear(8, 8, dtype=torch.float64)
@@ -185,8 +185,8 @@ class Tower(torch.nn.Module):
         value = torch.tanh(self.linear(value))
         return value if self.next_part is None else self.next_part.rpc_sync().forward(value)
 
-    def parameter_references(self) -> list[weft.RRef[torch.Tensor]]:
-        return [weft.RRef(parameter) for parameter in self.parameters()]
+    def parameter_references(self) -> list[torchweft.RRef[torch.Tensor]]:
+        return [torchweft.RRef(parameter) for parameter in self.parameters()]
 
 
 def trained_alone(steps: int) -> list[float]:

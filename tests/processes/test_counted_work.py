@@ -18,30 +18,37 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0
 
-# At most so much a call, at the caller and at the callee.
+# At most so much a call, at the caller and at the callee. One for 4 MiB asks on arrival whether a
+# tensor has a graph at its sender.
 FUNCTIONS = {
-    "nothing": (43, 43),
-    "one tensor": (43, 43),
-    "sixteen tensors": (46, 46),
+    "nothing": (42, 43),
+    "one tensor": (42, 43),
+    "sixteen tensors": (45, 46),
     "a tensor in a context": (73, 71),
-    "4 MiB": (144, 145),
+    "4 MiB": (143, 146),
 }
 # One of them at the caller, three at the callee, are for deadlines and cancelling: which call the
 # code serves, and when a call arrived. In a context one on each side counts what was sent before,
-# by which a pass for certain tensors knows where it need not go.
+# by which a pass for certain tensors knows where it need not go. One at the caller asks whether
+# gradients are wanted: what is computed elsewhere under no_grad must not look as if it had a graph.
+# Another one there, and two at the callee of a context, were functions of Python before: the
+# current context is a context variable.
 FUNCTIONS_IN_C = {
-    "nothing": (49, 56),
-    "one tensor": (55, 62),
-    "sixteen tensors": (230, 238),
-    "a tensor in a context": (81, 80),
-    "4 MiB": (156, 163),
+    "nothing": (51, 56),
+    "one tensor": (57, 62),
+    "sixteen tensors": (232, 238),
+    "a tensor in a context": (82, 84),
+    "4 MiB": (156, 164),
 }
-SYSTEM_CALLS = 4.1
+# The caller is the main thread, which sends and receives within one step of Python each, so that it
+# may be interrupted: a profile function does not see these two. That takes 350 bytes for a moment;
+# every thread that sends looks whether it is the main one.
+SYSTEM_CALLS = {"caller": 2.1, "callee": 4.1}
 BYTES_OF_PYTHON = {
-    "nothing": 800,
-    "one tensor": 1_100,
+    "nothing": 1_150,
+    "one tensor": 1_250,
     "sixteen tensors": 16_000,
-    "a tensor in a context": 2_200,
+    "a tensor in a context": 2_450,
     "4 MiB": 10_000,
 }
 BYTES_THROUGH_SOCKETS = {
@@ -49,7 +56,7 @@ BYTES_THROUGH_SOCKETS = {
     "one tensor": 145,
     "sixteen tensors": 840,
     "a tensor in a context": 145,
-    "4 MiB": 310,
+    "4 MiB": 316,
 }
 
 
@@ -98,7 +105,7 @@ def test_functions_in_c(counted: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", list(FUNCTIONS))
 @pytest.mark.parametrize("side", ["caller", "callee"])
 def test_system_calls(counted: Any, kind: str, side: str) -> None:
-    assert counted[kind][side]["system calls"] <= SYSTEM_CALLS, counted[kind][side]
+    assert counted[kind][side]["system calls"] <= SYSTEM_CALLS[side], counted[kind][side]
 
 
 @pytest.mark.parametrize("kind", list(BYTES_OF_PYTHON))

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import weft
+import torchweft
 from tests.processes.conftest import options
-from weft import rpc
-from weft.launch import Cluster, Nursery
+from torchweft import rpc
+from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 ROUNDS = 20
@@ -33,7 +33,7 @@ def streaming(nursery: Nursery) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         for way in ("SHM", "CMA", "STRIPED"):
             patch.setenv(f"WEFT_{way}_FROM_BYTES", str(1 << 60))
-        with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
+        with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
             yield group
 
 

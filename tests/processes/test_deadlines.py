@@ -9,12 +9,12 @@ import pytest
 from tests.processes import functions, timing
 from tests.processes.conftest import WORKER_THREADS, raised_by
 from tests.processes.functions import wait_until
-from weft import rpc
-from weft.agent.current import current
-from weft.agent.peers import Peer
-from weft.errors import CallTimeout
-from weft.launch import Cluster
-from weft.wire.messages import Kind
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.agent.peers import Peer
+from torchweft.errors import CallTimeout
+from torchweft.launch import Cluster
+from torchweft.wire.messages import Kind
 
 DEFAULT_S = 20.0
 

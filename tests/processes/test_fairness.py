@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-import weft
+import torchweft
 from tests.processes.conftest import WORKER_THREADS, options
 from tests.processes.functions import wait_until
-from weft import rpc
-from weft.errors import CallRefused, QueueFull
-from weft.launch import Cluster, Nursery
+from torchweft import rpc
+from torchweft.errors import CallRefused, QueueFull
+from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 LIMIT = 500
@@ -63,7 +63,7 @@ def bounded(nursery: Nursery) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_QUEUE_LIMIT_CALLS", str(LIMIT))
         patch.setenv("WEFT_QUEUE_LIMIT_BYTES", str(1 << 20))
-        with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
+        with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
             yield group
 
 

@@ -9,13 +9,13 @@ import time
 import pytest
 import torch
 
-import weft
+import torchweft
 from tests.processes import functions
 from tests.processes.conftest import options, raised_by
 from tests.processes.functions import wait_until
-from weft import rpc
-from weft.errors import LaunchError, OwnerLost, ShutdownError, WorkerLost
-from weft.launch import Nursery
+from torchweft import rpc
+from torchweft.errors import LaunchError, OwnerLost, ShutdownError, WorkerLost
+from torchweft.launch import Nursery
 
 NOTICE_S = 0.2
 LARGE_BYTES = 3 << 20
@@ -28,7 +28,7 @@ def kill(pid: int) -> None:
 def test_a_killed_worker_is_noticed_at_once(
     nursery: Nursery, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with weft.cluster(
+    with torchweft.cluster(
         workers=3, nursery=nursery, rpc_backend_options=options(), check=False
     ) as group:
         gate = functions.pass_gate
@@ -77,7 +77,7 @@ def test_a_killed_worker_is_noticed_at_once(
 def test_a_worker_killed_while_it_is_waited_for_by_another(
     nursery: Nursery, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with weft.cluster(
+    with torchweft.cluster(
         workers=2, nursery=nursery, rpc_backend_options=options(), check=False
     ) as group:
         path = ["worker0", "worker1"]
@@ -106,7 +106,7 @@ def test_the_shutdown_of_survivors_names_who_is_lost(
 ) -> None:
     start_s = 0.0
     with pytest.raises(ShutdownError, match=r"worker 'worker1' \(rank 2\) is lost"):  # noqa: PT012, SIM117
-        with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
+        with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
             rpc.rpc_sync("worker0", functions.call_through, args=(["worker1"], len, ((),)))
             kill(group.pids["worker1"])
             start_s = time.monotonic()
@@ -120,7 +120,7 @@ def test_a_worker_that_dies_during_the_shutdown(
 ) -> None:
     start_s = 0.0
     with pytest.raises((ShutdownError, LaunchError), match="worker1"):  # noqa: PT012, SIM117
-        with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()):
+        with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()):
             reference = rpc.remote("worker1", functions.Tracked)
             rpc.rpc_sync("worker0", functions.keep, args=("kept", reference))
             rpc.rpc_sync("worker1", functions.die_when_settling)
@@ -132,7 +132,7 @@ def test_a_worker_that_dies_during_the_shutdown(
 def test_pulling_that_fails_at_run_time_is_replaced_by_a_stream(
     nursery: Nursery, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()):
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()):
         for name, peer in [("driver", "worker0"), ("worker0", "driver"), ("worker1", "worker0")]:
             rpc.rpc_sync(name, functions.name_here)
             rpc.rpc_sync(name, rpc.rpc_sync, args=(peer, functions.name_here))

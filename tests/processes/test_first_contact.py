@@ -13,8 +13,8 @@ import pytest
 from tests.processes import leaving
 from tests.processes.functions import add
 from tests.processes.open_workers import OpenWorkers
-from weft import rpc
-from weft.errors import CallTimeout
+from torchweft import rpc
+from torchweft.errors import CallTimeout
 
 LIMIT_S = 0.6
 SLACK_S = 1.5
@@ -46,8 +46,45 @@ def ask(to: str, way: str, timeout: float) -> tuple[float, object]:
     return time.monotonic() - began_s, outcome
 
 
+_started: list[object] = []
+
+
+def start(to: str, way: str) -> float:
+    """Starts a call that has no limit; returns how many seconds that took."""
+    began_s = time.monotonic()
+    if way == "remote":
+        _started.append(rpc.remote(to, add, args=(1, 2)))
+    else:
+        _started.append(rpc.rpc_async(to, add, args=(1, 2), timeout=0))
+    return time.monotonic() - began_s
+
+
+def outcome(timeout: float) -> object:
+    """Returns the result of the call, or None where it is not there in time."""
+    (started,) = _started
+    if isinstance(started, rpc.RRef):
+        try:
+            return started.to_here(timeout=timeout)
+        except CallTimeout:
+            return None
+    assert isinstance(started, rpc.Future)
+    return started.wait() if timeout > LIMIT_S or started.done() else None
+
+
 def states() -> dict[str, str]:
     return {each.worker.name: each.state.name for each in rpc.health()}
+
+
+@pytest.mark.parametrize("way", ["async", "remote"])
+def test_whoever_starts_a_call_does_not_wait_for_the_connection(
+    workers: OpenWorkers, way: str
+) -> None:
+    pid = workers.do("b", os.getpid)
+    os.kill(pid, signal.SIGSTOP)
+    assert workers.do("a", start, "b", way) < SLACK_S
+    assert workers.do("a", outcome, LIMIT_S) is None
+    os.kill(pid, signal.SIGCONT)
+    assert workers.do("a", outcome, 20.0) == 3
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])

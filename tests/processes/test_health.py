@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +15,9 @@ import pytest
 from tests.processes import leaving
 from tests.processes.functions import add, wait_until
 from tests.processes.open_workers import OpenWorkers
-from weft import rpc
-from weft.errors import WorkerLost
-from weft.rpc import WorkerState
+from torchweft import rpc
+from torchweft.errors import WorkerLost
+from torchweft.rpc import WorkerState
 
 AT_ONCE_S = 1.0
 """Far below what any timeout would take, and above what a busy machine does."""
@@ -119,6 +121,50 @@ def test_states_from_no_connection_to_loss(workers: OpenWorkers) -> None:
     assert abs(lost.error.since - time.time()) < 10
     assert str(lost).startswith("b (rank 1): lost since ")
     assert str(lost).endswith(": end of file")
+
+
+def leave_as_at_exit(error: Exception | None) -> float:
+    """Does what the interpreter does at its end; returns how many seconds that takes."""
+    if error is not None:
+        sys.last_value = error
+    began_s = time.monotonic()
+    vars(multiprocessing.util)["_exit_function"]()
+    return time.monotonic() - began_s
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (None, "its process ended without shutdown()"),
+        (
+            ValueError("bad input\nin lines"),
+            "its program raised ValueError: bad input; its process ended without shutdown()",
+        ),
+    ],
+)
+def test_a_process_that_ends_without_shutdown_says_so(
+    workers: OpenWorkers, error: Exception | None, cause: str
+) -> None:
+    workers.do("a", call, "b")
+    assert workers.do("b", leave_as_at_exit, error) < 1.0
+    wait_until(
+        lambda: workers.do("a", states)[1].state is WorkerState.LOST, lambda: "it is not lost"
+    )
+    lost = workers.do("a", states)[1]
+    assert lost.error is not None
+    assert lost.error.cause == cause
+    # One that has no connection to it finds nobody there.
+    with pytest.raises(WorkerLost, match="its process has ended: nobody listens"):
+        workers.do("c", call, "b")
+
+
+def test_who_leaves_without_grace_says_so(workers: OpenWorkers) -> None:
+    workers.do("a", call, "b")
+    workers.do("b", rpc.shutdown, False)
+    wait_until(
+        lambda: workers.do("a", states)[1].state is WorkerState.LOST, lambda: "it is not lost"
+    )
+    assert str(workers.do("a", states)[1]).endswith(": it left by shutdown(graceful=False)")
 
 
 def test_a_program_is_told_once_of_each(workers: OpenWorkers) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.processes import functions
-from weft import rpc
-from weft.launch import Cluster
+from torchweft import rpc
+from torchweft.launch import Cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import weft
+import torchweft
 from tests import higher_order_programs
 from tests.higher_order_random import random_program
 from tests.higher_order_sites import Program, assert_equal, expected
 from tests.processes import autograd_functions
 from tests.processes import higher_order_functions as functions
-from weft import rpc
-from weft.launch import cluster
-from weft.optim import DistributedOptimizer
+from torchweft import rpc
+from torchweft.launch import cluster
+from torchweft.optim import DistributedOptimizer
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -107,17 +107,17 @@ def test_programs_of_several_threads_side_by_side() -> None:
 def test_passes_side_by_side_in_one_context() -> None:
     """As long as graphs are retained, several threads may ask at once, also for second orders."""
     start, weight = leaf(DRIVER, "x"), leaf(FIRST, "w")
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x")
         loss = rpc.rpc_sync(FIRST, functions.layer, (value.exp(),)).prod()
-        (slope,) = weft.autograd.grad(context_id, loss, value, create_graph=True)
+        (slope,) = torchweft.autograd.grad(context_id, loss, value, create_graph=True)
         found: list[tuple[Tensor, ...]] = []
 
         def ask() -> None:
             for _ in range(10):
                 found.append(
-                    weft.autograd.grad(context_id, slope.prod(), value, retain_graph=True)
-                    + weft.autograd.grad(context_id, loss, value, create_graph=True)
+                    torchweft.autograd.grad(context_id, slope.prod(), value, retain_graph=True)
+                    + torchweft.autograd.grad(context_id, loss, value, create_graph=True)
                 )
 
         threads = [threading.Thread(target=ask) for _ in range(3)]
@@ -134,14 +134,14 @@ def test_passes_side_by_side_in_one_context() -> None:
 
 def test_whole_programs_led_by_other_workers() -> None:
     weights = functions.parameter("weights")
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         waits = [
             rpc.rpc_async(worker, functions.descend, (weights, other, 3))
             for worker, other in ((FIRST, SECOND), (SECOND, FIRST), (FIRST, DRIVER))
         ]
         total = torch.stack([wait.wait() for wait in waits]).prod(0).sum()
-        (gradient,) = weft.autograd.grad(context_id, total, weights, create_graph=True)
-        weft.autograd.backward(context_id, [gradient.pow(2).sum()])
+        (gradient,) = torchweft.autograd.grad(context_id, total, weights, create_graph=True)
+        torchweft.autograd.backward(context_id, [gradient.pow(2).sum()])
         tables = {
             worker: rpc.rpc_sync(worker, autograd_functions.gradients, (context_id,))
             for worker in EVERYBODY
@@ -165,12 +165,12 @@ def test_whole_programs_led_by_other_workers() -> None:
 
 
 def test_single_tensors_and_sequences_are_the_same() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x")
         result = rpc.rpc_sync(FIRST, functions.layer, (value,))
         weight = torch.full((3,), 2.0, dtype=torch.float64)
         found = [
-            weft.autograd.grad(context_id, outputs, inputs, weights, retain_graph=True)
+            torchweft.autograd.grad(context_id, outputs, inputs, weights, retain_graph=True)
             for outputs in (result, [result], (result,))
             for inputs in (value, [value], (value,))
             for weights in (weight, [weight], (weight,))
@@ -182,36 +182,36 @@ def test_single_tensors_and_sequences_are_the_same() -> None:
 
 def test_gradients_of_what_is_not_asked_for_are_not_computed() -> None:
     """As ``torch.autograd.grad``: hooks of other leaves, and functions that lead to them, rest."""
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x")
         beside = rpc.rpc_sync(SECOND, functions.broken_beside, (value,))
         result = rpc.rpc_sync(FIRST, functions.layer, (value,))
-        (gradient,) = weft.autograd.grad(context_id, (result * beside).sum(), value)
+        (gradient,) = torchweft.autograd.grad(context_id, (result * beside).sum(), value)
     start = leaf(DRIVER, "x")
     total = (layer(start, leaf(FIRST, "w")) * (leaf(SECOND, "v") + start.detach())).sum()
     assert_close(gradient, torch.autograd.grad(total, start)[0])
 
 
 def test_hooks_of_leaves_that_are_not_asked_for_are_not_called() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value, other = functions.parameter("x"), torch.ones(3, dtype=torch.float64)
         other.requires_grad_()
         called: list[Tensor] = []
         other.register_hook(called.append)
         result = rpc.rpc_sync(FIRST, functions.layer, (value * other,))
-        weft.autograd.grad(context_id, result.sum(), value, retain_graph=True)
+        torchweft.autograd.grad(context_id, result.sum(), value, retain_graph=True)
         assert called == []
-        weft.autograd.grad(context_id, result.sum(), other)
+        torchweft.autograd.grad(context_id, result.sum(), other)
         assert len(called) == 1
 
 
 def test_hooks_see_whole_gradients_once_in_each_pass() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 1
         result = rpc.rpc_sync(FIRST, functions.note_calls, (value,))
-        (gradient,) = weft.autograd.grad(context_id, result.sum(), value, create_graph=True)
+        (gradient,) = torchweft.autograd.grad(context_id, result.sum(), value, create_graph=True)
         first = rpc.rpc_sync(FIRST, functions.take_notes)
-        weft.autograd.grad(context_id, gradient.sum(), value)
+        torchweft.autograd.grad(context_id, gradient.sum(), value)
         second = rpc.rpc_sync(FIRST, functions.take_notes)
     seen: list[Tensor] = []
     start = leaf(DRIVER, "x") * 1
@@ -224,20 +224,20 @@ def test_hooks_see_whole_gradients_once_in_each_pass() -> None:
 
 
 def test_the_graph_is_freed_or_kept_as_in_one_process() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x")
         loss = rpc.rpc_sync(FIRST, functions.layer, (value,)).sum()
-        (gradient,) = weft.autograd.grad(context_id, loss, value, create_graph=True)
-        weft.autograd.grad(context_id, gradient.sum(), value)
-        with pytest.raises(weft.errors.AutogradError, match="second time"):
-            weft.autograd.grad(context_id, gradient.sum(), value)
-        with pytest.raises(weft.errors.AutogradError, match="second time"):
-            weft.autograd.grad(context_id, loss, value)
+        (gradient,) = torchweft.autograd.grad(context_id, loss, value, create_graph=True)
+        torchweft.autograd.grad(context_id, gradient.sum(), value)
+        with pytest.raises(torchweft.errors.AutogradError, match="second time"):
+            torchweft.autograd.grad(context_id, gradient.sum(), value)
+        with pytest.raises(torchweft.errors.AutogradError, match="second time"):
+            torchweft.autograd.grad(context_id, loss, value)
         # What failed has left the context usable.
         loss = rpc.rpc_sync(SECOND, functions.layer, (value,)).sum()
-        weft.autograd.backward(context_id, [loss], create_graph=True)
-        weft.autograd.backward(context_id, [loss])
-        gradients = weft.autograd.get_gradients(context_id)
+        torchweft.autograd.backward(context_id, [loss], create_graph=True)
+        torchweft.autograd.backward(context_id, [loss])
+        gradients = torchweft.autograd.get_gradients(context_id)
         assert_close(gradients[value].detach(), 2 * slope_of_layer(SECOND))
 
 
@@ -248,29 +248,29 @@ def slope_of_layer(worker: str) -> Tensor:
 
 def test_create_graph_without_retain_graph() -> None:
     """The graph of the gradient refers to what the first pass has freed."""
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x")
         loss = rpc.rpc_sync(FIRST, functions.layer, (value,)).sum()
-        (gradient,) = weft.autograd.grad(
+        (gradient,) = torchweft.autograd.grad(
             context_id, loss, value, retain_graph=False, create_graph=True
         )
         assert_close(gradient.detach(), slope_of_layer(FIRST))
-        with pytest.raises(weft.errors.AutogradError, match="second time"):
-            weft.autograd.grad(context_id, loss, value)
+        with pytest.raises(torchweft.errors.AutogradError, match="second time"):
+            torchweft.autograd.grad(context_id, loss, value)
 
 
 def test_gradients_taken_from_a_context_stay_as_they_are() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x")
         loss = rpc.rpc_sync(FIRST, functions.layer, (value,)).prod()
-        weft.autograd.backward(context_id, [loss], create_graph=True)
-        first = weft.autograd.get_gradients(context_id)[value]
+        torchweft.autograd.backward(context_id, [loss], create_graph=True)
+        first = torchweft.autograd.get_gradients(context_id)[value]
         before = first.detach().clone()
         for _ in range(3):
-            weft.autograd.backward(context_id, [loss], retain_graph=True)
+            torchweft.autograd.backward(context_id, [loss], retain_graph=True)
         assert torch.equal(first, before)
-        (second,) = weft.autograd.grad(context_id, first.pow(2).sum(), value)
-        sums = weft.autograd.get_gradients(context_id)[value]
+        (second,) = torchweft.autograd.grad(context_id, first.pow(2).sum(), value)
+        sums = torchweft.autograd.get_gradients(context_id)[value]
         assert_close(sums.detach(), 4 * before)
     start = leaf(DRIVER, "x")
     wanted = layer(start, leaf(FIRST, "w")).prod()
@@ -279,26 +279,26 @@ def test_gradients_taken_from_a_context_stay_as_they_are() -> None:
 
 
 def test_gradients_without_a_graph_have_none() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x")
         weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
         result = rpc.rpc_sync(FIRST, functions.layer, (value,))
-        (gradient,) = weft.autograd.grad(context_id, result, value, weight, retain_graph=True)
+        (gradient,) = torchweft.autograd.grad(context_id, result, value, weight, retain_graph=True)
         assert not gradient.requires_grad
-        weft.autograd.backward(context_id, [result], grad_tensors=[weight])
-        assert not weft.autograd.get_gradients(context_id)[value].requires_grad
+        torchweft.autograd.backward(context_id, [result], grad_tensors=[weight])
+        assert not torchweft.autograd.get_gradients(context_id)[value].requires_grad
 
 
 def test_two_contexts_do_not_mix() -> None:
     value = functions.parameter("x")
-    with weft.autograd.context() as outer:
+    with torchweft.autograd.context() as outer:
         first = rpc.rpc_sync(FIRST, functions.layer, (value,)).prod()
-        (slope,) = weft.autograd.grad(outer, first, value, create_graph=True)
-        with weft.autograd.context() as inner:
+        (slope,) = torchweft.autograd.grad(outer, first, value, create_graph=True)
+        with torchweft.autograd.context() as inner:
             second = rpc.rpc_sync(FIRST, functions.layer, (value * 2,)).prod()
-            weft.autograd.backward(inner, [second], create_graph=True)
+            torchweft.autograd.backward(inner, [second], create_graph=True)
             assert_no_gradients(outer)
-        weft.autograd.backward(outer, [slope.pow(2).sum()])
+        torchweft.autograd.backward(outer, [slope.pow(2).sum()])
         actual = rpc.rpc_sync(FIRST, autograd_functions.gradients, (outer,))["w"]
     start, weight = leaf(DRIVER, "x"), leaf(FIRST, "w")
     (wanted,) = torch.autograd.grad(layer(start, weight).prod(), start, create_graph=True)
@@ -306,16 +306,16 @@ def test_two_contexts_do_not_mix() -> None:
 
 
 def test_the_current_context_is_that_of_the_caller() -> None:
-    with weft.autograd.context() as context_id:
-        assert weft.autograd.current_context_id() == context_id
+    with torchweft.autograd.context() as context_id:
+        assert torchweft.autograd.current_context_id() == context_id
         assert rpc.rpc_sync(FIRST, functions.context_id_here) == context_id
         both = rpc.rpc_sync(FIRST, functions.context_id_after_waiting, (SECOND,))
         assert both == (context_id, context_id)
-        with weft.autograd.context() as inner:
+        with torchweft.autograd.context() as inner:
             assert rpc.rpc_sync(FIRST, functions.context_id_here) == inner
         assert rpc.rpc_sync(FIRST, functions.context_id_here) == context_id
     for ask in (functions.context_id_here, lambda: rpc.rpc_sync(FIRST, functions.context_id_here)):
-        with pytest.raises(weft.errors.AutogradError, match="context"):
+        with pytest.raises(torchweft.errors.AutogradError, match="context"):
             ask()
 
 
@@ -325,10 +325,10 @@ def test_the_current_context_is_that_of_the_caller() -> None:
 @pytest.mark.parametrize("count", [100, 3_000, 20_000, 400_000])
 def test_gradients_of_every_size(count: int) -> None:
     start = torch.linspace(0.5, 1.5, count, dtype=torch.float64, requires_grad=True)
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         result = rpc.rpc_sync(FIRST, functions.sine_of_large, (start,))
-        (first,) = weft.autograd.grad(context_id, result.sum(), start, create_graph=True)
-        (second,) = weft.autograd.grad(context_id, first.pow(2).sum(), start)
+        (first,) = torchweft.autograd.grad(context_id, result.sum(), start, create_graph=True)
+        (second,) = torchweft.autograd.grad(context_id, first.pow(2).sum(), start)
     result = functions.sine_of_large(start)
     (wanted,) = torch.autograd.grad(result.sum(), start, create_graph=True)
     assert_close(first.detach(), wanted.detach())
@@ -347,20 +347,20 @@ def test_gradients_that_are_not_contiguous(size: int) -> None:
         (second,) = grad((first.t() * start[0]).pow(2).sum(), start)
         return first.detach(), second
 
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         actual = slopes(
             lambda value: rpc.rpc_sync(FIRST, functions.sine_of_large, (value,)),
-            lambda *given, **options: weft.autograd.grad(context_id, *given, **options),
+            lambda *given, **options: torchweft.autograd.grad(context_id, *given, **options),
         )
     assert_close(actual, slopes(functions.sine_of_large, torch.autograd.grad))
 
 
 def test_single_precision() -> None:
     start = torch.linspace(0.5, 1.5, 5, requires_grad=True)
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         result = rpc.rpc_sync(FIRST, functions.power, (start.double(),)).float()
-        (first,) = weft.autograd.grad(context_id, result.sum(), start, create_graph=True)
-        (second,) = weft.autograd.grad(context_id, first.pow(2).sum(), start)
+        (first,) = torchweft.autograd.grad(context_id, result.sum(), start, create_graph=True)
+        (second,) = torchweft.autograd.grad(context_id, first.pow(2).sum(), start)
     assert first.dtype == second.dtype == torch.float32
     torch.testing.assert_close(first.detach(), 3 * start.detach() ** 2)
     torch.testing.assert_close(second, 36 * start.detach() ** 3)
@@ -378,28 +378,28 @@ def test_modules_and_parameters_as_arguments() -> None:
         return [each.detach() for each in first] + list(grad(total, weights))
 
     scale = functions.parameter("x")
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         claim, powers = rpc.rpc_sync(FIRST, functions.is_parameter, (scale,))
         assert claim
-        (first,) = weft.autograd.grad(context_id, powers.sum(), scale, create_graph=True)
-        (second,) = weft.autograd.grad(context_id, first.sum(), scale)
+        (first,) = torchweft.autograd.grad(context_id, powers.sum(), scale, create_graph=True)
+        (second,) = torchweft.autograd.grad(context_id, first.sum(), scale)
         assert_close(second, 6 * scale.detach() * leaf(FIRST, "w").detach())
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         actual = slopes(
             rpc.rpc_sync(FIRST, functions.affine, (module, value)),
-            lambda *given, **options: weft.autograd.grad(context_id, *given, **options),
+            lambda *given, **options: torchweft.autograd.grad(context_id, *given, **options),
         )
     assert_close(actual, slopes(module(value), torch.autograd.grad))
 
 
 def test_references_are_differentiated_twice() -> None:
     start = functions.parameter("x")
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         reference = rpc.remote(FIRST, functions.layer, (start,))
         further = rpc.remote(SECOND, autograd_functions.add, (reference, reference))
         total = (further.to_here() * reference.to_here()).sum()
-        (first,) = weft.autograd.grad(context_id, total, start, create_graph=True)
-        (second,) = weft.autograd.grad(context_id, first.pow(2).sum(), start)
+        (first,) = torchweft.autograd.grad(context_id, total, start, create_graph=True)
+        (second,) = torchweft.autograd.grad(context_id, first.pow(2).sum(), start)
         del reference, further
     start = leaf(DRIVER, "x")
     value = layer(start, leaf(FIRST, "w"))
@@ -413,14 +413,14 @@ def test_references_are_differentiated_twice() -> None:
 def test_calls_made_by_a_backward_pass_are_recorded(worker: str) -> None:
     """A function of the user's asks another worker for its slope, which has a graph then."""
     start = torch.linspace(0.5, 1.5, 3, dtype=torch.float64, requires_grad=True)
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = start * 1
         if worker == DRIVER:
             result = functions.with_remote_backward(value, SECOND)
         else:
             result = rpc.rpc_sync(worker, functions.with_remote_backward, (value, SECOND))
-        (first,) = weft.autograd.grad(context_id, result.sum(), start, create_graph=True)
-        (second,) = weft.autograd.grad(context_id, first.sum(), start)
+        (first,) = torchweft.autograd.grad(context_id, result.sum(), start, create_graph=True)
+        (second,) = torchweft.autograd.grad(context_id, first.sum(), start)
     assert_close(first.detach(), start.detach() ** 3)
     assert_close(second, 3 * start.detach() ** 2)
 
@@ -433,11 +433,11 @@ def test_an_optimizer_takes_steps_with_a_gradient_penalty() -> None:
     weight = leaf(FIRST, "w")
     optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(start)], lr=0.1)
     for _ in range(3):
-        with weft.autograd.context() as context_id:
+        with torchweft.autograd.context() as context_id:
             loss = rpc.rpc_sync(FIRST, functions.layer, (start,)).sum()
-            (slope,) = weft.autograd.grad(context_id, loss, start, create_graph=True)
+            (slope,) = torchweft.autograd.grad(context_id, loss, start, create_graph=True)
             total = loss + slope.pow(2).sum()
-            weft.autograd.backward(context_id, [total], create_graph=True)
+            torchweft.autograd.backward(context_id, [total], create_graph=True)
             optimizer.step(context_id)
         loss = layer(copy, weight).sum()
         (slope,) = torch.autograd.grad(loss, copy, create_graph=True)
@@ -452,12 +452,12 @@ def test_an_optimizer_takes_steps_with_a_gradient_penalty() -> None:
 
 def test_contexts_let_go_of_all_graphs() -> None:
     value = functions.parameter("x")
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         result = rpc.rpc_sync(FIRST, functions.watch_nodes, (value.exp(),))
         loss = rpc.rpc_sync(SECOND, functions.watch_nodes, (result,)).prod()
-        weft.autograd.backward(context_id, [loss], create_graph=True)
-        slopes = weft.autograd.grad(context_id, loss, [value, result], create_graph=True)
-        weft.autograd.backward(
+        torchweft.autograd.backward(context_id, [loss], create_graph=True)
+        slopes = torchweft.autograd.grad(context_id, loss, [value, result], create_graph=True)
+        torchweft.autograd.backward(
             context_id, [slopes[0].pow(2).sum() + slopes[1].sum()], create_graph=True
         )
         for worker in EVERYBODY:
@@ -476,10 +476,10 @@ def test_many_contexts_leave_nothing_behind() -> None:
     def train(contexts: int) -> None:
         value = functions.parameter("x")
         for _ in range(contexts):
-            with weft.autograd.context() as context_id:
+            with torchweft.autograd.context() as context_id:
                 loss = rpc.rpc_sync(FIRST, functions.layer, (value,)).prod()
-                (slope,) = weft.autograd.grad(context_id, loss, value, create_graph=True)
-                weft.autograd.backward(context_id, [slope.pow(2).sum()])
+                (slope,) = torchweft.autograd.grad(context_id, loss, value, create_graph=True)
+                torchweft.autograd.backward(context_id, [slope.pow(2).sum()])
 
     train(200)
     before = [rpc.rpc_sync(worker, autograd_functions.footprint) for worker in (DRIVER, FIRST)]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import weft
+import torchweft
 from tests.processes import autograd_functions
 from tests.processes import higher_order_functions as functions
-from weft import rpc
-from weft.errors import ArgumentTypeError, AutogradError
-from weft.launch import cluster
+from torchweft import rpc
+from torchweft.errors import ArgumentTypeError, AutogradError
+from torchweft.launch import cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -41,7 +41,7 @@ def _leaves_nothing(_workers: None) -> Iterator[None]:
 
 
 def test_inputs_that_are_none() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x")
         result = rpc.rpc_sync(FIRST, functions.layer, (value,)).sum()
         plain = torch.ones(3)
@@ -57,16 +57,16 @@ def test_inputs_that_are_none() -> None:
         ]
         for inputs, kind, complaint in cases:
             with pytest.raises(kind, match=complaint):
-                weft.autograd.grad(context_id, result, inputs, retain_graph=True)
+                torchweft.autograd.grad(context_id, result, inputs, retain_graph=True)
         # All of them have left the graph as it was.
         unused = functions.parameter("other")
-        found = weft.autograd.grad(context_id, result, [unused, value], allow_unused=True)
+        found = torchweft.autograd.grad(context_id, result, [unused, value], allow_unused=True)
         assert found[0] is None
         assert found[1] is not None
 
 
 def test_outputs_that_are_none() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x")
         vector = rpc.rpc_sync(FIRST, functions.layer, (value,))
         ones = torch.ones(3, dtype=torch.float64)
@@ -88,72 +88,72 @@ def test_outputs_that_are_none() -> None:
         ]
         for outputs, weights, kind in cases:
             with pytest.raises(kind):
-                weft.autograd.grad(context_id, outputs, value, weights)
+                torchweft.autograd.grad(context_id, outputs, value, weights)
             roots = [outputs] if isinstance(outputs, Tensor) else outputs
             given = [weights] if isinstance(weights, Tensor) else weights
             with pytest.raises(kind):
-                weft.autograd.backward(context_id, roots, grad_tensors=given)
-        (gradient,) = weft.autograd.grad(context_id, vector, value, ones)
+                torchweft.autograd.backward(context_id, roots, grad_tensors=given)
+        (gradient,) = torchweft.autograd.grad(context_id, vector, value, ones)
         assert gradient.shape == (3,)
-        assert weft.autograd.get_gradients(context_id) == {}
+        assert torchweft.autograd.get_gradients(context_id) == {}
 
 
 def test_errors_are_those_of_torch_for_programs_that_catch_them() -> None:
     """Whatever torch raises for these, a program that catches it catches ours as well."""
     value = functions.parameter("x")
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         result = rpc.rpc_sync(FIRST, functions.layer, (value,))
         with pytest.raises(RuntimeError):
-            weft.autograd.grad(context_id, result, value)
+            torchweft.autograd.grad(context_id, result, value)
         with pytest.raises(RuntimeError):
-            weft.autograd.grad(context_id, result.sum(), functions.parameter("other"))
+            torchweft.autograd.grad(context_id, result.sum(), functions.parameter("other"))
         with pytest.raises(RuntimeError):
-            weft.autograd.grad(context_id, result.sum(), [])
+            torchweft.autograd.grad(context_id, result.sum(), [])
 
 
 def test_contexts_that_are_not_alive() -> None:
     value = functions.parameter("x")
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         loss = rpc.rpc_sync(FIRST, functions.layer, (value,)).sum()
-        (slope,) = weft.autograd.grad(context_id, loss, value, create_graph=True)
+        (slope,) = torchweft.autograd.grad(context_id, loss, value, create_graph=True)
     for number in (context_id, context_id + 1, -1, 0, 1 << 62):
         for ask in (
-            lambda number=number: weft.autograd.grad(number, loss, value),
-            lambda number=number: weft.autograd.grad(number, slope.sum(), value),
-            lambda number=number: weft.autograd.backward(number, [loss], create_graph=True),
+            lambda number=number: torchweft.autograd.grad(number, loss, value),
+            lambda number=number: torchweft.autograd.grad(number, slope.sum(), value),
+            lambda number=number: torchweft.autograd.backward(number, [loss], create_graph=True),
         ):
             with pytest.raises(AutogradError, match="not alive here"):
                 ask()
     for number in (None, "3", 1.5):
         with pytest.raises(ArgumentTypeError):
-            weft.autograd.grad(number, loss, value)  # type: ignore[arg-type]
+            torchweft.autograd.grad(number, loss, value)  # type: ignore[arg-type]
 
 
 def test_tensors_of_another_context() -> None:
     value = functions.parameter("x")
-    with weft.autograd.context() as outer:
+    with torchweft.autograd.context() as outer:
         first = rpc.rpc_sync(FIRST, functions.layer, (value,)).prod()
-        (slope,) = weft.autograd.grad(outer, first, value, create_graph=True)
-        with weft.autograd.context() as inner:
+        (slope,) = torchweft.autograd.grad(outer, first, value, create_graph=True)
+        with torchweft.autograd.context() as inner:
             second = rpc.rpc_sync(SECOND, functions.layer, (value,)).prod()
             for outputs in (first, slope.sum()):
                 with pytest.raises(AutogradError):
-                    weft.autograd.grad(inner, outputs, value, create_graph=True)
+                    torchweft.autograd.grad(inner, outputs, value, create_graph=True)
             # Not silently without a part of it.
             with pytest.raises(AutogradError):
-                weft.autograd.grad(inner, first * second, value, create_graph=True)
+                torchweft.autograd.grad(inner, first * second, value, create_graph=True)
         # Nothing of that has broken the outer one.
-        assert weft.autograd.grad(outer, slope.sum(), value)[0].shape == (3,)
+        assert torchweft.autograd.grad(outer, slope.sum(), value)[0].shape == (3,)
 
 
 @pytest.mark.parametrize("path", [(FIRST,), (FIRST, SECOND), (SECOND, DRIVER)])
 def test_a_function_that_can_only_be_differentiated_once(path: tuple[str, ...]) -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 1
         total = called_along(path, functions.once_only, value).pow(2).sum()
-        (slope,) = weft.autograd.grad(context_id, total, value, create_graph=True)
+        (slope,) = torchweft.autograd.grad(context_id, total, value, create_graph=True)
         with pytest.raises(AutogradError, match="once_differentiable") as caught:
-            weft.autograd.backward(context_id, [slope.sum()])
+            torchweft.autograd.backward(context_id, [slope.sum()])
     assert caught.value.worker == path[-1]
     assert caught.value.operation
 
@@ -166,15 +166,15 @@ def called_along(path: tuple[str, ...], function: Callable[[Tensor], Tensor], va
 
 @pytest.mark.parametrize("path", [(FIRST,), (FIRST, SECOND), (SECOND, DRIVER)])
 def test_an_error_in_the_second_pass_names_worker_and_operation(path: tuple[str, ...]) -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 1
         result = called_along(path, functions.broken_at_second, value)
         other = rpc.rpc_sync(SECOND, functions.layer, (value,))
         total = (result * other).sum()
-        (slope,) = weft.autograd.grad(context_id, total, value, create_graph=True)
+        (slope,) = torchweft.autograd.grad(context_id, total, value, create_graph=True)
         for end in (
-            lambda: weft.autograd.grad(context_id, slope.prod(), value, retain_graph=True),
-            lambda: weft.autograd.backward(context_id, [slope.prod()], retain_graph=True),
+            lambda: torchweft.autograd.grad(context_id, slope.prod(), value, retain_graph=True),
+            lambda: torchweft.autograd.backward(context_id, [slope.prod()], retain_graph=True),
         ):
             with pytest.raises(AutogradError, match="no slope here") as caught:
                 end()
@@ -182,11 +182,11 @@ def test_an_error_in_the_second_pass_names_worker_and_operation(path: tuple[str,
             assert isinstance(caught.value.__cause__, ArithmeticError)
         # The context goes on.
         good = rpc.rpc_sync(FIRST, functions.layer, (value,)).sum()
-        assert weft.autograd.grad(context_id, good, value)[0].shape == (3,)
+        assert torchweft.autograd.grad(context_id, good, value)[0].shape == (3,)
 
 
 def test_an_error_within_the_pass_of_a_callee_comes_to_the_caller() -> None:
-    with weft.autograd.context():
+    with torchweft.autograd.context():
         value = functions.parameter("x") * 1
         arguments = (SECOND, autograd_functions.broken, value)
         with pytest.raises(AutogradError, match="no slope here") as caught:
@@ -195,10 +195,10 @@ def test_an_error_within_the_pass_of_a_callee_comes_to_the_caller() -> None:
 
 
 def test_a_plain_pass_into_a_gradient_says_what_to_call() -> None:
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 1
         result = rpc.rpc_sync(FIRST, functions.layer, (value,))
-        (slope,) = weft.autograd.grad(context_id, result.prod(), value, create_graph=True)
-        with pytest.raises(RuntimeError, match=r"weft\.autograd"):
+        (slope,) = torchweft.autograd.grad(context_id, result.prod(), value, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"torchweft\.autograd"):
             slope.sum().backward()
-        assert weft.autograd.grad(context_id, slope.sum(), value)[0].shape == (3,)
+        assert torchweft.autograd.grad(context_id, slope.sum(), value)[0].shape == (3,)

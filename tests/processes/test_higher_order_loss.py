@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-import weft
+import torchweft
 from tests.processes import autograd_functions
 from tests.processes import higher_order_functions as functions
-from weft import rpc
-from weft.errors import AutogradError, WorkerLost
-from weft.launch import Nursery, cluster
+from torchweft import rpc
+from torchweft.errors import AutogradError, WorkerLost
+from torchweft.launch import Nursery, cluster
 
 PROMPT_S = 10.0
 FIRST, SECOND = "worker0", "worker1"
@@ -30,7 +30,10 @@ def await_no_part(worker: str) -> None:
 def test_the_worker_that_dies_in_the_second_pass_is_named(
     nursery: Nursery, doomed: str, way: str
 ) -> None:
-    with cluster(workers=2, nursery=nursery, check=False), weft.autograd.context() as context_id:
+    with (
+        cluster(workers=2, nursery=nursery, check=False),
+        torchweft.autograd.context() as context_id,
+    ):
         value = functions.parameter("x") * 1
         other = rpc.rpc_sync(FIRST, functions.layer, (value,))
         arguments: tuple[Any, ...] = (SECOND, functions.fatal_at_second, value)
@@ -39,10 +42,10 @@ def test_the_worker_that_dies_in_the_second_pass_is_named(
         else:
             result = rpc.rpc_sync(FIRST, autograd_functions.pass_to, arguments)
         total = (result * other).sum()
-        (slope,) = weft.autograd.grad(context_id, total, value, create_graph=True)
+        (slope,) = torchweft.autograd.grad(context_id, total, value, create_graph=True)
         start_s = time.monotonic()
         wanted = {"grad": [value], "backward": []}[way]
-        start = weft.autograd.grad if wanted else weft.autograd.backward
+        start = torchweft.autograd.grad if wanted else torchweft.autograd.backward
         with pytest.raises(AutogradError, match="is lost") as caught:
             start(context_id, [slope.prod()], *wanted, create_graph=True)
         assert caught.value.worker == doomed
@@ -53,7 +56,7 @@ def test_the_worker_that_dies_in_the_second_pass_is_named(
 
 
 def test_a_worker_that_dies_in_the_pass_of_a_callee_is_named(nursery: Nursery) -> None:
-    with cluster(workers=2, nursery=nursery, check=False), weft.autograd.context():
+    with cluster(workers=2, nursery=nursery, check=False), torchweft.autograd.context():
         value = functions.parameter("x") * 1
         arguments = (SECOND, autograd_functions.fatal, value)
         start_s = time.monotonic()
@@ -66,16 +69,19 @@ def test_a_worker_that_dies_in_the_pass_of_a_callee_is_named(nursery: Nursery) -
 
 
 def test_the_graph_of_a_worker_that_is_lost_is_told_at_the_next_pass(nursery: Nursery) -> None:
-    with cluster(workers=2, nursery=nursery, check=False), weft.autograd.context() as context_id:
+    with (
+        cluster(workers=2, nursery=nursery, check=False),
+        torchweft.autograd.context() as context_id,
+    ):
         value = functions.parameter("x")
         result = rpc.rpc_sync(FIRST, functions.layer, (value,))
         good = rpc.rpc_sync(SECOND, functions.layer, (value,))
-        (slope,) = weft.autograd.grad(context_id, result.prod(), value, create_graph=True)
+        (slope,) = torchweft.autograd.grad(context_id, result.prod(), value, create_graph=True)
         with pytest.raises(WorkerLost):
             rpc.rpc_sync(FIRST, autograd_functions.die)
         with pytest.raises(AutogradError, match="is lost") as caught:
-            weft.autograd.grad(context_id, slope.sum(), value)
+            torchweft.autograd.grad(context_id, slope.sum(), value)
         assert caught.value.worker == FIRST
         # What does not go through it still works, and its gradients too.
-        (slope,) = weft.autograd.grad(context_id, good.prod(), value, create_graph=True)
-        assert weft.autograd.grad(context_id, slope.sum(), value)[0].shape == (3,)
+        (slope,) = torchweft.autograd.grad(context_id, good.prod(), value, create_graph=True)
+        assert torchweft.autograd.grad(context_id, slope.sum(), value)[0].shape == (3,)

@@ -13,19 +13,19 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.processes import functions
 from tests.processes.functions import wait_until
-from weft import rpc
-from weft.agent.current import current
-from weft.errors import (
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.errors import (
     ConfigurationError,
     NotInitialized,
     ReferenceGone,
     RendezvousTimeout,
     WeftError,
 )
-from weft.rpc import entering
-from weft.rpc.joining import join_group
-from weft.secret import Secret
-from weft.transport import addresses
+from torchweft.rpc import entering
+from torchweft.rpc.joining import join_group
+from torchweft.secret import Secret
+from torchweft.transport import addresses
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ from weft.transport import addresses
         ({"init_timeout": 0}, "init_timeout is 0"),
         ({"init_timeout": None}, "init_timeout is None"),
         ({"init_method": "udp://here"}, "'udp://here' is unknown; use env://"),
-        ({"init_method": "env://"}, "MASTER_ADDR and MASTER_PORT not set.*weft run"),
+        ({"init_method": "env://"}, "MASTER_ADDR and MASTER_PORT not set.*torchweft run"),
         ({"init_method": "env://", "store": HashStore()}, "not both"),
         (
             {

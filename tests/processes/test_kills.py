@@ -1,6 +1,6 @@
 """SIGKILL during a call on one host, again and again: how soon the caller has its error.
 
-``WEFT_KILLS`` makes it a long run: 100 give a distribution.
+``WEFT_TEST_KILLS`` makes it a long run: 100 give a distribution.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 
 from tests.processes import far_workers as far
 from tests.processes.open_workers import OpenWorkers
-from weft.errors import WorkerLost
+from torchweft.errors import WorkerLost
 
-KILLS = int(os.environ.get("WEFT_KILLS", "10"))
+KILLS = int(os.environ.get("WEFT_TEST_KILLS", "10"))
 AT_ONCE_S = 0.1
 
 

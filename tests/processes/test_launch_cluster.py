@@ -1,22 +1,29 @@
-"""``weft.cluster``: worker processes around the test, forked from one warm process."""
+"""``torchweft.cluster``: worker processes around the test, forked from one warm process."""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from weft import rpc
-from weft.errors import ConfigurationError, LaunchError
-from weft.launch import Cluster, Nursery, cluster, local_cluster
-from weft.launch.job import program_job
+from torchweft import rpc
+from torchweft.agent import deaths
+from torchweft.errors import ConfigurationError, LaunchError, ShutdownError, WorkerLost
+from torchweft.launch import Cluster, Nursery, cluster, leave_watch, local_cluster
+from torchweft.launch.job import program_job
+from torchweft.launch.nursery import WARM_MODULES
 
 PROMPT_S = 2.0
 LIMIT_S = 20.0
@@ -54,10 +61,12 @@ def say(text: str) -> None:
     print(text.upper(), file=sys.stderr)
 
 
-def draw() -> tuple[float, int]:
+def draw() -> tuple[float, float, float]:
+    import random
+
     import numpy
 
-    return float(numpy.random.random()), torch.get_num_threads()
+    return random.random(), float(numpy.random.random()), float(torch.rand(()))
 
 
 def test_caller_and_workers_call_each_other(nursery: Nursery) -> None:
@@ -79,11 +88,26 @@ def test_one_cluster_after_the_other(nursery: Nursery) -> None:
             assert rpc.rpc_sync("trainer", call_back, args=("me",))[0] == "me"
 
 
-def test_forked_workers_differ_where_they_must(nursery: Nursery) -> None:
-    with cluster(workers=2, nursery=nursery):
-        (first, threads), (second, _) = (rpc.rpc_sync(f"worker{rank}", draw) for rank in (0, 1))
-    assert first != second
+def test_workers_draw_different_numbers(nursery: Nursery) -> None:
+    drawn = []
+    for _ in range(2):
+        with cluster(workers=2, nursery=nursery):
+            drawn += [rpc.rpc_sync(f"worker{rank}", draw) for rank in (0, 1)]
+            threads = rpc.rpc_sync("worker1", torch.get_num_threads)
+    assert len({number for numbers in drawn for number in numbers}) == 12
     assert threads == int(os.environ["OMP_NUM_THREADS"])
+
+
+def test_a_seed_makes_different_numbers_reproducible() -> None:
+    state = torch.get_rng_state()
+    drawn = []
+    # Of the second nursery, nothing is imported when its workers begin.
+    for preload in (WARM_MODULES, ()):
+        with Nursery(preload=preload) as own, cluster(workers=2, nursery=own, seed=3):
+            drawn.append([rpc.rpc_sync(f"worker{rank}", draw) for rank in (0, 1)])
+    assert drawn[0] == drawn[1]
+    assert len({number for numbers in drawn[0] for number in numbers}) == 6
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_output_appears_behind_the_workers_name(
@@ -112,6 +136,149 @@ def test_an_exception_in_the_block_is_seen_at_once(
     assert end_s - start_s < PROMPT_S
     assert are_gone(pids)
     assert capsys.readouterr().err == ""
+
+
+def compute_for_ever() -> None:
+    while True:
+        sum(range(1000))
+
+
+def hold_the_interpreter() -> None:
+    ctypes.PyDLL(None).pause()
+
+
+def end_never() -> None:
+    atexit.register(threading.Event().wait)
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leave_watch, "SAY_S", 0.3)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.usefixtures("_impatient")
+def test_what_is_stuck_is_named_with_its_stack_and_killed(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str], restarts: int
+) -> None:
+    terms: Any = {"nursery": nursery, "restarts": restarts}
+    group = cluster(workers=2, leave_timeout=1.0, **terms).start()
+    pids = list(group.pids.values())
+    rpc.rpc_async("worker1", compute_for_ever, timeout=0)
+    start_s = time.monotonic()
+    with pytest.raises(ShutdownError, match=r"not be left within 1 s: worker 'worker1' runs "):
+        group.close()
+    assert time.monotonic() - start_s < 1.0 + PROMPT_S
+    assert are_gone(pids)
+    told = capsys.readouterr().err
+    runs = f"worker 'worker1' runs {__name__}.compute_for_ever, called by 'driver', since "
+    assert f" s: {runs}" in told.splitlines()[0]
+    assert told.splitlines()[0].startswith("weft: still leaving the cluster after ")
+    assert "in compute_for_ever\n    " in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_worker_that_cannot_say_what_it_does_is_named_too(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        pytest.raises(ShutdownError, match=r"'worker0' does not say what it is doing") as caught,
+        cluster(workers=2, leave_timeout=0.5, nursery=nursery),
+    ):
+        rpc.rpc_async("worker0", hold_the_interpreter, timeout=0)
+    assert caught.value.missing == ("worker0",)
+    assert "in hold_the_interpreter\n" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_worker_whose_process_does_not_end_is_named(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        pytest.raises(LaunchError, match=r"'worker1' did not end within 1 s of the shutdown"),
+        cluster(workers=2, leave_timeout=1.0, nursery=nursery),
+    ):
+        rpc.rpc_sync("worker1", end_never)
+    told = capsys.readouterr().err
+    assert "'worker1' has left the group, but its process has not ended\n" in told
+    assert "in _end_at_once\n" in told
+
+
+def log(text: str) -> None:
+    logging.getLogger("of.worker").info(text)
+
+
+def test_workers_log_as_the_caller_does(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s of %(name)s: %(message)s"))
+    root, level = logging.getLogger(), logging.getLogger().level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        with cluster(workers=1, nursery=nursery):
+            rpc.rpc_sync("worker0", log, args=("hello",))
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+    assert "[worker0] INFO of of.worker: hello\n" in capsys.readouterr().err
+
+
+def look_around() -> tuple[str, int, str, str]:
+    return (
+        os.environ["LOCAL_RANK"],
+        torch.get_num_threads(),
+        os.environ["FLAVOUR"],
+        os.environ["PREPARED"],
+    )
+
+
+def test_workers_are_made_ready_before_they_serve(nursery: Nursery) -> None:
+    flavours = {name: {"FLAVOUR": name.upper()} for name in ("ps", "trainer")}
+    greeting = "hello"
+
+    def setup() -> None:  # not at the top of a module, and with a value of its surroundings
+        os.environ["PREPARED"] = f"{greeting} {os.environ['WEFT_WORKER_NAME']}"
+
+    with cluster(
+        names=["ps", "trainer"],
+        nursery=nursery,
+        env=flavours,
+        setup=setup,
+        threads=3,
+        devices="cpu",
+    ):
+        assert rpc.rpc_sync("ps", look_around) == ("0", 3, "PS", "hello ps")
+        assert rpc.rpc_sync("trainer", look_around) == ("1", 3, "TRAINER", "hello trainer")
+
+
+@pytest.mark.parametrize("restarts", [0, 5])
+def test_a_setup_that_fails_is_the_cause(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str], restarts: int
+) -> None:
+    def setup() -> None:
+        if os.environ["WEFT_WORKER_NAME"] == "worker1":
+            raise KeyError("no such data set")
+
+    group = cluster(workers=2, nursery=nursery, setup=setup, restarts=restarts)
+    with pytest.raises(LaunchError, match=r"setup of worker 'worker1' failed: KeyError") as caught:
+        group.start()
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert (caught.value.worker, caught.value.exit_code) == ("worker1", 1)
+    assert capsys.readouterr().err == ""
+    assert group.pids == {}
+
+
+def test_a_setup_that_does_not_end_is_named(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = rpc.RpcBackendOptions(init_timeout=1.0)
+    group = cluster(workers=1, nursery=nursery, setup=compute_for_ever, rpc_backend_options=options)
+    with pytest.raises(LaunchError, match=r"'worker0' has not joined within 1 s, and its setup="):
+        group.start()
+    assert "in compute_for_ever\n" in capsys.readouterr().err
 
 
 def kill_one(group: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,10 +310,19 @@ def test_a_worker_that_dies_is_named_at_once_and_at_the_end(
 
 
 def test_a_death_that_is_expected_is_no_error(
-    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+    nursery: Nursery, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(deaths, "WAIT_S", LIMIT_S)
     with cluster(workers=2, nursery=nursery, check=False) as group:
+        waiting = rpc.rpc_async("worker1", time.sleep, args=(60,))
         kill_one(group, capsys)
+        with pytest.raises(WorkerLost, match=r": it was killed by SIGKILL"):
+            waiting.wait()
+        waiting = rpc.rpc_async("worker0", time.sleep, args=(60,))
+        rpc.rpc_async("worker0", os._exit, args=(3,))
+        with pytest.raises(WorkerLost, match=r": it ended with exit code 3"):
+            waiting.wait()
+    capsys.readouterr()
 
 
 def test_a_worker_that_never_joins_fails_the_start(
@@ -176,7 +352,7 @@ def test_workers_end_with_a_caller_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import signal\n"
-        "from weft.launch import cluster\n"
+        "from torchweft.launch import cluster\n"
         "with cluster(workers=2) as group:\n"
         "    print(*group.pids.values(), flush=True)\n"
         "    signal.pause()\n"

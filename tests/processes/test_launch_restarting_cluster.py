@@ -1,4 +1,4 @@
-"""``weft.cluster(restarts=...)``: workers are killed, come back and are called again."""
+"""``torchweft.cluster(restarts=...)``: workers are killed, come back and are called again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft import knobs, rpc
-from weft.errors import ConfigurationError, LaunchError, RendezvousTimeout, WorkerLost
-from weft.launch import Cluster, Nursery, cluster
+from torchweft import knobs, rpc
+from torchweft.errors import ConfigurationError, LaunchError, RendezvousTimeout, WorkerLost
+from torchweft.launch import Cluster, Nursery, cluster
 
 PROMPT_S = 2.0
 
@@ -53,12 +53,14 @@ def kill(group: Cluster, name: str) -> None:
 def test_a_killed_worker_comes_back_and_is_called_again(
     nursery: Nursery, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with cluster(workers=2, nursery=nursery, restarts=2) as group:
+    with cluster(workers=2, nursery=nursery, restarts=2, seed=1) as group:
         other = life_of("worker1")
+        drawn = rpc.rpc_sync("worker0", torch.rand, args=(4,))
         for count in (1, 2):
             kill(group, "worker0")
             group.wait_for("worker0", 20.0)
             assert life_of("worker0") == (count, group.pids["worker0"])
+            assert torch.equal(rpc.rpc_sync("worker0", torch.rand, args=(4,)), drawn)
             # From the worker that stayed, and from the new one.
             assert rpc.rpc_sync("worker1", life_of, args=("worker0",))[0] == count
             assert rpc.rpc_sync("worker0", life_of, args=("worker1",)) == other
@@ -94,17 +96,23 @@ def test_a_worker_that_dies_too_often_is_not_waited_for(nursery: Nursery) -> Non
     assert (caught.value.worker, caught.value.exit_code) == ("worker0", -signal.SIGKILL)
 
 
-def test_closing_does_not_wait_for_a_restart(nursery: Nursery) -> None:
+def test_closing_does_not_wait_for_a_restart(
+    nursery: Nursery, caplog: pytest.LogCaptureFixture
+) -> None:
     with (
         knobs.RESTART_BACKOFF_S.override(1000.0),
         knobs.RESTART_BACKOFF_LIMIT_S.override(1000.0),
         cluster(workers=2, nursery=nursery, restarts=1) as group,
     ):
         kill(group, "worker1")
-        with pytest.raises(RendezvousTimeout, match=r"'worker1' did not join within 0\.1 s"):
+        with (
+            knobs.WAIT_NOTICE_S.override(0.05),
+            pytest.raises(RendezvousTimeout, match=r"'worker1' did not join within 0\.1 s"),
+        ):
             group.wait_for("worker1", 0.1)
         start_s = time.monotonic()
     assert time.monotonic() - start_s < PROMPT_S
+    assert "the cluster has waited 0 s for worker 'worker1' to join" in caplog.messages
 
 
 def test_an_exception_in_the_block_ends_the_workers_at_once(nursery: Nursery) -> None:

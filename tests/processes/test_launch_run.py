@@ -1,4 +1,4 @@
-"""``weft run`` as a person uses it; the scripts do without torch, so that they start at once."""
+"""``torchweft run`` as a person uses it; the scripts import no torch and start at once."""
 
 from __future__ import annotations
 
@@ -64,12 +64,29 @@ def test_a_worker_that_fails_ends_the_run_and_its_traceback_comes_last(start: St
     """
     status, _, err = finish(start(body))
     assert status == 1
-    at_once = next(line for line in err if line.startswith("weft run:"))
+    at_once = next(line for line in err if line.startswith("torchweft run:"))
     assert "worker 'worker1' (rank 1, pid " in at_once
     assert at_once.endswith(" s; ending the other 2")
+    # The traceback has just been shown, and is not shown again.
+    assert err.count("[worker1] Traceback (most recent call last):") == 1
+    assert sum("Traceback" in line for line in err) == 1
+    assert "worker 'worker1' (rank 1, pid " in err[-1]
+    assert "ended with exit code 1 after " in err[-1]
+    assert err[-1].endswith(" s: ValueError: boom")
+
+
+def test_a_traceback_that_is_out_of_view_comes_last(start: Start) -> None:
+    body = """
+    ready = __file__ + ".ready"
+    if os.environ["RANK"] == "1":
+        while not os.path.exists(ready): pass
+        raise ValueError("boom")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("a line\\n" * 20))
+    open(ready, "w").close()
+    while True: signal.pause()
+    """
+    _, _, err = finish(start(body.replace("\\\\n", "\\n"), count=2))
     summary = next(index for index, line in enumerate(err) if line.endswith("its last lines:"))
-    assert "worker 'worker1' (rank 1, pid " in err[summary]
-    assert "ended with exit code 1" in err[summary]
     assert err[summary + 1] == "    Traceback (most recent call last):"
     assert err[-1] == "    ValueError: boom"
 
@@ -118,7 +135,7 @@ def test_ctrl_c_ends_even_workers_that_ignore_it(start: Start) -> None:
     wait_until_gone(pids, PROMPT_S)
     status, _, err = finish(process)
     assert status == 128 + signal.SIGINT
-    assert err[0] == "weft run: SIGINT, ending the workers"
+    assert err[0] == "torchweft run: SIGINT, ending the workers"
 
 
 def test_ctrl_c_lets_workers_tidy_up(start: Start) -> None:
@@ -212,3 +229,44 @@ def test_workers_meet_at_the_port_of_the_environment(start: Start) -> None:
                 time.sleep(0.01)
     """
     assert finish(start(body, count=2))[0] == 0
+
+
+def test_a_seed_makes_different_numbers_of_warm_workers_reproducible(start: Start) -> None:
+    body = """
+    import random
+    import numpy, torch
+    print(random.random(), float(numpy.random.random()), float(torch.rand(())))
+    """
+    status, first, _ = finish(start(body, "--warm", "--seed", "5", count=2))
+    assert status == 0
+    assert len({number for line in first for number in line.split()[1:]}) == 6
+    assert sorted(finish(start(body, "--warm", "--seed", "5", count=2))[1]) == sorted(first)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_those_who_fail_because_of_another_one_say_so_in_a_line(
+    start: Start, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    monkeypatch.setenv("WEFT_LAUNCH_GRACE_S", "20")
+    if is_full:
+        monkeypatch.setenv("WEFT_TRACEBACKS", "full")
+    body = """
+    from torchweft import rpc
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # They have the time to tell of their own error.
+    rpc.init_rpc()
+    if os.environ["RANK"] != "1":
+        waiting = rpc.rpc_async("worker1", time.sleep, args=(60,))
+        rpc.barrier()
+        waiting.wait()
+    rpc.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    status, _, err = finish(start(body, "--warm"), 40.0)
+    assert status == 128 + signal.SIGKILL
+    lost = [line for line in err if "worker 'worker1' (rank 1) is lost since " in line]
+    assert {line[:9] for line in lost} == {"[worker0]", "[worker2]"}
+    assert any("Traceback" in line for line in err) == is_full
+    if not is_full:
+        assert len(lost) == 2
+        assert all("] weft: this worker ends because of another one: " in line for line in lost)
+    assert "was killed by SIGKILL" in err[-1]

@@ -1,6 +1,6 @@
 """Workers on hosts of their own whose network fails: who is lost is so in time, nobody else is.
 
-``WEFT_LOSS_BYTES`` makes tensors on a bad network larger: 16 MiB take half a minute or so.
+``WEFT_TEST_LOSS_BYTES`` makes tensors on a bad network larger: 16 MiB take half a minute or so.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tests.processes.far_workers import FarWorkers, far_workers
 from tests.processes.functions import wait_until
 from tests.processes.hosts import Host, network
 from tests.processes.open_workers import OpenWorkers
-from weft.errors import ConfigurationError, ShutdownError, WorkerLost
+from torchweft.errors import ConfigurationError, ShutdownError, WorkerLost
 
 pytestmark = pytest.mark.timeout(90)
 
 DETECTION_S = 2.0
 AT_ONCE_S = 0.1
 MTU_BYTES = 32_000
-LARGEST_BYTES = int(os.environ.get("WEFT_LOSS_BYTES", str(4 << 20)))
+LARGEST_BYTES = int(os.environ.get("WEFT_TEST_LOSS_BYTES", str(4 << 20)))
 
 
 @pytest.fixture(scope="module")
@@ -302,5 +302,5 @@ def test_a_worker_that_others_reach_needs_a_secret(
         workers.callback(warm.kill, "alone")
         warm.do("alone", far.enter, hosts[0].namespace)
         told = {"listen": hosts[0].address, "init_method": f"file://{tmp_path}/store"}
-        with pytest.raises(ConfigurationError, match=r"no secret.*weft secret new FILE"):
+        with pytest.raises(ConfigurationError, match=r"no secret.*torchweft secret new FILE"):
             warm.do("alone", far.join, "", {}, 0, 1, told)

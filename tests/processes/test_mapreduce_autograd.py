@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft
 from tests.processes import mapreduce_autograd_functions as functions
-from weft import mapreduce, rpc
-from weft.errors import ArgumentTypeError, AutogradError
-from weft.launch import Cluster, Nursery
-from weft.mapreduce import autograd
+from torchweft import mapreduce, rpc
+from torchweft.errors import ArgumentTypeError, AutogradError
+from torchweft.launch import Cluster, Nursery
+from torchweft.mapreduce import autograd
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
 
 @pytest.fixture(scope="module")
 def workers(nursery: Nursery) -> Iterator[Cluster]:
-    with weft.cluster(workers=2, nursery=nursery) as group:
+    with torchweft.cluster(workers=2, nursery=nursery) as group:
         yield group
 
 

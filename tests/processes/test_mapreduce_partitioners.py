@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.processes.mapreduce_functions_p import cubes, half_of, workers_of
-from weft import autograd, rpc
-from weft.launch import Cluster
-from weft.mapreduce.partitioners import (
+from torchweft import autograd, rpc
+from torchweft.launch import Cluster
+from torchweft.mapreduce.partitioners import (
     TensorDimensionPartitioner,
     batch_partitioner,
     dim_partitioner,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-import weft
+import torchweft
 from tests.processes.conftest import options
 from tests.processes.functions import wait_until
 from tests.processes.mapreduce_functions_d import never_on
-from weft import mapreduce
-from weft.launch import Nursery
-from weft.mapreduce.display import stragglers
+from torchweft import mapreduce
+from torchweft.launch import Nursery
+from torchweft.mapreduce.display import stragglers
 
 OFTEN_S = 0.01
 
@@ -35,7 +35,7 @@ def test_a_slow_worker_is_named_and_then_its_loss(
     monkeypatch.setattr(stragglers, "LEAST_S", 0.0)
     out = io.StringIO()
     with (
-        weft.cluster(
+        torchweft.cluster(
             workers=2, nursery=nursery, rpc_backend_options=options(), check=False
         ) as group,
         mapreduce.progress(label="step", out=out, interval_s=OFTEN_S) as shown,

@@ -29,7 +29,7 @@ LIMIT_S = 80.0
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 STARTS = {
     "torchrun": (*TORCHRUN, "3"),
-    "weft run": ("-m", "weft", "run", "-n", "2"),
+    "torchweft run": ("-m", "torchweft", "run", "-n", "2"),
 }
 
 Answers = dict[str, list[dict[str, Any]]]

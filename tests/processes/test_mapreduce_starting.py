@@ -19,7 +19,7 @@ PROMPT_S = 20.0
 """How soon all must have ended once one has; the limits of Weft's own waits are beyond it."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-WEFT_RUN = ("-m", "weft", "run", "-n", "2", "--names", "trainer,helper")
+WEFT_RUN = ("-m", "torchweft", "run", "-n", "2", "--names", "trainer,helper")
 LAUNCHED = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
 Process = subprocess.Popen[str]
@@ -32,8 +32,8 @@ Ended = tuple[int, str, str]
 SAMPLE = """
 import os, sys
 import torch
-import weft.mapreduce.world as todist
-from weft import rpc
+import torchweft.mapreduce.world as todist
+from torchweft import rpc
 
 def say(*words):
     # In one piece: print writes each word by itself where output is not buffered.
@@ -67,9 +67,9 @@ if __name__ == "__main__":
 # Rank 2 returns at once; rank 1 raises while rank 0 waits for it.
 FAILING = """
 import atexit, sys, threading, time
-import weft.mapreduce.world as todist
-from weft import rpc
-from weft.errors import WorkerLost
+import torchweft.mapreduce.world as todist
+from torchweft import rpc
+from torchweft.errors import WorkerLost
 
 is_called = threading.Event()
 
@@ -102,8 +102,8 @@ main()
 # All but one return at once, and wait at their exit; that one says its number and goes on.
 STAYING = """
 import atexit, os, sys, threading
-import weft.mapreduce.world as todist
-from weft import rpc
+import torchweft.mapreduce.world as todist
+from torchweft import rpc
 
 @todist.auto_init_rpc(rpc_backend_options=rpc.RpcBackendOptions(init_method=sys.argv[1]))
 def main():

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes import mapreduce_functions_m as parts
-from weft import mapreduce
-from weft.launch import Cluster
-from weft.mapreduce import autograd
+from torchweft import mapreduce
+from torchweft.launch import Cluster
+from torchweft.mapreduce import autograd
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 LIMIT_S = 30.0

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-import weft
+import torchweft
 from tests.processes import mapreduce_functions_m as parts
 from tests.processes.conftest import options
 from tests.processes.mapreduce_gradients import (
     map_and_check,
     on,
 )
-from weft import knobs, mapreduce, rpc
-from weft.errors import NotAllowed
-from weft.launch import Cluster, Nursery
+from torchweft import knobs, mapreduce, rpc
+from torchweft.errors import NotAllowed, SerializationError
+from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 WORKERS = ("worker0", "worker1")
@@ -29,7 +29,7 @@ WORKERS = ("worker0", "worker1")
 @pytest.mark.parametrize("fan_out", [1, 2, 3])
 def test_gradients_along_a_tree(nursery: Nursery, fan_out: int) -> None:
     with (
-        weft.cluster(workers=5, nursery=nursery, rpc_backend_options=options()) as five,
+        torchweft.cluster(workers=5, nursery=nursery, rpc_backend_options=options()) as five,
         knobs.FAN_OUT.override(fan_out),
     ):
         for name in five.names:
@@ -42,21 +42,19 @@ def test_gradients_along_a_tree(nursery: Nursery, fan_out: int) -> None:
 # Workers that do not take everything
 
 
-@pytest.fixture(params=["allow-list", "strict", "both"])
+@pytest.fixture(params=["allow-list", "strict"])
 def careful(request: pytest.FixtureRequest, nursery: Nursery) -> Iterator[Cluster]:
-    how: dict[str, Any] = {}
-    if request.param != "strict":
-        how["allowed_modules"] = (parts.__name__, "torch")
-    if request.param != "allow-list":
-        how["strict"] = True
-    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options(**how)) as group:
+    how: dict[str, Any] = {"allowed_modules": (parts.__name__, "torch")}
+    if request.param == "strict":
+        how = {"strict": True, "callables": (parts.squares,)}
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options(**how)) as group:
         yield group
 
 
 def test_careful_workers(careful: Cluster) -> None:
     weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(6, 3, dtype=torch.float64)
-    with knobs.FAN_OUT.override(1), weft.autograd.context() as context_id:
+    with knobs.FAN_OUT.override(1), torchweft.autograd.context() as context_id:
         loss = mapreduce.remote_sync_call(
             parts.squares,
             args=(mapreduce.broadcast({"matrix": weight}), rows),
@@ -65,18 +63,21 @@ def test_careful_workers(careful: Cluster) -> None:
             ),
             reducer=mapreduce.mean_reducer,
         )
-        weft.autograd.backward(context_id, [loss])
-        found = weft.autograd.get_gradients(context_id)[weight]
+        torchweft.autograd.backward(context_id, [loss])
+        found = torchweft.autograd.get_gradients(context_id)[weight]
     (expected,) = torch.autograd.grad((rows @ weight.T).square().sum() / 6, weight)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_an_object_is_no_way_around_an_allow_list(nursery: Nursery) -> None:
-    restricted = options(allowed_modules=("torch",))  # type: ignore[arg-type]
-    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=restricted):
+@pytest.mark.parametrize(
+    "how", [{"allowed_modules": ("torch",)}, {"strict": True}], ids=["allow-list", "strict"]
+)
+def test_an_object_is_no_way_around_a_restriction(nursery: Nursery, how: dict[str, Any]) -> None:
+    restricted = options(**how)
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=restricted):
         for workers in (WORKERS, ("worker0",)):
             for function in (parts.double, os.path.exists, lambda value: value):
-                with pytest.raises(NotAllowed):
+                with pytest.raises((NotAllowed, SerializationError)):
                     mapreduce.remote_sync_call(
                         function, args=(torch.ones(6, 2),), partitioner=on(*workers)
                     )

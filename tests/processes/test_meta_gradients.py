@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-import weft
+import torchweft
 from tests.processes import meta_gradient_functions as functions
 from tests.processes.conftest import options
 from tests.processes.meta_gradient_checks import by_map, check, flat, nothing_kept, single_process
 from tests.processes.meta_gradient_functions import NOBODY, Inner
-from weft import knobs, mapreduce
-from weft.launch import Cluster, Nursery
+from torchweft import knobs, mapreduce
+from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 WORKERS = ("worker0", "worker1", "worker2")
@@ -33,7 +33,7 @@ every_fan_out = pytest.mark.parametrize("fan_out", [1, 4])
 
 @pytest.fixture(scope="module")
 def shared_three(nursery: Nursery) -> Iterator[Cluster]:
-    with weft.cluster(workers=3, nursery=nursery, rpc_backend_options=options()) as group:
+    with torchweft.cluster(workers=3, nursery=nursery, rpc_backend_options=options()) as group:
         yield group
 
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import weft
+import torchweft
 from tests.processes import autograd_functions
 from tests.processes import meta_gradient_functions as functions
 from tests.processes.conftest import options
 from tests.processes.meta_gradient_checks import EXACT, by_map, check, difference, nothing_kept
 from tests.processes.meta_gradient_functions import Death, Doom, Inner
-from weft import knobs, mapreduce, rpc
-from weft.errors import WorkerLost
-from weft.launch import Cluster, Nursery
-from weft.mapreduce.observers import observers
+from torchweft import knobs, mapreduce, rpc
+from torchweft.errors import WorkerLost
+from torchweft.launch import Cluster, Nursery
+from torchweft.mapreduce.observers import observers
 
 WORKERS = FIRST, SECOND, THIRD = ("worker0", "worker1", "worker2")
 ACROSS = 1e-10
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[tuple[tuple[str, str], ...], int, Any]] = {
 def three(nursery: Nursery, victims: Sequence[str] = ()) -> Iterator[Cluster]:
     """Three workers, of whom the survivors keep nothing."""
     with (
-        weft.cluster(
+        torchweft.cluster(
             workers=3, nursery=nursery, rpc_backend_options=options(), check=False
         ) as group,
         nothing_kept(group, victims),
@@ -193,7 +193,7 @@ def test_it_dies_before_gradients_of_gradients_are_computed(
     )
     doom = Doom(str(tmp_path), (Death(SECOND, point),))
     with three(nursery, [SECOND]):
-        with weft.autograd.context() as context_id:
+        with torchweft.autograd.context() as context_id:
             error = mapreduce.remote_sync_call(
                 functions.mean_query_error,
                 args=(model, seeds, True, doom),
@@ -218,7 +218,7 @@ def test_nobody_is_left(nursery: Nursery, tmp_path: Path, way: str) -> None:
     leaves = list(model.parameters())
     for leaf in leaves:
         leaf.grad = torch.ones_like(leaf)
-    with three(nursery, [FIRST]), weft.autograd.context() as context_id:
+    with three(nursery, [FIRST]), torchweft.autograd.context() as context_id:
         error = mapreduce.remote_sync_call(
             functions.mean_query_error,
             args=(model, torch.arange(8), True, doom),

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft
 from tests.processes import meta_gradient_functions as functions
 from tests.processes.conftest import options
-from weft import knobs, mapreduce, rpc
-from weft.agent.links import Traffic
-from weft.launch import Cluster, Nursery
+from torchweft import knobs, mapreduce, rpc
+from torchweft.agent.links import Traffic
+from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 WORKERS = ("worker0", "worker1", "worker2")
@@ -46,7 +46,7 @@ def three(request: pytest.FixtureRequest, nursery: Nursery) -> Iterator[Cluster]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in WAYS[request.param].items():
             patch.setenv(name, value)
-        with weft.cluster(workers=3, nursery=nursery, rpc_backend_options=options()) as group:
+        with torchweft.cluster(workers=3, nursery=nursery, rpc_backend_options=options()) as group:
             yield group
 
 
@@ -93,7 +93,7 @@ def test_a_meta_step(three: Cluster, fan_out: int, way: str) -> None:
     model = large_network()
     size_bytes = sum(parameter.nbytes for parameter in model.parameters())
     names = [three.name, *three.names]
-    with knobs.FAN_OUT.override(fan_out), weft.autograd.context() as context_id:
+    with knobs.FAN_OUT.override(fan_out), torchweft.autograd.context() as context_id:
         before = traffic(names)
         error = mapreduce.remote_sync_call(
             error_after_a_step,

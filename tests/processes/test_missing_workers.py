@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
 
 import pytest
 
 from tests.processes import far_workers as far
 from tests.processes.far_workers import states_of_others, try_to_join
+from tests.processes.functions import wait_until
 from tests.processes.hosts import Host, network
 from tests.processes.open_workers import OpenWorkers
-from weft import secret
-from weft.errors import RendezvousTimeout
+from torchweft import secret
+from torchweft.errors import RendezvousTimeout
 
 TIMEOUT_S = 1.0
+LATE_S = 2.0
+"""So long an answer of the store may take when the time is up."""
 SLACK_S = 0.5
 """For a machine that has other things to do; a few milliseconds are usual."""
 
@@ -28,6 +34,7 @@ class Joiners:
     def __init__(self, folder: Path) -> None:
         self._warm = OpenWorkers(far.__name__)
         self._names: list[str] = []
+        self.pids: dict[str, int] = {}
         self.environment = {"WEFT_SECRET_FILE": str(folder / "secret")}
         secret.write_new(folder / "secret")
 
@@ -38,6 +45,7 @@ class Joiners:
         self._names.append(name)
         namespace, listen = (host.namespace, host.address) if host else ("", "127.0.0.1")
         told = {"init_method": method, "init_timeout": TIMEOUT_S, "listen": listen, **options}
+        self.pids[name] = self._warm.do(name, os.getpid)
         self._warm.begin(name, try_to_join, namespace, self.environment, rank, size, told)
         return name
 
@@ -99,6 +107,31 @@ def test_an_open_group_whose_host_is_missing(joiners: Joiners, tmp_path: Path) -
     assert isinstance(error, RendezvousTimeout)
     assert error.missing == (0,)
     assert elapsed_s < TIMEOUT_S + SLACK_S
+
+
+@pytest.mark.parametrize("size", [3, None])
+def test_the_host_of_the_store_is_stopped(
+    joiners: Joiners, tmp_path: Path, size: int | None
+) -> None:
+    method = method_of("tcp", tmp_path)
+    address = urlsplit(method)
+    assert address.hostname is not None
+    first = joiners.begin(0, 3, method, init_timeout=60)
+    with contextlib.ExitStack() as stack:
+        wait_until(lambda: is_heard(stack, address), lambda: "nobody hosts the store")
+    os.kill(joiners.pids[first], signal.SIGSTOP)
+    elapsed_s, error = joiners.result(joiners.begin(1, size, method))
+    assert isinstance(error, RendezvousTimeout)
+    assert f"at {address.netloc} does not answer" in str(error)
+    assert elapsed_s < TIMEOUT_S + LATE_S + SLACK_S
+
+
+def is_heard(stack: contextlib.ExitStack, address: SplitResult) -> bool:
+    try:
+        stack.enter_context(socket.create_connection((address.hostname, address.port)))
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 @pytest.fixture

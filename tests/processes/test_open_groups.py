@@ -14,8 +14,8 @@ import torch
 
 from tests.processes.functions import wait_until
 from tests.processes.open_workers import OpenWorkers
-from weft import rpc
-from weft.errors import (
+from torchweft import rpc
+from torchweft.errors import (
     DuplicateName,
     OwnerLost,
     RendezvousError,

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-import weft
-from weft import rpc
-from weft.autograd import backward, context
-from weft.errors import AutogradError, ConfigurationError, OptimizerError, SerializationError
-from weft.nn import RemoteModule
-from weft.optim import DistributedOptimizer, clip_grad_norm_
+import torchweft
+from torchweft import rpc
+from torchweft.autograd import backward, context
+from torchweft.errors import AutogradError, ConfigurationError, OptimizerError, SerializationError
+from torchweft.nn import RemoteModule
+from torchweft.optim import DistributedOptimizer, clip_grad_norm_
 
 # Each test shares the workers of the file; they connect to one another when they first talk.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -28,7 +28,7 @@ ROWS = 12
 
 @pytest.fixture(scope="module", autouse=True)
 def workers() -> Iterator[None]:
-    with weft.cluster(workers=2):
+    with torchweft.cluster(workers=2):
         yield
 
 

@@ -17,11 +17,11 @@ import torch
 from tests.processes import functions
 from tests.processes.conftest import WORKER_THREADS
 from tests.processes.functions import Tracked, wait_until
-from weft import rpc
-from weft.agent.current import current
-from weft.agent.references import ReferenceKeeper
-from weft.errors import CallTimeout, ConfigurationError, SerializationError
-from weft.launch import Cluster
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.agent.references import ReferenceKeeper
+from torchweft.errors import CallTimeout, ConfigurationError, SerializationError
+from torchweft.launch import Cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 EVERYBODY = ["driver", "worker0", "worker1"]

@@ -1,4 +1,4 @@
-"""``weft run --restarts``: workers are killed, and what is promised comes back."""
+"""``torchweft run --restarts``: workers are killed, and what is promised comes back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def told(err: list[str]) -> list[str]:
     """Returns what the launcher said, with what differs from run to run replaced."""
-    said = [line.removeprefix("weft run: ") for line in err if line.startswith("weft run: ")]
+    said = [
+        line.removeprefix("torchweft run: ") for line in err if line.startswith("torchweft run: ")
+    ]
     patterns = {
         r"^[-0-9]{10} [:0-9]{8}": "NOW",
         r"pid \d+": "pid N",
@@ -202,7 +204,7 @@ def test_restarts_leave_nothing_open_in_the_launcher(start: Start) -> None:
 REJOIN = """
 from pathlib import Path
 import torch
-from weft import rpc
+from torchweft import rpc
 
 def count():
     return int(os.environ["WEFT_RESTART_COUNT"])
@@ -252,3 +254,19 @@ def test_in_an_open_group_the_others_talk_to_who_came_back(
     status, out, err = finish(process, 40.0)
     assert status == 0, err
     assert sorted(out) == sorted(f"[worker{rank}] all met {int(rank == victim)}" for rank in pids)
+
+
+@pytest.mark.parametrize("scope", ["group", "worker"])
+def test_a_bug_that_fails_again_at_once_is_not_tried_three_times(start: Start, scope: str) -> None:
+    process = start("import nowhere_at_all", "--restarts", "3", "--restart", scope, *SOON, count=1)
+    status, _, err = finish(process)
+    assert status == 1
+    assert sum("ModuleNotFoundError" in line for line in err if line.startswith("[")) == 2
+    ended = "worker 'worker0' (rank 0, pid N) ended with exit code 1"
+    assert told(err)[-3:] == [
+        f"NOW: {ended} after N s; it failed as the last time, at once, and is not started again, "
+        "ending the run with exit code 1",
+        f"{'the group was' if scope == 'group' else 'workers were'} started again once; these had "
+        "died:",
+        f"NOW: {ended} after N s: ModuleNotFoundError: No module named 'nowhere_at_all'",
+    ]

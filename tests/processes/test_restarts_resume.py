@@ -1,4 +1,4 @@
-"""``weft run --restarts`` with a resumable loop: killed twice, and the result is the same."""
+"""``torchweft run --restarts`` with a resumable loop: killed twice, and the result is the same."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.timeout(120)
 TRAINING = """
 import json
 import torch
-from weft import autograd, checkpoint, rpc
-from weft.nn import RemoteModule
+from torchweft import autograd, checkpoint, rpc
+from torchweft.nn import RemoteModule
 
 LIFE = os.environ["WEFT_RESTART_COUNT"]
 snapshots, result, *deaths = sys.argv[1:]

@@ -31,7 +31,7 @@ TOLD = (
 def run(environment: dict[str, str]) -> tuple[int, str]:
     """Runs two workers that tell everything; returns the exit code and all that was said."""
     done = subprocess.run(
-        [sys.executable, "-m", "weft", "run", "-n", "2", str(PROGRAM)],
+        [sys.executable, "-m", "torchweft", "run", "-n", "2", str(PROGRAM)],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         timeout=LIMIT_S,

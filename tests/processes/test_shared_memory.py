@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import weft
-import weft.memory
+import torchweft
+import torchweft.memory
 from tests.processes import functions, shared_memory
 from tests.processes.shared_memory import (
     checksum,
@@ -18,10 +18,10 @@ from tests.processes.shared_memory import (
     tensor_of,
     way_of,
 )
-from weft import knobs, rpc
-from weft.channel.shm.pool import AT_ONCE_BYTES
-from weft.channel.table import ChannelKind
-from weft.launch import Cluster
+from torchweft import knobs, rpc
+from torchweft.channel.shm.pool import AT_ONCE_BYTES
+from torchweft.channel.table import ChannelKind
+from torchweft.launch import Cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -107,7 +107,7 @@ def test_ten_thousand_tensors_leave_nothing(group: Cluster) -> None:
 
 
 def test_both_sides_of_a_shared_tensor_see_what_either_writes(group: Cluster) -> None:
-    shared = weft.memory.share(torch.zeros(700, 100))
+    shared = torchweft.memory.share(torch.zeros(700, 100))
     assert (shared.shape, shared.dtype) == ((700, 100), torch.float32)
     for name in ("worker0", "worker1"):
         rpc.rpc_sync(name, shared_memory.keep, args=(shared,))
@@ -122,7 +122,7 @@ def test_both_sides_of_a_shared_tensor_see_what_either_writes(group: Cluster) ->
 
 
 def test_views_and_parts_of_shared_memory_are_shared(group: Cluster) -> None:
-    shared = weft.memory.shared_empty(100, 10_000, dtype=torch.int64).fill_(1)
+    shared = torchweft.memory.shared_empty(100, 10_000, dtype=torch.int64).fill_(1)
     rpc.rpc_sync("worker0", shared_memory.fill_slice, args=(shared[10:20], 7))
     expected = torch.ones(100, 10_000, dtype=torch.int64)
     expected[11:13] = 7
@@ -133,12 +133,12 @@ def test_views_and_parts_of_shared_memory_are_shared(group: Cluster) -> None:
 
 def test_shared_memory_lives_as_long_as_anybody_has_it(group: Cluster) -> None:
     no_loans("driver", "worker0")
-    shared = weft.memory.share(torch.ones(100_000))
+    shared = torchweft.memory.share(torch.ones(100_000))
     rpc.rpc_sync("worker0", shared_memory.keep, args=(shared,))
     resident_bytes = statistics().resident_bytes
     del shared
     assert statistics().loan_count == 1
-    others = [weft.memory.share(torch.zeros(100_000)) for _ in range(3)]
+    others = [torchweft.memory.share(torch.zeros(100_000)) for _ in range(3)]
     assert rpc.rpc_sync("worker0", shared_memory.checksum_of_kept, args=(0,)) == 100_000
     del others
     rpc.rpc_sync("worker0", shared_memory.drop_kept)
@@ -155,11 +155,11 @@ def test_shared_memory_lives_as_long_as_anybody_has_it(group: Cluster) -> None:
     "dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn]
 )
 def test_shared_tensors_of_every_dtype(group: Cluster, dtype: torch.dtype) -> None:
-    shared = weft.memory.share(torch.ones(3, 4).to(dtype))
+    shared = torchweft.memory.share(torch.ones(3, 4).to(dtype))
     assert shared.dtype == dtype
     back = rpc.rpc_sync("worker0", functions.identity, args=(shared,))
     assert torch.equal(back.to(torch.complex64), shared.to(torch.complex64))
-    assert weft.memory.shared_empty(0, 5, dtype=dtype).shape == (0, 5)
+    assert torchweft.memory.shared_empty(0, 5, dtype=dtype).shape == (0, 5)
 
 
 def test_shared_tensors_travel_as_copies_where_they_must(group: Cluster) -> None:

@@ -8,8 +8,8 @@ import signal
 import pytest
 import torch
 
-import weft
-import weft.memory
+import torchweft
+import torchweft.memory
 from tests.processes import functions, shared_memory
 from tests.processes.conftest import options
 from tests.processes.functions import wait_until
@@ -21,9 +21,9 @@ from tests.processes.shared_memory import (
     tensor_of,
     usable_ways,
 )
-from weft import knobs, rpc
-from weft.agent.current import current
-from weft.launch import Nursery
+from torchweft import knobs, rpc
+from torchweft.agent.current import current
+from torchweft.launch import Nursery
 
 SIZE = 1 << 20
 
@@ -34,21 +34,21 @@ SIZE = 1 << 20
 def test_a_worker_without_shared_memory_still_borrows(nursery: Nursery) -> None:
     with (
         knobs.SHM_LIMIT_BYTES.override(0),
-        weft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
+        torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
     ):
         sent = functions.make_tensor(SIZE)
         assert torch.equal(rpc.rpc_sync("worker0", functions.identity, args=(sent,)), sent)
         assert "SHM" not in usable_ways("worker0")
         assert "SHM" in rpc.rpc_sync("worker0", usable_ways, args=("driver",))
         with pytest.raises(MemoryError, match="WEFT_SHM_LIMIT_BYTES is 0"):
-            weft.memory.shared_empty(5)
+            torchweft.memory.shared_empty(5)
 
 
 @pytest.mark.parametrize("also", [[], ["CMA"], ["CMA", "STRIPED"]])
 def test_beyond_the_limit_tensors_take_the_next_way(nursery: Nursery, also: list[str]) -> None:
     with (
         knobs.SHM_LIMIT_BYTES.override(4 << 20),
-        weft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
+        torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
     ):
         rpc.rpc_sync("worker0", functions.name_here)
         functions.forbid("worker0", *also)
@@ -68,7 +68,7 @@ def test_beyond_the_limit_tensors_take_the_next_way(nursery: Nursery, also: list
 
 
 def test_what_a_killed_worker_had_is_lent_again(nursery: Nursery) -> None:
-    with weft.cluster(
+    with torchweft.cluster(
         workers=2, nursery=nursery, rpc_backend_options=options(), check=False
     ) as group:
         rpc.rpc_sync("worker0", functions.name_here)
@@ -85,7 +85,7 @@ def test_what_a_killed_worker_had_is_lent_again(nursery: Nursery) -> None:
 
 
 def test_what_a_killed_worker_sent_stays(nursery: Nursery) -> None:
-    with weft.cluster(
+    with torchweft.cluster(
         workers=1, nursery=nursery, rpc_backend_options=options(), check=False
     ) as group:
         received = rpc.rpc_sync("worker0", functions.make_tensor, args=(SIZE,))
@@ -101,7 +101,7 @@ def test_what_a_killed_worker_sent_stays(nursery: Nursery) -> None:
 
 
 def test_what_was_received_outlives_the_group(nursery: Nursery) -> None:
-    with weft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
+    with torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
         received = rpc.rpc_sync("worker0", functions.make_tensor, args=(SIZE,))
         assert loans_of("worker0") == 1
     assert torch.equal(received, functions.make_tensor(SIZE))
@@ -110,12 +110,12 @@ def test_what_was_received_outlives_the_group(nursery: Nursery) -> None:
 def test_shared_memory_has_the_same_bound(nursery: Nursery) -> None:
     with (
         knobs.SHM_LIMIT_BYTES.override(4 << 20),
-        weft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
+        torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
     ):
         with pytest.raises(MemoryError, match="4194304 are allowed"):
-            weft.memory.shared_empty(2 << 20)
-        assert weft.memory.shared_empty(1 << 20).numel() == 1 << 20
-        shared = weft.memory.share(torch.ones(100_000))
+            torchweft.memory.shared_empty(2 << 20)
+        assert torchweft.memory.shared_empty(1 << 20).numel() == 1 << 20
+        shared = torchweft.memory.share(torch.ones(100_000))
         rpc.rpc_sync("worker0", functions.name_here)
         functions.forbid("worker0", "SHM")
         rpc.rpc_sync("worker0", functions.fill, args=(shared, 3))

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-import weft
+import torchweft
 from tests.processes import functions
 from tests.processes.conftest import options
-from weft import rpc
-from weft.errors import DuplicateName, NotInitialized, ShutdownError, WeftError, WorkerLost
-from weft.launch import Cluster, Nursery
+from torchweft import rpc
+from torchweft.errors import DuplicateName, NotInitialized, ShutdownError, WeftError, WorkerLost
+from torchweft.launch import Cluster, Nursery
+from torchweft.launch.terms import Terms
 
 
 @pytest.fixture
 def start(nursery: Nursery) -> Callable[..., Cluster]:
-    return lambda workers=2: weft.cluster(
+    return lambda workers=2: torchweft.cluster(
         workers=workers, nursery=nursery, rpc_backend_options=options()
     )
 
@@ -124,7 +125,7 @@ def test_a_worker_that_leaves_at_once_is_lost_to_the_others(
 
 
 def test_two_workers_of_one_name(nursery: Nursery, capsys: pytest.CaptureFixture[str]) -> None:
-    group = Cluster(["same"], "same", options(), nursery, True)
+    group = Cluster(Terms(["same"], "same", options(), nursery))
     error: BaseException | None = _error_of(group.start)
     assert error is not None
     chain = []

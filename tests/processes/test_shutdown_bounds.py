@@ -12,7 +12,7 @@ import pytest
 from tests.processes import leaving
 from tests.processes.leaving import END_LIMIT_S
 from tests.processes.open_workers import OpenWorkers
-from weft.errors import ShutdownError
+from torchweft.errors import ShutdownError
 
 LIMIT_S = 0.3
 SLACK_S = 1.5

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-import weft
+import torchweft
 from tests.processes import functions
 from tests.processes.conftest import options
 from tests.processes.functions import wait_until
@@ -31,11 +31,11 @@ from tests.processes.streams import (
     transfers_from,
     way_to,
 )
-from weft import knobs, rpc
-from weft.agent.current import current
-from weft.channel.table import STRIPED, ChannelKind
-from weft.errors import CallTimeout
-from weft.launch import Cluster, Nursery
+from torchweft import knobs, rpc
+from torchweft.agent.current import current
+from torchweft.channel.table import STRIPED, ChannelKind
+from torchweft.errors import CallTimeout
+from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -48,7 +48,7 @@ def shared_group(request: pytest.FixtureRequest, nursery: Nursery) -> Iterator[C
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings_of(request.param).items():
             patch.setenv(name, value)
-        with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
+        with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
             yield group
 
 

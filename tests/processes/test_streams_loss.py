@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-import weft
+import torchweft
 from tests.processes import functions
 from tests.processes.conftest import options
 from tests.processes.functions import wait_until
@@ -28,11 +28,11 @@ from tests.processes.streams import (
     settings_of,
     way_to,
 )
-from weft import rpc
-from weft.agent.current import current
-from weft.channel.table import ChannelKind
-from weft.errors import WorkerLost
-from weft.launch import Nursery
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.channel.table import ChannelKind
+from torchweft.errors import WorkerLost
+from torchweft.launch import Nursery
 
 LARGE_BYTES = 512 << 20
 
@@ -44,7 +44,7 @@ def _over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_receiver_that_is_killed_frees_the_sender(nursery: Nursery) -> None:
-    with weft.cluster(
+    with torchweft.cluster(
         workers=1, nursery=nursery, rpc_backend_options=options(), check=False
     ) as group:
         connect_data("worker0")
@@ -63,7 +63,7 @@ def test_a_receiver_that_is_killed_frees_the_sender(nursery: Nursery) -> None:
 
 
 def test_a_sender_that_is_killed_ends_the_wait(nursery: Nursery) -> None:
-    with weft.cluster(
+    with torchweft.cluster(
         workers=1, nursery=nursery, rpc_backend_options=options(), check=False
     ) as group:
         connect_data("worker0")
@@ -89,7 +89,7 @@ def test_a_sender_that_is_killed_ends_the_wait(nursery: Nursery) -> None:
 def test_a_peer_whose_data_connections_cannot_be_made_is_sent_streams(
     nursery: Nursery, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with weft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
+    with torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
         await_verdicts("worker0")
         peer = current().find("worker0")
 

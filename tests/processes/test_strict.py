@@ -1,4 +1,4 @@
-"""Strict workers: no pickle is read, all that is plain goes through, and training works."""
+"""Strict workers: no pickle is read, what is registered runs and nothing else, training works."""
 
 from __future__ import annotations
 
@@ -12,24 +12,34 @@ import pytest
 import torch
 from torch import Tensor
 
-import weft
+import torchweft
 from tests.processes import attacks, functions, training
 from tests.processes.conftest import options
 from tests.processes.open_workers import OpenWorkers
-from weft import rpc
-from weft.autograd import backward, context, get_gradients
-from weft.errors import NotAllowed, RemoteError, SerializationError
-from weft.launch import Cluster, Nursery
-from weft.nn import RemoteModule
+from torchweft import rpc
+from torchweft.autograd import backward, context, get_gradients
+from torchweft.errors import ArgumentTypeError, NotAllowed, RemoteError, SerializationError
+from torchweft.launch import Cluster, Nursery
+from torchweft.nn import RemoteModule, owner
+from torchweft.serialize.tracebacks import places_of
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 LARGE = 1 << 19
+CALLABLES = (
+    *(functions.Accumulator, functions.Tracked, functions.add, functions.call_through),
+    *(functions.collect, functions.fail_locally_defined, functions.fail_oddly),
+    *(functions.fail_with_cause, functions.identity, functions.make_on, functions.name_here),
+    *(functions.soon, functions.soon_through, torch.add, torch.optim.SGD),
+    *(attacks.Counter, attacks.Model, attacks.fail_backward, attacks.gather_thing),
+    *(attacks.gather_with, attacks.loss_of, attacks.run_module, attacks.scale_all),
+    *(attacks.is_imported, attacks.make_counter, functions.count_references),
+)
 
 
 @pytest.fixture(scope="module")
 def shared_group(nursery: Nursery) -> Iterator[Cluster]:
-    strict = options(strict=True)
-    with weft.cluster(workers=2, nursery=nursery, rpc_backend_options=strict) as group:
+    strict = options(strict=True, callables=CALLABLES)  # type: ignore[arg-type]
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=strict) as group:
         yield group
 
 
@@ -87,16 +97,14 @@ def test_errors(group: Cluster) -> None:
     with pytest.raises(ValueError, match="outer") as caught:
         rpc.rpc_sync("worker0", functions.fail_with_cause)
     assert isinstance(caught.value.__cause__, KeyError)
-    assert "in fail_with_cause" in str(caught.value.__cause__.__cause__)
+    assert "in fail_with_cause" in places_of(caught.value.__cause__)[0]
     with pytest.raises(RemoteError, match="code 7: seven") as caught:
         rpc.rpc_sync("worker0", functions.fail_oddly)
     assert caught.value.type_name.endswith("OddError")
     assert caught.value.code == 7  # type: ignore[attr-defined]
-    assert "in fail_oddly" in str(caught.value.__cause__)
+    assert "in fail_oddly" in places_of(caught.value)[0]
     with pytest.raises(ArithmeticError, match="nobody else has my type"):
         rpc.rpc_sync("worker0", functions.fail_locally_defined)
-    with pytest.raises(AttributeError, match="nothing"):
-        attacks.call_named("worker0", b"tests.processes.functions:nothing", (), {})
     assert rpc.rpc_sync("worker0", functions.name_here) == "worker0"
 
 
@@ -145,7 +153,7 @@ def test_a_backward_pass_that_fails(group: Cluster) -> None:
     weight = torch.ones(2, requires_grad=True)
     with context() as context_id:
         made = rpc.rpc_sync("worker0", attacks.fail_backward, args=(weight,))
-        with pytest.raises(weft.errors.AutogradError, match="no way back") as caught:
+        with pytest.raises(torchweft.errors.AutogradError, match="no way back") as caught:
             backward(context_id, [made.sum()])
     assert caught.value.worker == "worker0"
 
@@ -178,11 +186,97 @@ def test_a_pickle_that_comes_nevertheless(group: Cluster, tmp_path: Path) -> Non
     assert rpc.rpc_sync("worker0", functions.name_here) == "worker0"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"os:system",
+        b"this:d",
+        b"builtins:eval",
+        b"builtins:dict",
+        b"numpy:ndarray",
+        b"torch:mul",
+        b"torch:Tensor",
+        b"torch:ops.aten.add",
+        b"tests.processes.attacks:system",
+        b"tests.processes.attacks:Payload",
+        b"tests.processes.attacks:Counter.add",
+        b"tests.processes.attacks:Counter.__init__",
+        b"tests.processes.functions:nothing",
+        b"torchweft.compat.rpc.pickled_calls:run_pickled",
+        b"torchweft.compat.rpc.owners:_rref_typeof_on_owner",
+        b"torchweft.checkpoint.owner:discard",
+        b"torchweft.rpc.joining:shutdown",
+        b"torchweft.errors:NotAllowed",
+    ],
+    ids=bytes.decode,
+)
+def test_names_that_are_not_registered(group: Cluster, name: bytes) -> None:
+    for kwargs in ({}, {"key": 1}):  # compact, and with tables
+        with pytest.raises(NotAllowed, match=r"'worker0' is strict.*rpc\.register") as caught:
+            attacks.call_named("worker0", name, (1,), kwargs)
+        assert caught.value.worker == "worker0"
+    assert not rpc.rpc_sync("worker0", attacks.is_imported, args=("this",))
+
+
+def test_functions_that_are_sent_are_looked_up_as_well(group: Cluster) -> None:
+    for value in (torch.mul, [torch.mul], functions.process_id, dict):
+        with pytest.raises(NotAllowed, match="not registered"):
+            echo(value)
+    assert echo([torch.add]) == [torch.add]
+
+
+def test_only_declared_methods_are_called(group: Cluster) -> None:
+    counter = rpc.remote("worker0", attacks.Counter, args=(1,))
+    assert counter.rpc_sync().add(2) == 3
+    assert counter.remote()(2).to_here() == 5
+    for name in ("double", "_reset", "__init__", "__class__", "__len__", "__dict__", "nothing"):
+        with pytest.raises(NotAllowed, match=r"rpc\.expose"):
+            counter.rpc_async()._call(name).wait()
+    for value in (torch.ones(2), [1], "text"):
+        reference = rpc.remote("worker0", functions.identity, args=(value,))
+        with pytest.raises(NotAllowed, match="declares no methods"):
+            reference.rpc_sync().__len__()
+        with pytest.raises(NotAllowed, match="declares no methods"):
+            reference.rpc_sync().fill_(1)
+
+
+def test_modules_that_a_remote_module_has_made_and_others(group: Cluster) -> None:
+    made = RemoteModule("worker0", attacks.Model)
+    other = RemoteModule.from_module_rref(rpc.remote("worker0", attacks.Model))
+    rows = torch.tensor([1])
+    assert made(rows).shape == (1, 2)
+    assert len(made.remote_parameters()) == 3
+    for attack in (
+        lambda: other(rows),
+        lambda: other.forward_async(rows).wait(),
+        lambda: other.then(torch.add, 1)(rows),
+        lambda: made.then(other.module_rref)(rows),
+        lambda: made.then(torch.mul, 1)(rows),
+        lambda: made.apply(torch.mul),
+        lambda: other.remote_parameters(),
+        lambda: other.train(),
+        lambda: other.state_dict(),
+        lambda: made.get_module_rref().rpc_sync().forward(rows),
+        lambda: RemoteModule("worker0", torch.nn.Linear, args=(1, 1)),
+    ):
+        with pytest.raises(NotAllowed):
+            attack()
+    with pytest.raises(ArgumentTypeError, match=r"key .* is a int, not a str"):
+        rpc.rpc_sync("worker0", owner.load_state, args=(made.module_rref, {1: rows}))
+    with pytest.raises(ArgumentTypeError, match="not to a module"):
+        rpc.rpc_sync("worker0", owner.state, args=(rpc.remote("worker0", attacks.Counter), ""))
+
+
 # One strict worker among others
 
 
 def join(name: str, rank: int, method: str, strict: bool) -> None:
-    chosen = rpc.RpcBackendOptions(init_method=method, rpc_timeout=20.0, strict=strict)
+    chosen = rpc.RpcBackendOptions(
+        init_method=method,
+        rpc_timeout=20.0,
+        strict=strict,
+        callables=CALLABLES if strict else (),
+    )
     rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=chosen)
 
 

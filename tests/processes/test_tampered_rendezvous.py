@@ -22,11 +22,11 @@ from torch.distributed import TCPStore
 from tests.another_user import NOBODY, as_nobody
 from tests.processes import strange_members
 from tests.processes.open_workers import OpenWorkers
-from weft import rpc, secret
-from weft.errors import ProtocolError, RendezvousError, WorkerLost
-from weft.secret import Secret
-from weft.transport import addresses
-from weft.transport.handshake import Handshake
+from torchweft import rpc, secret
+from torchweft.errors import ProtocolError, RendezvousError, WorkerLost
+from torchweft.secret import Secret
+from torchweft.transport import addresses
+from torchweft.transport.handshake import Handshake
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "processes")
 LIMIT_S = 10.0

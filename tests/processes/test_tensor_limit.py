@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.processes import functions
-from weft import rpc
-from weft.agent.current import current
-from weft.errors import SerializationError
-from weft.launch import Cluster
-from weft.rpc.worker import Worker
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.errors import SerializationError
+from torchweft.launch import Cluster
+from torchweft.rpc.worker import Worker
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 LIMIT = 3

@@ -11,14 +11,14 @@ import pytest
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.targets import load
 from tests.processes import functions, unpickling
-from weft import rpc
-from weft.agent.current import current
-from weft.launch import Cluster
-from weft.serialize.exceptions import pack_error
-from weft.serialize.objects import pack
-from weft.transport import addresses
-from weft.wire.frames import HEADER, HEADER_BYTES, encode_frame
-from weft.wire.messages import (
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.launch import Cluster
+from torchweft.serialize.exceptions import pack_error
+from torchweft.serialize.objects import pack
+from torchweft.transport import addresses
+from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
+from torchweft.wire.messages import (
     ERROR_REPLY,
     NO_CREATION,
     CallHead,

@@ -52,12 +52,12 @@ def test_the_demonstration_trains(tmp_path: Path) -> None:
 
 
 WEFT = """
-from weft import autograd, rpc
-from weft.rpc import RpcBackendOptions as Options
+from torchweft import autograd, rpc
+from torchweft.rpc import RpcBackendOptions as Options
 """
 COMPAT = """
-import weft.compat
-weft.compat.install()
+import torchweft.compat
+torchweft.compat.install()
 import torch.distributed.autograd as autograd
 import torch.distributed.rpc as rpc
 from torch.distributed.rpc import TensorPipeRpcBackendOptions as Options
@@ -66,7 +66,7 @@ PROGRAM = """
 import sys
 import torch
 IMPORTS
-from weft import nn, optim
+from torchweft import nn, optim
 
 
 def make_weight():
@@ -120,8 +120,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("imports", "module"),
-    [(WEFT, "weft.rpc"), (COMPAT, "weft.compat.rpc")],
-    ids=["weft", "weft.compat"],
+    [(WEFT, "torchweft.rpc"), (COMPAT, "torchweft.compat.rpc")],
+    ids=["torchweft", "torchweft.compat"],
 )
 def test_a_program_that_uses_all_parts_trains(tmp_path: Path, imports: str, module: str) -> None:
     script = tmp_path / "program.py"

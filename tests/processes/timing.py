@@ -12,10 +12,10 @@ import torch
 from torch.futures import Future
 
 from tests.processes.functions import pass_gate, wait_until
-from weft import rpc
-from weft.agent.current import current
-from weft.agent.served_calls import ServedCall
-from weft.rpc.worker import Worker
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.agent.served_calls import ServedCall
+from torchweft.rpc.worker import Worker
 
 _noted: defaultdict[str, list[Any]] = defaultdict(list)
 LIMIT_S = 15.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import weft.autograd
+import torchweft.autograd
 from tests.processes import attacks
-from weft.nn import RemoteModule
-from weft.optim import DistributedOptimizer, clip_grad_norm_
+from torchweft.nn import RemoteModule
+from torchweft.optim import DistributedOptimizer, clip_grad_norm_
 
 ROWS = torch.tensor([0, 1, 1])
 TARGET = torch.ones(3, 2)
@@ -39,12 +39,12 @@ def train_remotely(worker: str, steps: int) -> tuple[list[float], dict[str, Tens
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
     losses = []
     for step in range(steps):
-        with weft.autograd.context() as context_id:
+        with torchweft.autograd.context() as context_id:
             if step % 2:
                 loss = model.then(attacks.loss_of, TARGET)(ROWS)
             else:
                 loss = attacks.loss_of(model(ROWS), TARGET)
-            weft.autograd.backward(context_id, [loss])
+            torchweft.autograd.backward(context_id, [loss])
             clip_grad_norm_(context_id, parameters[1:], 1e6)
             optimizer.step(context_id)
         losses.append(loss.item())

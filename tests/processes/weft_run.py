@@ -1,4 +1,4 @@
-"""Runs scripts by the command ``weft run``, as a person does, and follows what comes of it."""
+"""Runs scripts by the command ``torchweft run``, as a person does, and follows what comes of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def running(directory: Path) -> Iterator[Start]:
-    """Yields what starts ``weft run`` with a script; ends what the test does not."""
+    """Yields what starts ``torchweft run`` with a script; ends what the test does not."""
     started: list[subprocess.Popen[str]] = []
 
     def start_run(
@@ -27,7 +27,7 @@ def running(directory: Path) -> Iterator[Start]:
     ) -> subprocess.Popen[str]:
         script = directory / "script.py"
         script.write_text("import os, signal, sys, time\n" + textwrap.dedent(body))
-        command = [sys.executable, "-m", "weft", "run", "-n", str(count)]
+        command = [sys.executable, "-m", "torchweft", "run", "-n", str(count)]
         environment = {**os.environ, "NO_COLOR": "1"}
         process = subprocess.Popen(
             [*command, *options, str(script), *arguments],

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft import rpc
-from weft.agent.current import current
-from weft.secret import Secret
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.secret import Secret
 
 
 def say(title: str, content: object) -> None:
@@ -44,7 +44,7 @@ def tell_error(title: str, call: Callable[..., Any], *args: Any) -> None:
         for frame, line in traceback.walk_tb(error.__traceback__):
             shown = {name: safe_repr(value) for name, value in frame.f_locals.items()}
             say(f"local variables at line {line} of {frame.f_code.co_name}", shown)
-        logging.getLogger("weft").exception(title)
+        logging.getLogger("torchweft").exception(title)
     else:
         say(title, "no error")
 

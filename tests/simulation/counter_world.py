@@ -16,9 +16,9 @@ from typing import Any
 from tests.simulation.session_node import Half, Limits, Node
 from tests.simulation.streams import Streams, Weather
 from tests.simulation.timeline import Clock, Timeline
-from weft.protocol.calls import CallTable
-from weft.wire import session
-from weft.wire.frames import HEADER_BYTES, Frame, encode_frame
+from torchweft.protocol.calls import CallTable
+from torchweft.wire import session
+from torchweft.wire.frames import HEADER_BYTES, Frame, encode_frame
 
 CALL, REPLY = 1, 2
 _NUMBER = struct.Struct("<qq")

@@ -18,7 +18,7 @@ from tests.simulation.reference_world import World
 from tests.simulation.session_node import Limits, Node
 from tests.simulation.streams import Streams, Weather
 from tests.simulation.timeline import Clock, Timeline
-from weft.wire.frames import encode_frame
+from torchweft.wire.frames import encode_frame
 
 _MESSAGE = 7
 

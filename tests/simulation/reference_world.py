@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.simulation.network import Packet, Sender
-from weft.ids import ReferenceId
-from weft.protocol.references import (
+from torchweft.ids import ReferenceId
+from torchweft.protocol.references import (
     Action,
     Confirmed,
     OwnerLost,
@@ -24,7 +24,7 @@ from weft.protocol.references import (
     Send,
     ValueGone,
 )
-from weft.wire import references as wire
+from torchweft.wire import references as wire
 
 RESEND_S = 1.0
 

@@ -1,7 +1,8 @@
 """Which seeds a simulation tries, and how a failure says how to try its seed again.
 
-``WEFT_SEED=<seed>`` runs one seed alone and prints what happened in it, if it fails. ``WEFT_SEEDS``
-sets how many seeds each test tries, for a long run: ``WEFT_SEEDS=10000 pytest -n 2 --timeout 0``.
+``WEFT_TEST_SEED=<seed>`` runs one seed alone and prints what happened in it, if it fails.
+``WEFT_TEST_SEEDS`` sets how many seeds each test tries, for a long run: ``WEFT_TEST_SEEDS=10000
+pytest -n 2 --timeout 0``.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ LINES_SHOWN = 400
 
 def batches(count: int) -> list[range]:
     """Returns the seeds that a test tries: ``count``, unless the environment says otherwise."""
-    chosen = os.environ.get("WEFT_SEED")
+    chosen = os.environ.get("WEFT_TEST_SEED")
     if chosen is not None:
         return [range(int(chosen), int(chosen) + 1)]
-    count = int(os.environ.get("WEFT_SEEDS", count))
+    count = int(os.environ.get("WEFT_TEST_SEEDS", count))
     size = max(BATCH, count // MOST_BATCHES)
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
@@ -54,4 +55,5 @@ def try_seeds(
                     print(line)
                 raise
             test = os.environ.get("PYTEST_CURRENT_TEST", "").split("[")[0].replace(" (call)", "")
-            pytest.fail(f"seed {seed}: {error!r}; replay it with WEFT_SEED={seed} pytest '{test}'")
+            replay = f"WEFT_TEST_SEED={seed} pytest '{test}'"
+            pytest.fail(f"seed {seed}: {error!r}; replay it with {replay}")

@@ -1,9 +1,9 @@
 """Workers whose sessions outlive connections, on a simulated network.
 
-The machines are the real ones: ``weft.wire.session`` counts and keeps, ``weft.wire.frames`` cuts
-frames, ``weft.protocol.contact`` says when to dial and when to give up. What is here does the part
-of the shell, with simulated connections: whoever dialled a session first resumes it, the other side
-asks it to (``session_dial``).
+The machines are the real ones: ``torchweft.wire.session`` counts and keeps,
+``torchweft.wire.frames`` cuts frames, ``torchweft.protocol.contact`` says when to dial and when to
+give up. What is here does the part of the shell, with simulated connections: whoever dialled a
+session first resumes it, the other side asks it to (``session_dial``).
 
 Ids name lives: who comes back after a crash has another id, and refuses what is meant for the old
 one. A pair of lives has one session, ever.
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from tests.simulation.session_dial import ANSWER, ASK, HELLO, REFUSED, WELCOME, Dial
 from tests.simulation.streams import End, Streams
 from tests.simulation.timeline import Clock, Timeline
-from weft.protocol.contact import Contact, Step
-from weft.wire.frames import Buffer, Frame, FrameParser, encode_frame
-from weft.wire.session import Incoming, Outgoing
+from torchweft.protocol.contact import Contact, Step
+from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from torchweft.wire.session import Incoming, Outgoing
 
 ACKNOWLEDGED = 255
 """Kind of the frames that only the sessions themselves see."""

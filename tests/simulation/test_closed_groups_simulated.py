@@ -3,8 +3,8 @@
 Each seed is a group whose workers call each other with references, over sessions whose connections
 break; workers die and are frozen, networks are cut for longer than anybody waits, and all clocks
 differ. Whatever happens: no call runs twice, the leader calls the group quiet only when it is, all
-who live are let go, and no reference is left. ``WEFT_SEED=<seed>`` runs one seed alone and prints
-what happened; ``WEFT_SEEDS`` sets how many are tried.
+who live are let go, and no reference is left. ``WEFT_TEST_SEED=<seed>`` runs one seed alone and
+prints what happened; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from tests.simulation.group_member import Member
 from tests.simulation.group_world import GroupWorld
 from tests.simulation.seeds import batches, name_of, try_seeds
-from weft.protocol.shutdown import Action, Closed, Leader, ProbeLater, Report, Send, Step
+from torchweft.protocol.shutdown import Action, Closed, Leader, ProbeLater, Report, Send, Step
 
 LEADER = 0
 PROBE_PAUSE_S = 0.05

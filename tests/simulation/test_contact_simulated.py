@@ -2,8 +2,8 @@
 
 Each seed is a group whose sessions are idle or in use, with clocks that are days off and a tenth
 too fast or too slow, connections that break and tell nobody, cuts in one direction or in both, and
-workers that are frozen for much longer than the time of detection. ``WEFT_SEED=<seed>`` runs one
-seed alone; ``WEFT_SEEDS`` sets how many are tried.
+workers that are frozen for much longer than the time of detection. ``WEFT_TEST_SEED=<seed>`` runs
+one seed alone; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations

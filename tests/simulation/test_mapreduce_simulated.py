@@ -2,8 +2,8 @@
 
 Each seed is a map: some workers, parts of random lengths given to them, a tree or none, and deaths.
 A death is known to the caller a while later; meanwhile parts there do not answer. A part on a
-worker whose object was still on its way from a dead one fails with that. ``WEFT_SEED=<seed>`` runs
-one seed alone and prints what happened; ``WEFT_SEEDS`` sets how many are tried.
+worker whose object was still on its way from a dead one fails with that. ``WEFT_TEST_SEED=<seed>``
+runs one seed alone and prints what happened; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.simulation.seeds import batches, name_of, try_seeds
-from weft.mapreduce.schedule import (
+from torchweft.mapreduce.schedule import (
     Action,
     Begin,
     Cancel,

@@ -3,8 +3,8 @@
 Each seed is a group on a network that breaks connections and delays everything. Who leaves follows
 ``docs/protocols/membership.md``: it says so, waits until everybody has noted it, serves what was on
 its way, drops its references, and goes when its last words have arrived. So a call to it that the
-caller could make without knowing is answered. ``WEFT_SEED=<seed>`` runs one seed alone and prints
-what happened; ``WEFT_SEEDS`` sets how many are tried.
+caller could make without knowing is answered. ``WEFT_TEST_SEED=<seed>`` runs one seed alone and
+prints what happened; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from tests.simulation.group_member import Member
 from tests.simulation.group_world import GroupWorld
 from tests.simulation.seeds import batches, name_of, try_seeds
-from weft.protocol.shutdown import Step
+from torchweft.protocol.shutdown import Step
 
 END_S = 3000.0
 PLACES = 5

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tests.simulation.network import SteeredNetwork
 from tests.simulation.reference_world import RESEND_S, World
-from weft.ids import ReferenceId
+from torchweft.ids import ReferenceId
 
 WORKERS = 3
 MOST_ROUNDS = 20

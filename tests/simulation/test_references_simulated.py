@@ -1,8 +1,8 @@
 """Reference counting over thousands of bad networks.
 
 Each seed is one program of random steps on a random network, all of it replayable: a failure
-names its seed, and ``WEFT_SEED=<seed> pytest tests/simulation/test_references_simulated.py``
-runs that alone and prints what happened. ``WEFT_SEEDS`` sets how many are tried.
+names its seed, and ``WEFT_TEST_SEED=<seed> pytest tests/simulation/test_references_simulated.py``
+runs that alone and prints what happened. ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from tests.simulation.network import Faults, Network
 from tests.simulation.reference_world import RESEND_S, World
 from tests.simulation.seeds import batches, name_of, try_seeds
-from weft.ids import ReferenceId
+from torchweft.ids import ReferenceId
 
 SEEDS = 300
 MOST_ROUNDS = 500

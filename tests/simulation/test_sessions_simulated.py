@@ -2,8 +2,8 @@
 
 Each seed is some workers that call each other, and a network: pieces of any size, connections that
 break and tell one end, both or none, connections that cannot be made, cuts in one direction or in
-both, workers that are frozen for a while, clocks that are wrong. ``WEFT_SEED=<seed>`` runs one
-seed alone and prints what happened; ``WEFT_SEEDS`` sets how many are tried.
+both, workers that are frozen for a while, clocks that are wrong. ``WEFT_TEST_SEED=<seed>`` runs one
+seed alone and prints what happened; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.simulation.counter_world import CounterWorld
 from tests.simulation.seeds import batches, name_of, try_seeds
 from tests.simulation.session_node import Limits
 from tests.simulation.streams import Weather
-from weft.wire import session
+from torchweft.wire import session
 
 THRESHOLDS = (50, 300, 2000, 1 << 16)
 OUTAGE_S = 4.0

@@ -3,7 +3,7 @@
 Each seed is one group on a random network, where packets overtake each other and come twice. An
 observer knows every call. When the leader says that the group is quiet, none may be open but what
 a lost worker has left behind; and everybody who lives must be let go, once, after all have settled.
-``WEFT_SEED=<seed>`` runs one seed alone; ``WEFT_SEEDS`` sets how many are tried.
+``WEFT_TEST_SEED=<seed>`` runs one seed alone; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from tests.simulation.network import Faults, Network, Packet
 from tests.simulation.seeds import batches, name_of, try_seeds
-from weft.protocol.shutdown import Action, Closed, Leader, ProbeLater, Report, Send, Step
+from torchweft.protocol.shutdown import Action, Closed, Leader, ProbeLater, Report, Send, Step
 
 SEEDS = 300
 DEEPEST = 2

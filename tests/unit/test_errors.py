@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from weft import errors
-from weft.errors import WeftError
+from torchweft import errors
+from torchweft.errors import WeftError
 
 ALL_ERRORS = [
     member
@@ -24,6 +24,7 @@ BUILT_IN = {
     "CallTimeout": (RuntimeError, TimeoutError),
     "SerializationError": (RuntimeError, TypeError),
     "UnknownFunction": (RuntimeError, AttributeError),
+    "MethodNotFound": (RuntimeError, AttributeError),
     "WorkerLost": (RuntimeError, ConnectionError),
     "OwnerLost": (RuntimeError, ConnectionError),
     "SnapshotNotFound": (RuntimeError, FileNotFoundError),

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.errors import ConfigurationError
-from weft.ids import WORKER_SHIFT, ReferenceId, WorkerInfo, scoped_id, worker_of
+from torchweft.errors import ConfigurationError
+from torchweft.ids import WORKER_SHIFT, ReferenceId, WorkerInfo, scoped_id, worker_of
 
 WORKERS = st.integers(min_value=0, max_value=(1 << 15) - 1)
 COUNTERS = st.integers(min_value=0, max_value=(1 << WORKER_SHIFT) - 1)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from weft import probe
-from weft.errors import ProtocolError
-from weft.probe import Facts, cuda_devices, read_facts, usable_cores
+from torchweft import probe
+from torchweft.errors import ProtocolError
+from torchweft.probe import Facts, cuda_devices, read_facts, usable_cores
 
 
 def test_facts_survive_json() -> None:
@@ -79,5 +79,8 @@ def test_what_is_no_description_is_refused(data: object) -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, weft.probe; weft.probe.read_facts(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from torchweft.probe import read_facts; "
+        "read_facts(); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.traceback import Traceback
 
-from weft import knobs, secret
-from weft.errors import ConfigurationError
-from weft.secret import LEAST_BYTES, MOST_BYTES, SECRET_VARIABLE, Secret, write_new
+from torchweft import knobs, secret
+from torchweft.errors import ConfigurationError
+from torchweft.secret import LEAST_BYTES, MOST_BYTES, SECRET_VARIABLE, Secret, write_new
 
 TEXT = "correct horse battery staple"
 SHORT = "hush-hush"
@@ -194,7 +194,7 @@ def test_a_file_of_another_user_is_refused(path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_missing_file_is_told_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"No such file.*weft secret new FILE"):
+    with pytest.raises(ConfigurationError, match=r"No such file.*torchweft secret new FILE"):
         Secret.from_file(tmp_path / "nowhere")
 
 

@@ -23,6 +23,7 @@ NAMES = (
     "meeting",
     "backward",
     "stream",
+    "strict_member",
 )
 
 

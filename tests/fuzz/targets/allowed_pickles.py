@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.target import Target
-from weft.errors import CallTimeout, WeftError
-from weft.serialize.allowed import AllowList
-from weft.serialize.objects import Packed, pack, register_external
-from weft.serialize.reading import make_reader
+from torchweft.errors import CallTimeout, WeftError
+from torchweft.serialize.allowed import AllowList
+from torchweft.serialize.objects import Packed, pack, register_external
+from torchweft.serialize.reading import make_reader
 
 _DEEDS = ("exec", "compile", "import", "open", "os.", "subprocess.", "socket.", "ctypes.")
 _DEEDS += ("shutil.", "marshal.", "pickle.", "sys.", "builtins.input", "tempfile.", "mmap.")

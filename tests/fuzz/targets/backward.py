@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from weft.autograd.codec import PassName, decode, decode_head, encode, encode_head
-from weft.autograd.modes import PassMode
-from weft.errors import ProtocolError
-from weft.protocol.backward import (
+from torchweft.autograd.codec import PassName, decode, decode_head, encode, encode_head
+from torchweft.autograd.modes import PassMode
+from torchweft.errors import ProtocolError
+from torchweft.protocol.backward import (
     Abort,
     Discover,
     Failed,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from weft.channel.table import (
+from torchweft.channel.table import (
     FETCHED,
     BufferEntry,
     ChannelKind,
     decode_table,
     encode_table,
 )
-from weft.errors import ProtocolError
+from torchweft.errors import ProtocolError
 
 _FOLLOWING = ((), (10,), (10, 300), (0, 0, 5))
 _LIMIT_BYTES = 1 << 20

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tests.fuzz.target import Target
-from weft.errors import ProtocolError
-from weft.serialize.compact import decode, encode
+from torchweft.errors import ProtocolError
+from torchweft.serialize.compact import decode, encode
 
 
 class _Other:

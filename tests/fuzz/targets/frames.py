@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 
 from tests.fuzz.target import Target
-from weft.errors import ProtocolError
-from weft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
+from torchweft.errors import ProtocolError
+from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
 
 CONTROL_LIMIT_BYTES = 120
 FRAME_LIMIT_BYTES = 250

@@ -16,12 +16,12 @@ from typing import Any
 
 from tests.fuzz.target import Target
 from tests.fuzz.targets.membership import WORDS, assert_sound, registration
-from weft.channel.capabilities import Capabilities
-from weft.errors import ProtocolError
-from weft.probe import Facts, read_facts
-from weft.protocol.membership import Registration
-from weft.secret import Secret
-from weft.transport.handshake import (
+from torchweft.channel.capabilities import Capabilities
+from torchweft.errors import ProtocolError
+from torchweft.probe import Facts, read_facts
+from torchweft.protocol.membership import Registration
+from torchweft.secret import Secret
+from torchweft.transport.handshake import (
     LIMIT_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -29,8 +29,8 @@ from weft.transport.handshake import (
     Handshake,
     NotProven,
 )
-from weft.wire.frames import HEADER, HEADER_BYTES, encode_frame
-from weft.wire.messages import Kind
+from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
+from torchweft.wire.messages import Kind
 
 _KEY = Secret(b"the key of the run, of no use elsewhere")
 _CHALLENGE_BYTES = HEADER_BYTES + 6 + NONCE_BYTES

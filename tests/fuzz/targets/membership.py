@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from weft.errors import ProtocolError
-from weft.protocol.membership import Directory, Registration, assemble
+from torchweft.errors import ProtocolError
+from torchweft.protocol.membership import (
+    Directory,
+    Registration,
+    assemble,
+    differences,
+    why_apart,
+    why_not_by_value,
+)
 
 _WORDS_OF_JSON = (
     b'"name" "id" "addresses" "main" "facts" "later_rank" "token" "workers" "refusal" "missing" '
     b'"has_duplicates" null true false [] {} "" 0 -1 1e999 NaN [[ ]] {"a": "\\ud800" '
-    b"99999999999999999999"
+    b'99999999999999999999 "network" "versions" "Python" "torch" "Weft" "is_far" "host"'
 )
 WORDS = (b": ", b", ", *_WORDS_OF_JSON.split())
+
+
+SAID_LIMIT = 1200
+FACTS = {
+    "host": "h",
+    "network": "n",
+    "is_far": False,
+    "has_secret": True,
+    "versions": {"Python": "3.11", "torch": "2.13.0+cpu", "Weft": "0.1.0"},
+}
 
 
 def assert_sound(registration: Registration) -> None:
@@ -30,6 +47,14 @@ def _read_registration(data: bytes) -> None:
     assert_sound(registration)
     encoded = registration.encode()
     assert Registration.decode(encoded).encode() == encoded
+    say_what_differs(registration)
+
+
+def say_what_differs(told: Registration) -> None:
+    """Has a worker compare itself with what another one says of itself; the texts are bounded."""
+    here = Registration("here", 0, (), facts=FACTS)
+    for text in (why_apart([here, told]), differences(here, told), why_not_by_value(here, told)):
+        assert len(text) < SAID_LIMIT + 2 * len(told.name)
 
 
 def _read_directory(data: bytes) -> None:
@@ -63,9 +88,11 @@ def registration(rank: int) -> Registration:
 def seeds() -> list[bytes]:
     """Returns registrations, a directory, and refusals."""
     two = {0: registration(0), 1: registration(1)}
+    telling = Registration("w", 1, (), facts={**FACTS, "network": "m"})
     again = Registration("w", 1 << 14, (), later_rank=3)
     return [
         b"\0" + registration(0).encode(),
+        b"\0" + telling.encode(),
         b"\0" + again.encode(),
         b"\1" + assemble(two, 2, "token", 0.5).encode(),
         b"\1" + assemble(two, 3, "token", 0.5).encode(),

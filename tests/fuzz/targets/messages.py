@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 
 from tests.fuzz.target import Target
-from weft.errors import ProtocolError
-from weft.ids import ReferenceId
-from weft.wire.frames import HEADER_BYTES
-from weft.wire.messages import (
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
+from torchweft.wire.frames import HEADER_BYTES
+from torchweft.wire.messages import (
     NO_CREATION,
     CallHead,
     HandedReference,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import struct
 
 from tests.fuzz.target import Target
-from weft.errors import ProtocolError
-from weft.ids import ReferenceId
-from weft.protocol.references import References, ReleaseValue, Send
-from weft.wire.references import (
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
+from torchweft.protocol.references import References, ReleaseValue, Send
+from torchweft.wire.references import (
     Drop,
     DropAck,
     Gone,

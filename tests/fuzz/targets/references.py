@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from weft.errors import ProtocolError
-from weft.ids import ReferenceId
-from weft.wire.references import (
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
+from torchweft.wire.references import (
     Drop,
     DropAck,
     Gone,

@@ -11,17 +11,17 @@ from collections.abc import Callable
 import torch
 
 from tests.fuzz.target import Target
-from weft.autograd import codec
-from weft.autograd.modes import PassMode
-from weft.channel.table import BufferEntry, ChannelKind, decode_table, encode_table
-from weft.errors import ProtocolError, SerializationError
-from weft.ids import ReferenceId
-from weft.protocol.backward import Abort, Gradients, Progress
-from weft.serialize import compact
-from weft.serialize.tensors import as_memory, describe, grad_flags, rebuild
-from weft.wire import references
-from weft.wire.frames import Buffer, Frame, FrameParser, encode_frame
-from weft.wire.messages import (
+from torchweft.autograd import codec
+from torchweft.autograd.modes import PassMode
+from torchweft.channel.table import BufferEntry, ChannelKind, decode_table, encode_table
+from torchweft.errors import ProtocolError, SerializationError
+from torchweft.ids import ReferenceId
+from torchweft.protocol.backward import Abort, Gradients, Progress
+from torchweft.serialize import compact
+from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
+from torchweft.wire import references
+from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from torchweft.wire.messages import (
     COMPACT,
     CallHead,
     HandedReference,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.fuzz.target import Target
-from weft.errors import ProtocolError
-from weft.transport.striped.arriving import Arrivals, ReceivingConnection
-from weft.transport.striped.stripes import HEADER_BYTES, Stripe, decode_stripe
+from torchweft.errors import ProtocolError
+from torchweft.transport.striped.arriving import Arrivals, ReceivingConnection
+from torchweft.transport.striped.stripes import HEADER_BYTES, Stripe, decode_stripe
 
 _LIMIT_BYTES = 256
 _TURN_BYTES = 1 << 20

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tests.fuzz.target import Target
-from weft.errors import ProtocolError, SerializationError
-from weft.serialize.dtypes import CODES
-from weft.serialize.table import (
+from torchweft.errors import ProtocolError, SerializationError
+from torchweft.serialize.dtypes import CODES
+from torchweft.serialize.table import (
     ENTRY,
     HEADER,
     NO_BUFFER,
@@ -21,7 +21,7 @@ from weft.serialize.table import (
     SHARED,
     STRIDED,
 )
-from weft.serialize.tensors import describe, grad_flags, rebuild, some_require_grad
+from torchweft.serialize.tensors import describe, grad_flags, rebuild, some_require_grad
 
 _SIZES = ((), (64,), (64, 48), (64, 48, 1), (16, 16, 16, 16))
 _BUFFERS = tuple([bytearray(size) for size in sizes] for sizes in _SIZES)

@@ -22,7 +22,7 @@ from settings import Settings
 from synchronous import SynchronousTraining
 from torch import nn
 
-import weft
+import torchweft
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "language_model"
 SMALL = Settings(batch=3, window=4, embedding=6, hidden=5, dropout=0.0, learning_rate=0.05)
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.keeps("threads", "descriptors", "processes", "shared me
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[None]:
-    with weft.cluster(names=[SERVER, *TRAINERS]):
+    with torchweft.cluster(names=[SERVER, *TRAINERS]):
         yield
 
 

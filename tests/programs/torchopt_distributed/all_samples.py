@@ -7,7 +7,7 @@ import maml
 import training
 import wrapping
 
-import weft.mapreduce as todist
+import torchweft.mapreduce as todist
 
 
 @todist.auto_init_rpc()

@@ -5,9 +5,9 @@ import json
 
 import without_gpu
 
-import weft.autograd as dist_autograd
-import weft.mapreduce as todist
-import weft.rpc as rpc
+import torchweft.autograd as dist_autograd
+import torchweft.mapreduce as todist
+import torchweft.rpc as rpc
 
 torch = without_gpu.TorchOnCpu()
 

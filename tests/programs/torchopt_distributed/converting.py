@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch.nn as nn
 import without_gpu
 
-import weft.mapreduce as todist
+import torchweft.mapreduce as todist
 
 torch = without_gpu.TorchOnCpu()
 titles = []

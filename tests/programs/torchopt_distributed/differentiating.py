@@ -6,10 +6,10 @@ import torch
 import torch.nn as nn
 import torch.optim as optim
 
-import weft.autograd as dist_autograd
-import weft.mapreduce as todist
-import weft.mapreduce as torchopt
-import weft.rpc as rpc
+import torchweft.autograd as dist_autograd
+import torchweft.mapreduce as todist
+import torchweft.mapreduce as torchopt
+import torchweft.rpc as rpc
 
 lr = 0.1
 data = batch = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-import weft.mapreduce as todist
-import weft.mapreduce as torchopt
+import torchweft.mapreduce as todist
+import torchweft.mapreduce as torchopt
 
 args = SimpleNamespace(epochs=2, inner_steps=2, inner_lr=0.1, lr=0.05)
 

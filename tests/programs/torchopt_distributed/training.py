@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-import weft.mapreduce as todist
+import torchweft.mapreduce as todist
 
 args = SimpleNamespace(epochs=4, log_interval=2, save_interval=3)
 writer, saved = [], []

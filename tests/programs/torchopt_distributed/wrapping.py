@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import torch
 from maml import build_dataloader, build_model, inner_loss_fn, step
 
-import weft.mapreduce as todist
-import weft.mapreduce as torchopt
+import torchweft.mapreduce as todist
+import torchweft.mapreduce as torchopt
 
 
 @todist.parallelize(partitioner=todist.batch_partitioner, reducer=todist.mean_reducer)

@@ -8,15 +8,15 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
-from weft.agent.agent import Agent
-from weft.agent.members import Members
-from weft.agent.parcels import ParcelService
-from weft.agent.peers import Peer
-from weft.agent.protection import Patience, Protection
-from weft.agent.references import ReferenceKeeper
-from weft.protocol.membership import Registration
-from weft.transport.addresses import Address, listen_tcp, listen_unix
-from weft.transport.resumable import ResumableLink
+from torchweft.agent.agent import Agent
+from torchweft.agent.members import Members
+from torchweft.agent.parcels import ParcelService
+from torchweft.agent.peers import Peer
+from torchweft.agent.protection import Patience, Protection
+from torchweft.agent.references import ReferenceKeeper
+from torchweft.protocol.membership import Registration
+from torchweft.transport.addresses import Address, listen_tcp, listen_unix
+from torchweft.transport.resumable import ResumableLink
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 """Of the run: what the members of a group of these tests have in common."""

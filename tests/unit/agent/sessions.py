@@ -7,11 +7,11 @@ import struct
 from collections.abc import Iterator
 
 from tests.unit.agent.group import Member, group_of, wait_until
-from weft.agent.peers import Peer
-from weft.agent.protection import Patience
-from weft.transport.resumable import ResumableLink
-from weft.wire.frames import Frame, encode_frame
-from weft.wire.messages import Kind
+from torchweft.agent.peers import Peer
+from torchweft.agent.protection import Patience
+from torchweft.transport.resumable import ResumableLink
+from torchweft.wire.frames import Frame, encode_frame
+from torchweft.wire.messages import Kind
 
 HEAD = struct.Struct("<III")
 

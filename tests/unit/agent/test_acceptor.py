@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.agent.group import KEY, LIMIT_S, TOKEN, Member, group_of, wait_until
-from weft import knobs
-from weft.errors import WorkerLost
-from weft.secret import Secret
-from weft.transport import addresses, neighbours
-from weft.transport.handshake import Greeting, Handshake, NotProven
-from weft.wire.messages import Kind
+from torchweft import knobs
+from torchweft.errors import WorkerLost
+from torchweft.secret import Secret
+from torchweft.transport import addresses, neighbours
+from torchweft.transport.handshake import Greeting, Handshake, NotProven
+from torchweft.wire.messages import Kind
 
 STRANGERS = 4
 AT_ONCE_S = 5.0

@@ -5,11 +5,11 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from weft.agent import admission
-from weft.agent.admission import Admission, enter, note_left
-from weft.agent.rendezvous import join
-from weft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
-from weft.protocol.membership import FIRST_LATER_ID, Registration
+from torchweft.agent import admission
+from torchweft.agent.admission import Admission, enter, note_left
+from torchweft.agent.rendezvous import join
+from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
+from torchweft.protocol.membership import FIRST_LATER_ID, Registration
 
 LIMIT_S = 10.0
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.agent.group import Member, group_of
-from weft.agent.agent import Outgoing
-from weft.agent.calls import PendingCall
-from weft.agent.peers import Peer
-from weft.errors import CallTimeout, NotInitialized, UnknownWorker, WorkerLost
-from weft.ids import WorkerInfo
-from weft.wire.frames import Frame, encode_frame
-from weft.wire.messages import Kind
+from torchweft.agent.agent import Outgoing
+from torchweft.agent.calls import PendingCall
+from torchweft.agent.open_calls import SimpleRequest
+from torchweft.agent.peers import Peer
+from torchweft.errors import CallTimeout, NotInitialized, UnknownWorker, WorkerLost
+from torchweft.ids import WorkerInfo
+from torchweft.wire.frames import Frame, encode_frame
+from torchweft.wire.messages import Kind
 
 LIMIT_S = 20.0
 
@@ -51,14 +52,16 @@ def new_call(peer: Peer, timeout_s: float = math.inf) -> PendingCall:
 
 def ask(member: Member, peer: Peer, text: bytes, timeout_s: float = math.inf) -> PendingCall:
     call = new_call(peer, timeout_s)
-    member.agent.calls.ask(peer, call, lambda number: message(peer, Kind.CALL, number, text))
+    member.agent.calls.ask(
+        peer, call, SimpleRequest(lambda number: message(peer, Kind.CALL, number, text))
+    )
     return call
 
 
 def ask_and_wait(member: Member, peer: Peer, text: bytes) -> PendingCall:
     call = new_call(peer)
     member.agent.calls.ask_and_wait(
-        peer, call, lambda number: message(peer, Kind.CALL, number, text)
+        peer, call, SimpleRequest(lambda number: message(peer, Kind.CALL, number, text))
     )
     return call
 
@@ -111,7 +114,9 @@ def test_answers_are_told_to_callbacks_too(pair: list[Member]) -> None:
     peer, told = first.peer(second), threading.Event()
     call = new_call(peer)
     call.on_done = lambda done: told.set()
-    first.agent.calls.ask(peer, call, lambda number: message(peer, Kind.CALL, number, b"x"))
+    first.agent.calls.ask(
+        peer, call, SimpleRequest(lambda number: message(peer, Kind.CALL, number, b"x"))
+    )
     assert told.wait(LIMIT_S)
     assert answer_of(call) == b"x"
 
@@ -145,7 +150,7 @@ def test_a_call_without_an_answer_ends_with_its_time(pair: list[Member]) -> None
     unwatched = new_call(peer, 0.02)
     unwatched.on_done = lambda done: told.set()
     first.agent.calls.ask(
-        peer, unwatched, lambda number: message(peer, Kind.CALL, number, b"never")
+        peer, unwatched, SimpleRequest(lambda number: message(peer, Kind.CALL, number, b"never"))
     )
     assert told.wait(0.5), "nobody looked at the clock in time"
 
@@ -216,7 +221,7 @@ def test_workers_are_found_by_name_rank_and_info(pair: list[Member]) -> None:
     assert agent.find(WorkerInfo("worker1", 1)) is agent.peers[1]
 
 
-@pytest.mark.parametrize("to", ["worker2", 2, -1, WorkerInfo("worker1", 0), 1.5, None, []])
+@pytest.mark.parametrize("to", ["worker2", 2, -1, WorkerInfo("worker1", 0)])
 def test_who_is_not_found_is_told_with_who_there_is(pair: list[Member], to: object) -> None:
     with pytest.raises(UnknownWorker, match=r"the group has 'worker0' \(0\), 'worker1' \(1\)"):
         pair[0].agent.find(to)  # type: ignore[arg-type]
@@ -224,6 +229,8 @@ def test_who_is_not_found_is_told_with_who_there_is(pair: list[Member], to: obje
 
 def test_traffic_is_counted_on_both_sides(pair: list[Member]) -> None:
     first, second = pair
+    # Else another thread writes the call, and may count its bytes after the answer has come.
+    first.agent.connect(first.peer(second))
     ask_and_wait(first, first.peer(second), b"x" * 10_000)
     assert first.agent.traffic().bytes_sent >= 10_000
     assert first.agent.traffic().bytes_received >= 10_000

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from weft.agent.calls import PendingCall, function_name
-from weft.errors import CallTimeout
-from weft.wire.frames import Frame
+from torchweft.agent.calls import PendingCall, function_name
+from torchweft.errors import CallTimeout
+from torchweft.wire.frames import Frame
 
 LIMIT_S = 20.0
 

@@ -13,15 +13,15 @@ import pytest
 
 from tests.unit.agent.group import LIMIT_S, Member, group_of, wait_until
 from tests.unit.agent.sessions import HEAD, Pair, content, pair_of, send
-from weft import knobs
-from weft.agent import contacts
-from weft.agent.connector import Connector
-from weft.agent.protection import Patience
-from weft.transport import addresses
-from weft.transport.handshake import Greeting, Handshake
-from weft.transport.resumable import ResumableLink
-from weft.wire.frames import encode_frame
-from weft.wire.messages import Kind
+from torchweft import knobs
+from torchweft.agent import contacts
+from torchweft.agent.connector import Connector
+from torchweft.agent.protection import Patience
+from torchweft.transport import addresses
+from torchweft.transport.handshake import Greeting, Handshake
+from torchweft.transport.resumable import ResumableLink
+from torchweft.wire.frames import encode_frame
+from torchweft.wire.messages import Kind
 
 AT_ONCE_S = 5.0
 """Less than any patience, and more than a slow moment of the machine."""
@@ -193,7 +193,7 @@ def test_the_side_that_did_not_dial_has_the_other_one_resume(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the end of the connection does not reach the dialler."""
-    monkeypatch.setattr("weft.transport.resumable._shut", lambda connection: None)
+    monkeypatch.setattr("torchweft.transport.resumable._shut", lambda connection: None)
     pair.links[1].break_off("the network dropped it")
     wait_until(lambda: pair.links[1].resumption_count == 1 and pair.is_sound)
     pair.check()
@@ -221,7 +221,8 @@ def test_silence_has_a_new_connection_tried_beside_the_old_one(
 def freeze(member: Member, other: Member) -> Callable[[], None]:
     """Has a member neither read nor speak, though its system does; returns what ends that."""
     link, acceptor, thawed = member.session(other), member.agent._acceptor, threading.Event()
-    assert link.reading.acquire(timeout=LIMIT_S)
+    me = object()
+    wait_until(lambda: link.readers.setdefault(0, me) is me)
     accept = acceptor.accept
 
     def accept_later(connection: socket.socket) -> None:
@@ -232,7 +233,7 @@ def freeze(member: Member, other: Member) -> Callable[[], None]:
 
     def thaw() -> None:
         thawed.set()
-        link.reading.release()
+        link.readers.pop(0)
         member.agent.reactor.resume_reading(link.read_fd)
 
     return thaw

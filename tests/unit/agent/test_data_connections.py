@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from tests.unit.agent.group import KEY, Member, group_of, wait_until
-from weft import knobs
-from weft.agent.data_connections import DataConnections
-from weft.agent.parcels import Parcel
-from weft.agent.peers import Peer
-from weft.channel.table import STRIPED, ChannelKind
-from weft.errors import NotInitialized, WorkerLost
-from weft.secret import Secret
-from weft.transport import addresses
-from weft.transport.handshake import Greeting, Handshake, NotProven
-from weft.transport.striped.outgoing import Outbox, SendingConnection
-from weft.wire.frames import Buffer, Frame
-from weft.wire.messages import Kind
+from torchweft import knobs
+from torchweft.agent.data_connections import DataConnections
+from torchweft.agent.parcels import Parcel
+from torchweft.agent.peers import Peer
+from torchweft.channel.table import STRIPED, ChannelKind
+from torchweft.errors import NotInitialized, WorkerLost
+from torchweft.secret import Secret
+from torchweft.transport import addresses
+from torchweft.transport.handshake import Greeting, Handshake, NotProven
+from torchweft.transport.striped.outgoing import Outbox, SendingConnection
+from torchweft.wire.frames import Buffer, Frame
+from torchweft.wire.messages import Kind
 
 LIMIT_S = 20.0
 NEVER_BYTES = 1 << 60

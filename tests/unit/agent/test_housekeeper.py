@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.descriptors import nothing_is_written
-from weft.agent.housekeeper import Housekeeper
+from torchweft.agent.housekeeper import Housekeeper
 
 LIMIT_S = 20.0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.agent.lanes import OWN, Lanes
+from torchweft.agent.lanes import OWN, Lanes
 
 
 def nothing(*_: Any) -> None:

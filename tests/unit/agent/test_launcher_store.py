@@ -10,9 +10,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import PrefixStore
 
-from weft.agent import launcher_store
-from weft.agent.launcher_store import LauncherStore, open_launcher_store
-from weft.launch.store_server import StoreServer
+from torchweft.agent import launcher_store
+from torchweft.agent.launcher_store import LauncherStore, open_launcher_store
+from torchweft.launch.store_server import StoreServer
 
 
 class Launcher:
@@ -85,7 +85,7 @@ def test_a_refusal_says_what_was_wrong(launcher: Launcher) -> None:
 def test_without_a_launcher_that_is_said_at_once() -> None:
     launcher = Launcher()
     launcher.end()
-    with pytest.raises(RuntimeError, match=r"does not answer.*has 'weft run' ended"):
+    with pytest.raises(RuntimeError, match=r"does not answer.*has 'torchweft run' ended"):
         LauncherStore(launcher.name, 60.0).add("key", 1)
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.unit.agent.group import KEY, LIMIT_S, Member, group_of, wait_until
 from tests.unit.agent.sessions import Pair, pair_of
-from weft.agent.connector import Terms
-from weft.transport import addresses
-from weft.transport.handshake import Greeting, Handshake
-from weft.transport.link import LinkClosed
-from weft.wire.messages import Kind
+from torchweft.agent.connector import Terms
+from torchweft.transport import addresses
+from torchweft.transport.handshake import Greeting, Handshake
+from torchweft.transport.link import LinkClosed
+from torchweft.wire.messages import Kind
 
 
 @pytest.fixture
@@ -35,6 +35,27 @@ def greet_at(member: Member, facts: dict[str, Any]) -> Greeting | None:
             return handshake.receive(Kind.WELCOME)
         except ConnectionError:
             return None
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+@pytest.mark.parametrize(
+    ("farewell", "told"),
+    [
+        ("it had to go", "it had to go"),
+        ("with\nlines\x1b[31m", "with lines [31m"),
+        ("x" * 1000, "x" * 256),
+        ("\u00e9" * 200, "\u00e9" * 128),
+    ],
+)
+def test_a_worker_says_why_it_leaves(over: str, farewell: str, told: str) -> None:
+    with group_of(2, over=over) as (first, second):
+        first.start()
+        second.start()
+        first.agent.connect(first.peer(second))
+        first.agent.links.farewell = farewell
+        first.close()
+        wait_until(lambda: second.peer(first).lost, "the loss")
+        assert second.peer(first).lost_error().cause == told
 
 
 @pytest.mark.parametrize("attempt", [-1, 0, 1, None, "2", True, 1.5])

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.agent.group import Member, group_of
-from weft.agent.calls import PendingCall
-from weft.agent.peers import Peer
-from weft.agent.served_calls import ServedCall
-from weft.errors import CallCancelled, CallTimeout
-from weft.wire.frames import Frame, encode_frame
-from weft.wire.messages import Kind
+from torchweft.agent.calls import PendingCall
+from torchweft.agent.open_calls import SimpleRequest
+from torchweft.agent.peers import Peer
+from torchweft.agent.served_calls import ServedCall
+from torchweft.errors import CallCancelled, CallTimeout
+from torchweft.wire.frames import Frame, encode_frame
+from torchweft.wire.messages import Kind
 
 LIMIT_S = 20.0
 
@@ -66,7 +67,7 @@ def ask(
             return Frame(Kind.CALL, 0, number, b"", ())
         return encode_frame(Kind.CALL, 0, number, b"")
 
-    member.agent.calls.ask(peer, call, message)
+    member.agent.calls.ask(peer, call, SimpleRequest(message))
     return call
 
 
@@ -125,6 +126,7 @@ def test_what_is_asked_just_after_its_parent_was_cancelled_ends_at_once(
     pair: tuple[Member, Callee],
 ) -> None:
     first, callee = pair
+    first.agent.connect(first.agent.peers[1])  # Else it is not even sent.
     parent = new_parent(first)
     parent.cancel()
     call = ask(first, 1, parent=parent)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.unit.agent.group import Member, group_of
-from weft import knobs
-from weft.agent import pulling
-from weft.agent.parcels import Parcel, ParcelService
-from weft.agent.peers import Peer
-from weft.channel.cma import PullError
-from weft.channel.table import CMA
-from weft.errors import ProtocolError, SerializationError
-from weft.wire.frames import Frame
-from weft.wire.messages import Kind
+from torchweft import knobs
+from torchweft.agent import pulling
+from torchweft.agent.parcels import Parcel, ParcelService
+from torchweft.agent.peers import Peer
+from torchweft.channel.cma import PullError
+from torchweft.channel.table import CMA
+from torchweft.errors import ProtocolError, SerializationError
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import Kind
 
 LIMIT_S = 20.0
 SMALL = [torch.arange(6.0).reshape(2, 3).t(), torch.zeros(0, 4), torch.tensor(True)]

@@ -9,21 +9,24 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from weft import knobs
-from weft.agent.acceptor import Acceptor
-from weft.agent.connector import Connector, Speechless, Terms
-from weft.agent.peers import Peer, Unreachable
-from weft.channel.choice import Capabilities, describe
-from weft.channel.cma import Nonce
-from weft.errors import ProtocolError, WorkerLost
-from weft.protocol.membership import Registration
-from weft.secret import Secret
-from weft.transport.addresses import UnixAddress, dial, listen_unix
-from weft.transport.handshake import Greeting, Handshake
-from weft.transport.link import Link
-from weft.transport.resumable import ResumableLink
-from weft.wire.frames import FrameParser, encode_frame
-from weft.wire.messages import Kind
+from tests.unit.transport.reading import not_main, reading  # noqa: F401
+from torchweft import knobs
+from torchweft.agent.acceptor import Acceptor
+from torchweft.agent.connector import Connector, Speechless, Terms
+from torchweft.agent.peers import Peer, Unreachable
+from torchweft.channel.choice import Capabilities, describe
+from torchweft.channel.cma import Nonce
+from torchweft.errors import ProtocolError, WorkerLost
+from torchweft.protocol.membership import Registration
+from torchweft.secret import Secret
+from torchweft.transport.addresses import UnixAddress, dial, listen_unix
+from torchweft.transport.handshake import Greeting, Handshake
+from torchweft.transport.link import Link
+from torchweft.transport.resumable import ResumableLink
+from torchweft.wire.frames import FrameParser, encode_frame
+from torchweft.wire.messages import Kind
+
+pytestmark = pytest.mark.usefixtures("not_main")
 
 KEY = Secret(b"the key of this run")
 OTHER_KEY = Secret(b"the key of another run")
@@ -130,7 +133,7 @@ def exchange(sides: list[Side]) -> None:
         assert receiving is not None
         sending.send(encode_frame(1, 0, source + 7, b"hello"), may_block=False)
         frames = []
-        with receiving.reading:
+        with reading(receiving):
             while not frames or frames[-1].id != source + 7:
                 frames += receiving.receive(may_block=True)
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from weft.agent.protection import Protection
-from weft.secret import Secret
+from torchweft.agent.protection import Protection
+from torchweft.secret import Secret
 
 TOKEN = "0123456789abcdef"
 OTHER_TOKEN = "fedcba9876543210"

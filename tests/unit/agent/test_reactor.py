@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.descriptors import nothing_is_written
-from weft.agent.lanes import Lanes
-from weft.agent.reactor import Reactor
+from tests.thread_limits import no_new_threads
+from torchweft.agent.lanes import Lanes
+from torchweft.agent.reactor import Reactor
 
 LIMIT_S = 20.0
 
@@ -138,6 +139,33 @@ def test_a_stalled_queue_gets_another_thread(make_reactor: Make) -> None:
     tasks.may_end.set()
     tasks.await_ended(4)
     assert not reactor.help_if_stalled(0)
+
+
+def test_threads_that_could_not_be_started_are_started_later(
+    make_reactor: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A container may limit the number of threads, and another process have most of them."""
+    reactor = make_reactor(4)
+    tasks = Tasks(reactor)
+    with no_new_threads(monkeypatch):
+        for _ in range(4):
+            reactor.submit_task(tasks.hold)
+        tasks.await_begun(1)
+        for _ in range(100):
+            assert reactor.help_if_stalled(0)
+        assert tasks.running == 1
+        reactor.tasks.append((tasks.hold, None, None))
+    assert caplog.text.count("can't start new thread: no further call is served") == 1
+    tasks.await_begun(3)
+    tasks.may_end.set()
+    tasks.await_ended(5)
+    assert not reactor.help_if_stalled(0)
+    tasks.may_end.clear()
+    for _ in range(4):
+        reactor.submit_task(tasks.hold)
+    tasks.await_begun(4)
+    tasks.may_end.set()
+    tasks.await_ended(4)
 
 
 def test_tasks_blocked_unseen_get_help_for_as_many_answers_as_are_open(make_reactor: Make) -> None:

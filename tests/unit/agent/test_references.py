@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.unit.agent.group import Member, group_of
-from weft import knobs
-from weft.agent.references import OwnedValue
-from weft.errors import OwnerLost, ReferenceGone
-from weft.ids import ReferenceId
+from torchweft import knobs
+from torchweft.agent.references import OwnedValue
+from torchweft.errors import OwnerLost, ReferenceGone
+from torchweft.ids import ReferenceId
 
 LIMIT_S = 20.0
 

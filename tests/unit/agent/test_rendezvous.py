@@ -1,25 +1,28 @@
 from __future__ import annotations
 
+import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from torch.distributed import DistNetworkError, HashStore, PrefixStore
 
-from weft.agent import rendezvous
-from weft.agent.rendezvous import join, open_store
-from weft.agent.signed_store import SignedStore
-from weft.errors import (
+from torchweft import knobs
+from torchweft.agent import rendezvous
+from torchweft.agent.rendezvous import join, open_store
+from torchweft.agent.signed_store import SignedStore
+from torchweft.errors import (
     ConfigurationError,
     DuplicateName,
     ProtocolError,
     RendezvousError,
     RendezvousTimeout,
 )
-from weft.protocol.membership import Directory, Registration
-from weft.secret import Secret
+from torchweft.protocol.membership import Directory, Registration
+from torchweft.secret import Secret
 
 LIMIT_S = 20.0
 
@@ -170,7 +173,7 @@ def test_a_file_store_is_opened(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "hint", "missing"),
-    [(0, "is another program using the port", ()), (1, "is rank 0 running", (0,))],
+    [(0, "rank 0 hosts the store: MASTER_ADDR", ()), (1, "is rank 0 running", (0,))],
 )
 def test_a_store_that_cannot_be_opened_is_explained(
     monkeypatch: pytest.MonkeyPatch, rank: int, hint: str, missing: tuple[int, ...]
@@ -185,6 +188,33 @@ def test_a_store_that_cannot_be_opened_is_explained(
     with pytest.raises(RendezvousTimeout, match=f"refused; {hint}") as caught:
         open_store("tcp://127.0.0.1:1", rank, 2, 0.1)
     assert caught.value.missing == missing
+
+
+# A TCP store that could not be made leaves a pipe of its event loop behind.
+@pytest.mark.keeps("descriptors")
+def test_a_port_in_use_is_named_with_the_fix() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RendezvousError) as caught:
+            open_store(f"tcp://127.0.0.1:{port}", 0, 2, LIMIT_S)
+    assert not isinstance(caught.value, RendezvousTimeout)
+    assert f"at 127.0.0.1:{port}: another program" in str(caught.value)
+    assert "MASTER_PORT" in str(caught.value)
+
+
+def test_something_that_takes_connections_and_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        began_s = time.monotonic()
+        with pytest.raises(RendezvousTimeout, match=f"at 127.0.0.1:{port} does not") as caught:
+            open_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.2)
+        assert time.monotonic() - began_s < 6.0
+        assert "MASTER_PORT" in str(caught.value)
+    # The operation itself ends with the connection.
+    for thread in threading.enumerate():
+        if thread.name == "weft-store":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
 
 
 def test_rank_0_waits_until_others_know_why_there_is_no_group() -> None:
@@ -250,3 +280,23 @@ def test_a_store_that_ends_is_told_from_workers_that_are_missing(calls: int) -> 
     assert "rendezvous store does not answer any more" in str(outcome)
     assert "rank 0, ended?" in str(outcome)
     assert "trace" not in str(outcome)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_long_wait_names_who_is_missing(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    store = HashStore()
+    with knobs.WAIT_NOTICE_S.override(0.1):
+        first = Joining(store, rank, 3)
+        wait_for(lambda: bool(caplog.messages))
+    others = [Joining(store, other, 3) for other in {0, 1, 2} - {rank}]
+    assert all(isinstance(outcome, Directory) for outcome in outcomes(first, *others))
+    missing = ", ".join(f"rank {other}" for other in sorted({0, 1, 2} - {rank}))
+    (message,) = caplog.messages
+    assert message == f"worker 'worker{rank}' has waited 0 s in init_rpc for {missing} of 3 to join"
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from weft.agent.peers import Peer
-from weft.agent.served_calls import Cancelling, ServedCall
-from weft.errors import WorkerLost
-from weft.protocol.membership import Registration
-from weft.wire.frames import Frame
-from weft.wire.messages import Kind, encode_ints
+from torchweft.agent.peers import Peer
+from torchweft.agent.served_calls import Cancelling, ServedCall
+from torchweft.errors import WorkerLost
+from torchweft.protocol.membership import Registration
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import Kind, encode_ints
 
 
 class Agent:

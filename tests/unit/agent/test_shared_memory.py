@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.agent.group import KEY, group_of
-from weft import knobs
-from weft.agent.shared_memory import MemoryExchange, close_all, map_memory
-from weft.channel.choice import Channels
-from weft.channel.table import ChannelKind
-from weft.secret import Secret
-from weft.transport.handshake import Greeting, Handshake, NotProven
-from weft.wire.frames import encode_frame
-from weft.wire.messages import Kind
+from torchweft import knobs
+from torchweft.agent.shared_memory import MemoryExchange, close_all, map_memory
+from torchweft.channel.choice import Channels
+from torchweft.channel.table import ChannelKind
+from torchweft.secret import Secret
+from torchweft.transport.handshake import Greeting, Handshake, NotProven
+from torchweft.wire.frames import encode_frame
+from torchweft.wire.messages import Kind
 
 SHM = ChannelKind.SHM
 MIB = 1 << 20

@@ -5,9 +5,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from weft.agent.signed_store import SignedStore
-from weft.errors import RendezvousError
-from weft.secret import Secret
+from torchweft.agent.signed_store import SignedStore
+from torchweft.errors import RendezvousError
+from torchweft.secret import Secret
 
 SECRET = Secret(b"the secret of the group")
 OTHER = Secret(b"the secret of another group")

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from weft.agent.store_host import await_host
+from torchweft import knobs
+from torchweft.agent.store_host import await_host
 
 LIMIT_S = 10.0
 
@@ -57,3 +58,11 @@ def test_rank_0_waits_for_a_launcher_that_hosts_the_store(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     take_time(f"tcp://127.0.0.1:{port}", 0, 0.1)
+
+
+def test_a_long_wait_is_told_of(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    with knobs.WAIT_NOTICE_S.override(0.1):
+        take_time(f"tcp://127.0.0.1:{port}", 1, 0.3)
+    (message,) = caplog.messages
+    place = f"the store at 127.0.0.1:{port}"
+    assert message == f"rank 1 has waited 0 s in init_rpc for rank 0 to open {place}"

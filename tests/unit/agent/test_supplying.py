@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.agent.group import LIMIT_S, Member, group_of, wait_until
-from weft.agent.supplying import ask_for_supply, read_request
-from weft.channel.table import CMA, STRIPED, ChannelKind
-from weft.errors import ProtocolError, WorkerLost
-from weft.wire.messages import Kind, encode_ints
+from torchweft.agent.supplying import ask_for_supply, read_request
+from torchweft.channel.table import CMA, STRIPED, ChannelKind
+from torchweft.errors import ProtocolError, WorkerLost
+from torchweft.wire.messages import Kind, encode_ints
 
 REASON = OSError("the way was closed")
 

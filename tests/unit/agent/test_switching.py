@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft import knobs
-from weft.agent.switching import ShortSwitches
+from torchweft import knobs
+from torchweft.agent.switching import ShortSwitches
 
 
 @pytest.fixture(autouse=True)

@@ -15,14 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.autograd.captures import Captures
-from weft.autograd.contexts import Context, flags_of
-from weft.autograd.failures import operation_of
-from weft.autograd.graph import LocalPass
-from weft.autograd.modes import PassMode
-from weft.autograd.roots import Roots, roots_of
-from weft.errors import AutogradError
-from weft.protocol import backward as protocol
+from torchweft.autograd.captures import Captures
+from torchweft.autograd.contexts import Context, flags_of
+from torchweft.autograd.envelopes import recorded_flags
+from torchweft.autograd.failures import operation_of
+from torchweft.autograd.gradients import Gradient
+from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.modes import PassMode
+from torchweft.autograd.outside import OutsideRecords
+from torchweft.autograd.roots import Roots, roots_of
+from torchweft.errors import AutogradError
+from torchweft.protocol import backward as protocol
+from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
 
 Parameters = dict[tuple[int, str], Tensor]
 OnMessage = Callable[[protocol.Driver, protocol.Message], list[protocol.Action]]
@@ -56,8 +60,10 @@ class SingleProcess(World):
     """The same program with plain autograd."""
 
     def send(self, source: int, destination: int, *tensors: Tensor) -> list[Tensor]:
-        # Copies, so that hooks and operations in place concern the received tensor only.
-        return [tensor.clone() for tensor in tensors]
+        # Copies, so that hooks and operations in place concern the received tensor only. What has
+        # no graph keeps the memory that it shares.
+        plain = iter(copy.deepcopy([tensor for tensor in tensors if not tensor.requires_grad]))
+        return [tensor.clone() if tensor.requires_grad else next(plain) for tensor in tensors]
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
         return {
@@ -76,6 +82,8 @@ class Cluster(World):
         self.repeats = repeats
         self.contexts = [Context(7, worker) for worker in range(worker_count)]
         self.messages: Counter[type] = Counter()
+        self.outside: list[OutsideRecords] = []
+        """What the workers recorded outside of contexts, if anything."""
 
     def count(self, message: protocol.Message) -> None:
         """Counts a message of a pass."""
@@ -83,9 +91,11 @@ class Cluster(World):
 
     def send(self, source: int, destination: int, *tensors: Tensor) -> list[Tensor]:
         message_id = self.contexts[source].record_send(tensors, destination)
-        copies = [tensor.detach().clone() for tensor in tensors]
-        flags = [flags_of(tensor) for tensor in tensors]
-        return self.contexts[destination].record_receive(message_id, source, copies, flags)
+        table, buffers = describe(tensors)
+        memory = [bytearray(as_memory(buffer)) for buffer in buffers]
+        received = rebuild(table, memory, detached=True)
+        flags = recorded_flags(grad_flags(table))
+        return self.contexts[destination].record_receive(message_id, source, received, flags)
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
         found = [context.get_gradients() for context in self.contexts]
@@ -160,6 +170,7 @@ class _Pass:
                 context,
                 self.mode,
                 captures=self.captures if context.worker == self.driver_id else None,
+                outside=self.cluster.outside[context.worker] if self.cluster.outside else None,
             )
             for context in contexts
         ]
@@ -204,7 +215,7 @@ class _Pass:
         """Puts a message on its way; gradients with a graph are recorded as any message is."""
         message, recorded_id, flags = send.message, 0, list[int]()
         if isinstance(message, protocol.Gradients):
-            tensors = [gradient for gradient in message.gradients if gradient is not None]
+            tensors = [each for each in message.gradients if isinstance(each, Tensor)]
             flags = [flags_of(tensor) for tensor in tensors]
             if self.mode.create_graph:
                 recorded_id = self.cluster.contexts[source].record_send(tensors, send.to_worker)
@@ -217,11 +228,11 @@ class _Pass:
         source, destination, message, recorded_id, flags = on_the_way
         message = copy.deepcopy(message)
         if isinstance(message, protocol.Gradients) and recorded_id:
-            tensors = [gradient for gradient in message.gradients if gradient is not None]
+            tensors = [each for each in message.gradients if isinstance(each, Tensor)]
             context = self.cluster.contexts[destination]
             received = iter(context.record_receive(recorded_id, source, tensors, flags))
             message.gradients = [
-                each if each is None else next(received) for each in message.gradients
+                next(received) if isinstance(each, Tensor) else each for each in message.gradients
             ]
         return message
 
@@ -268,8 +279,8 @@ class _Pass:
             self.carry_out(worker, actions)
 
 
-def _copied(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.detach().clone()
+def _copied(gradient: Gradient) -> Gradient:
+    return gradient.detach().clone() if isinstance(gradient, Tensor) else gradient
 
 
 def dense(gradient: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.autograd.captures import Captures, checked_inputs, place_of, receives_before
-from weft.autograd.contexts import REQUIRES_GRAD, Context
-from weft.autograd.gradients import Gradients
-from weft.autograd.graph import LocalPass
-from weft.autograd.modes import PassMode
-from weft.autograd.roots import roots_of
-from weft.errors import ArgumentTypeError, AutogradError
-from weft.protocol.backward import ROOTS
+from torchweft.autograd.captures import Captures, checked_inputs, place_of, receives_before
+from torchweft.autograd.contexts import REQUIRES_GRAD, Context
+from torchweft.autograd.gradients import Gradients
+from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.modes import PassMode
+from torchweft.autograd.roots import roots_of
+from torchweft.errors import ArgumentTypeError, AutogradError
+from torchweft.protocol.backward import ROOTS
 
 HERE, THERE = 0, 1
 
@@ -160,8 +160,8 @@ def test_all_that_was_received_before_is_found_by_way_of_others() -> None:
     second = worker.call(first * 2)
     worker.receive()
     roots = roots_of([second.sum()])
-    found = [receive.node for receive in receives_before(worker.context, roots)]
-    assert found == [node_of(second), node_of(first)]
+    found = [receive.nodes for receive in receives_before(worker.context, roots)]
+    assert found == [[node_of(second)], [node_of(first)]]
 
 
 @pytest.mark.parametrize(

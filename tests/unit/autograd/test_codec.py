@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.autograd.codec import PassName, decode, decode_head, encode, encode_head
-from weft.autograd.modes import PassMode
-from weft.errors import ProtocolError
-from weft.protocol.backward import (
+from torchweft.autograd.codec import PassName, decode, decode_head, encode, encode_head
+from torchweft.autograd.modes import PassMode
+from torchweft.errors import ProtocolError
+from torchweft.protocol.backward import (
     Abort,
     Discover,
     Failed,
@@ -19,7 +19,7 @@ from weft.protocol.backward import (
     Report,
     Settled,
 )
-from weft.wire.messages import encode_ints
+from torchweft.wire.messages import encode_ints
 
 numbers = st.integers(-(2**63), 2**63 - 1)
 modes = st.builds(PassMode, st.booleans(), st.booleans(), st.booleans())

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.autograd import contexts, placeholders
-from weft.autograd.contexts import PARAMETER, REQUIRES_GRAD, Context, Contexts, flags_of
-from weft.errors import AutogradError
-from weft.ids import worker_of
+from torchweft.autograd import contexts, placeholders
+from torchweft.autograd.contexts import PARAMETER, REQUIRES_GRAD, Context, Contexts, flags_of
+from torchweft.errors import AutogradError
+from torchweft.ids import worker_of
 
 
 def receive(context: Context, *tensors: Tensor, message_id: int = 5) -> list[Tensor]:
@@ -24,7 +24,7 @@ def receive(context: Context, *tensors: Tensor, message_id: int = 5) -> list[Ten
 def made_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes placeholders with the node of torch, and with the fallback."""
     make = {"torch": placeholders._by_torch, "function": placeholders._by_function}
-    monkeypatch.setattr(placeholders, "_outputs", make[request.param])
+    monkeypatch.setattr(placeholders, "_output", make[request.param])
 
 
 def test_message_without_gradients_is_not_recorded() -> None:
@@ -86,15 +86,15 @@ def test_received_tensors_may_be_modified_in_place() -> None:
     (record,) = context.receives()
     assert not plain.requires_grad
     assert first.tolist() == [5.0, 5.0]
-    assert second.grad_fn is record.node
-    assert context.receive_of[record.node] is record
+    assert second.grad_fn is record.nodes[1]
+    assert [context.receive_of[node] for node in record.nodes] == [record, record]
     assert (record.from_worker, record.message_id, len(record.metas)) == (1, 5, 2)
 
 
 @pytest.mark.usefixtures("made_by")
 def test_plain_backward_says_what_to_call_instead() -> None:
     (received,) = receive(Context(1, 0), torch.ones(2, requires_grad=True))
-    with pytest.raises(RuntimeError, match=r"weft\.autograd\.backward"):
+    with pytest.raises(RuntimeError, match=r"torchweft\.autograd\.backward"):
         received.sum().backward()
 
 

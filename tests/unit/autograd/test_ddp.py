@@ -12,15 +12,15 @@ from torch import Tensor, distributed, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from weft.autograd import ddp
-from weft.autograd.averaging import Averaging, find_averaging
-from weft.autograd.component import Live
-from weft.autograd.contexts import Context
-from weft.autograd.gradients import Gradients
-from weft.autograd.graph import LocalPass
-from weft.autograd.walk import Reached
-from weft.errors import AutogradError
-from weft.protocol.backward import ROOTS, Progress
+from torchweft.autograd import ddp
+from torchweft.autograd.averaging import Averaging, find_averaging
+from torchweft.autograd.component import Live
+from torchweft.autograd.contexts import Context
+from torchweft.autograd.gradients import Gradients
+from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.walk import Reached
+from torchweft.errors import AutogradError
+from torchweft.protocol.backward import ROOTS, Progress
 
 # Once made, the threads of a process group stay until the process ends.
 pytestmark = pytest.mark.keeps("threads", "descriptors")

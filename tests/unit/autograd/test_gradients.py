@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.autograd import gradients
-from weft.autograd.gradients import Gradients, is_private
+from torchweft.autograd import gradients
+from torchweft.autograd.gradients import Gradients, is_private
 
 
 def sparse(*indices: int) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.gradient_functions import Broken
-from tests.unit.autograd import programs
+from tests.unit.autograd import awkward_programs, programs
 from tests.unit.autograd.cluster import (
     Cluster,
     Program,
@@ -16,15 +17,17 @@ from tests.unit.autograd.cluster import (
     check,
     expected_gradients,
 )
-from weft.autograd import local_engine
-from weft.autograd.contexts import Context
-from weft.autograd.graph import LocalPass
-from weft.errors import ArgumentTypeError, AutogradError, ProtocolError
-from weft.protocol import backward as protocol
-from weft.protocol.backward import Progress
+from torchweft.autograd import local_engine
+from torchweft.autograd.contexts import Context
+from torchweft.autograd.graph import LocalPass
+from torchweft.errors import ArgumentTypeError, AutogradError, ProtocolError
+from torchweft.protocol import backward as protocol
+from torchweft.protocol.backward import Progress
 
 
-@pytest.mark.parametrize("program", programs.ALL, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program", programs.ALL + awkward_programs.ALL, ids=lambda program: program.__name__
+)
 def test_gradients_equal_those_of_a_single_process(program: Program) -> None:
     for seed in range(3):
         check(program, seed)
@@ -135,6 +138,24 @@ def test_error_in_a_custom_backward_names_worker_and_operation() -> None:
     assert isinstance(caught.value.__cause__, ArithmeticError)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_reentrant_checkpointing_is_refused_and_adds_to_nothing(is_cut: bool) -> None:
+    cluster = Cluster()
+    state, weight = cluster.parameter(1, "s", 3) * 2, cluster.parameter(1, "w", 3)
+    made = checkpoint(lambda value: torch.tanh(value * weight), state, use_reentrant=True)
+    result = cluster.send(1, 0, made)[0]
+    if is_cut:
+        fed = cluster.send(0, 1, result)[0]
+        result = cluster.send(1, 0, made * fed)[0]
+    with pytest.raises(AutogradError, match="use_reentrant=False") as caught:
+        cluster.backward([result.sum()])
+    assert (caught.value.worker, caught.value.operation) == (
+        "worker1",
+        "CheckpointFunction.backward",
+    )
+    assert weight.grad is None
+
+
 @pytest.mark.parametrize("kind", [protocol.Discover, protocol.Report, protocol.Gradients])
 def test_lost_worker_ends_the_pass(kind: type) -> None:
     def lose(driver: protocol.Driver, message: protocol.Message) -> list[protocol.Action]:
@@ -157,7 +178,7 @@ def test_roots_are_checked() -> None:
         local.start([torch.ones(3, requires_grad=True)])
     with pytest.raises(ArgumentTypeError, match="root 0 is a float, not a tensor"):
         local.start([3.0])  # type: ignore[list-item]
-    with pytest.raises(ArgumentTypeError, match="not a NoneType"):
+    with pytest.raises(ArgumentTypeError, match="not None"):
         local.start(None)  # type: ignore[arg-type]
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.autograd.contexts import Context
-from weft.autograd.graph import LocalPass
-from weft.autograd.leaf_hooks import enable_leaf_hooks, has_leaf_hooks
+from torchweft.autograd.contexts import Context
+from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.leaf_hooks import enable_leaf_hooks, has_leaf_hooks
 
 
 @pytest.fixture

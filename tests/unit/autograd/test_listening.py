@@ -7,8 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.agent.group import Member, group_of, wait_until
-from weft.autograd.listening import Listener
-from weft.transport.link import READ_TICK_S, Link
+from tests.unit.transport.reading import not_main  # noqa: F401
+from torchweft.autograd.listening import Listener
+from torchweft.transport.link import READ_TICK_S, Link
+
+pytestmark = pytest.mark.usefixtures("not_main")
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -31,9 +34,9 @@ def test_connections_are_taken_over_and_given_back(trio: list[Member]) -> None:
     listener = Listener(trio[0].agent)
     reading = listener.take_over([trio[0].peer(other) for other in trio[1:]])
     assert [link for _, link in reading] == links_of(trio)
-    assert all(link.reading.locked() for link in links_of(trio))
+    assert all(0 in link.readers for link in links_of(trio))
     listener.give_back(reading)
-    assert not any(link.reading.locked() for link in links_of(trio))
+    assert not any(0 in link.readers for link in links_of(trio))
 
 
 def test_nothing_is_read_of_a_worker_that_was_lost_before(trio: list[Member]) -> None:
@@ -42,10 +45,10 @@ def test_nothing_is_read_of_a_worker_that_was_lost_before(trio: list[Member]) ->
     peers = [first.peer(other) for other in trio[1:]]
     first.agent.lose(peers[1], "a test")
     lost = links_of(trio)[1]
-    wait_until(lambda: lost.is_free and not lost.reading.locked())
+    wait_until(lambda: lost.is_free and 0 not in lost.readers)
     listener = Listener(first.agent)
     assert listener.take_over(peers) == []
-    assert not any(link.reading.locked() for link in links_of(trio))
+    assert not any(0 in link.readers for link in links_of(trio))
 
 
 def test_a_broken_session_is_waited_for_without_a_spin(

@@ -4,9 +4,16 @@ import itertools
 
 import pytest
 
-from weft.autograd.modes import CREATE_GRAPH, FOR_INPUTS, RETAIN_GRAPH, PassMode, mode_of
+from torchweft.autograd.modes import (
+    CREATE_GRAPH,
+    FOR_INPUTS,
+    INTO_GRAD,
+    RETAIN_GRAPH,
+    PassMode,
+    mode_of,
+)
 
-MODES = [PassMode(*flags) for flags in itertools.product([False, True], repeat=3)]
+MODES = [PassMode(*flags) for flags in itertools.product([False, True], repeat=4)]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -20,5 +27,5 @@ def test_each_mode_has_flags_of_its_own() -> None:
 
 
 def test_flags_of_others_do_not_matter() -> None:
-    others = 0xFF & ~(RETAIN_GRAPH | CREATE_GRAPH | FOR_INPUTS)
+    others = 0xFF & ~(RETAIN_GRAPH | CREATE_GRAPH | FOR_INPUTS | INTO_GRAD)
     assert mode_of(others) == PassMode()

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from weft.autograd import placeholders
-from weft.autograd.placeholders import is_without_memory, make_placeholders
+from torchweft.autograd import placeholders
+from torchweft.autograd.placeholders import is_without_memory, make_placeholders
 
 
 @pytest.fixture(autouse=True, params=["by torch", "by a function"])
@@ -16,7 +16,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         pytest.skip("this torch has no such node")
     by_torch = request.param == "by torch"
     way = placeholders._by_torch if by_torch else placeholders._by_function
-    monkeypatch.setattr(placeholders, "_outputs", way)
+    monkeypatch.setattr(placeholders, "_output", way)
 
 
 def received(*sizes: int) -> list[Tensor]:
@@ -24,10 +24,11 @@ def received(*sizes: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_they_are_the_outputs_of_one_node(count: int) -> None:
-    node, made = make_placeholders(received(*range(1, count + 1)))
+def test_each_is_the_output_of_a_node_of_its_own(count: int) -> None:
+    nodes, made = make_placeholders(received(*range(1, count + 1)))
     edges = [get_gradient_edge(each) for each in made]
-    assert [(edge.node, edge.output_nr) for edge in edges] == [(node, n) for n in range(count)]
+    assert [(edge.node, edge.output_nr) for edge in edges] == [(node, 0) for node in nodes]
+    assert len(set(nodes)) == count
     assert [each.tolist() for each in made] == [list(range(n)) for n in range(1, count + 1)]
     assert all(each.requires_grad and not each.is_leaf for each in made)
 
@@ -40,7 +41,7 @@ def test_they_take_over_the_memory() -> None:
 
 
 def test_what_is_behind_them_has_no_memory() -> None:
-    node, made = make_placeholders(received(2))
+    (node,), made = make_placeholders(received(2))
     ((behind, _),) = node.next_functions
     assert behind is not None
     assert is_without_memory(behind.variable)  # type: ignore[attr-defined]
@@ -65,7 +66,7 @@ def test_they_are_made_in_any_grad_mode(is_grad_enabled: bool) -> None:
 
 def test_a_backward_pass_of_torch_says_what_to_call() -> None:
     _, (made,) = make_placeholders(received(2))
-    with pytest.raises(RuntimeError, match=r"weft\.autograd\.backward"):
+    with pytest.raises(RuntimeError, match=r"torchweft\.autograd\.backward"):
         made.sum().backward()
 
 

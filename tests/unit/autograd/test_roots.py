@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from weft.autograd.roots import roots_of
-from weft.errors import ArgumentTypeError, AutogradError
+from torchweft.autograd.roots import roots_of
+from torchweft.errors import ArgumentTypeError, AutogradError
 
 SCALAR = torch.tensor(2.0, requires_grad=True) * 3
 ROW = torch.ones(2, requires_grad=True) * 3
@@ -29,8 +29,8 @@ def test_one_element_is_a_scalar_of_any_shape() -> None:
     ("tensors", "gradients", "error", "text"),
     [
         ([], None, AutogradError, "at least one root"),
-        (3, None, ArgumentTypeError, r"a list of tensors, not a int; for one loss pass \[loss\]"),
-        ([SCALAR, 3], None, ArgumentTypeError, "root 1 is a int"),
+        (3, None, ArgumentTypeError, r"a list of tensors, not an int; for one loss pass \[loss\]"),
+        ([SCALAR, 3], None, ArgumentTypeError, "root 1 is an int"),
         ([SCALAR.detach()], None, AutogradError, "root 0 does not require grad"),
         ([ROW], None, AutogradError, r"root 0 has shape \(2,\).*or pass the gradient there"),
         ([SCALAR], [], AutogradError, "0 gradients for 1 root"),

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from weft.autograd.contexts import Context
-from weft.autograd.walk import Partition, SentGraph
+from torchweft.autograd.contexts import Context
+from torchweft.autograd.walk import Partition, SentGraph
 
 
 def edges(*tensors: Tensor) -> tuple[GradientEdge, ...]:
@@ -25,9 +25,9 @@ def test_a_receive_is_reported_by_the_first_walk_that_reaches_it() -> None:
     first, second = received(context, 11), received(context, 12)
     graph = SentGraph(context.receive_of)
     _, reached = graph.add(edges(first * 2))
-    assert [record.message_id for record in reached] == [11]
+    assert [record.message_id for record in reached.values()] == [11]
     _, reached = graph.add(edges(first + second))
-    assert [record.message_id for record in reached] == [12]
+    assert [record.message_id for record in reached.values()] == [12]
 
 
 def test_sends_hang_together_through_nodes_and_placeholders_but_not_leaves() -> None:

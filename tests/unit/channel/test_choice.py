@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.unit.channel.processes import dead_pid
-from weft import knobs
-from weft.channel.capabilities import Capabilities
-from weft.channel.choice import Channels, choose, describe
-from weft.channel.cma import Nonce, find_obstacle
-from weft.channel.table import ChannelKind
-from weft.errors import ConfigurationError, ProtocolError
+from torchweft import knobs
+from torchweft.channel.capabilities import Capabilities
+from torchweft.channel.choice import Channels, choose, describe
+from torchweft.channel.cma import Nonce, find_obstacle
+from torchweft.channel.table import ChannelKind
+from torchweft.errors import ConfigurationError, ProtocolError
 
 INLINE, STREAM, CMA, SHM, STRIPED = ChannelKind
 MIB = 1 << 20

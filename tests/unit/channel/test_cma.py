@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.channel.processes import dead_pid, forked
-from weft.channel import cma
-from weft.channel.cma import (
+from torchweft.channel import cma
+from torchweft.channel.cma import (
     Nonce,
     PullError,
     PullRefused,

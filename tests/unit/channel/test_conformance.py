@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from tests.unit.channel.processes import forked
-from weft import knobs
-from weft.channel.choice import Channels, choose, describe
-from weft.channel.cma import Nonce
-from weft.channel.copying import Copier
-from weft.channel.memory import BufferPool
-from weft.channel.receiving import in_order, pull_buffers
-from weft.channel.sending import HeldTensors, prepare
-from weft.channel.shm.lending import Lender
-from weft.channel.shm.liveness import process
-from weft.channel.shm.pool import SharedPool
-from weft.channel.table import FETCHED, ChannelKind, decode_table
-from weft.wire.frames import FrameParser, encode_frame
+from torchweft import knobs
+from torchweft.channel.choice import Channels, choose, describe
+from torchweft.channel.cma import Nonce
+from torchweft.channel.copying import Copier
+from torchweft.channel.memory import BufferPool
+from torchweft.channel.receiving import in_order, pull_buffers
+from torchweft.channel.sending import HeldTensors, prepare
+from torchweft.channel.shm.lending import Lender
+from torchweft.channel.shm.liveness import process
+from torchweft.channel.shm.pool import SharedPool
+from torchweft.channel.table import FETCHED, ChannelKind, decode_table
+from torchweft.wire.frames import FrameParser, encode_frame
 
 MIB = 1 << 20
 NEVER = 1 << 60

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from weft import knobs, probe
-from weft.channel import copying
-from weft.channel.cma import Nonce, SourceAddressInvalid, address_of, find_obstacle
-from weft.channel.copying import PIECE_BYTES, Copier
-from weft.probe import usable_cores
+from tests.thread_limits import no_new_threads
+from torchweft import knobs, probe
+from torchweft.channel import copying
+from torchweft.channel.cma import Nonce, SourceAddressInvalid, address_of, find_obstacle
+from torchweft.channel.copying import PIECE_BYTES, Copier
+from torchweft.probe import usable_cores
 
 SIZE = 4 * PIECE_BYTES + 3
 PATTERN = (bytes(range(251)) * (SIZE // 251 + 1))[:SIZE]
@@ -78,6 +79,16 @@ def test_a_large_copy_is_shared_with_a_named_thread(copy: Copy) -> None:
     into = memory()
     copy(into)
     assert into == PATTERN
+    assert NAME in thread_names()
+
+
+def test_a_copier_that_gets_no_thread_copies_alone_and_tries_again_later(
+    copy: Copy, copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with no_new_threads(monkeypatch):
+        copy(memory())
+    assert NAME not in thread_names()
+    copy(memory())
     assert NAME in thread_names()
 
 

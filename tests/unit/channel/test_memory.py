@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.channel.cma import address_of
-from weft.channel.memory import HUGE_PAGE_BYTES, PAGE_BYTES, BufferPool, slab_size
+from torchweft.channel.cma import address_of
+from torchweft.channel.memory import HUGE_PAGE_BYTES, PAGE_BYTES, BufferPool, slab_size
 
 MIB = 1 << 20
 

@@ -4,13 +4,13 @@ import os
 
 import pytest
 
-from weft.channel.choice import Channels
-from weft.channel.cma import Nonce, PullError, address_of, find_obstacle
-from weft.channel.copying import Copier
-from weft.channel.memory import BufferPool
-from weft.channel.receiving import in_order, pull_buffers
-from weft.channel.table import EMPTY_TABLE, BufferEntry, BufferTable, ChannelKind
-from weft.errors import ProtocolError
+from torchweft.channel.choice import Channels
+from torchweft.channel.cma import Nonce, PullError, address_of, find_obstacle
+from torchweft.channel.copying import Copier
+from torchweft.channel.memory import BufferPool
+from torchweft.channel.receiving import in_order, pull_buffers
+from torchweft.channel.table import EMPTY_TABLE, BufferEntry, BufferTable, ChannelKind
+from torchweft.errors import ProtocolError
 
 INLINE, STREAM, CMA, SHM, _ = ChannelKind
 

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from weft import knobs
-from weft.channel.choice import Channels
-from weft.channel.cma import address_of
-from weft.channel.copying import Copier
-from weft.channel.sending import HeldTensors, prepare
-from weft.channel.shm.lending import Lender
-from weft.channel.shm.liveness import process
-from weft.channel.shm.pool import SharedPool
-from weft.channel.table import BufferEntry, ChannelKind, decode_table
+from torchweft import knobs
+from torchweft.channel.choice import Channels
+from torchweft.channel.cma import address_of
+from torchweft.channel.copying import Copier
+from torchweft.channel.sending import HeldTensors, prepare
+from torchweft.channel.shm.lending import Lender
+from torchweft.channel.shm.liveness import process
+from torchweft.channel.shm.pool import SharedPool
+from torchweft.channel.table import BufferEntry, ChannelKind, decode_table
 
 INLINE, STREAM, CMA, SHM, STRIPED = ChannelKind
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.channel.table import (
+from torchweft.channel.table import (
     EMPTY_TABLE,
     BufferEntry,
     BufferTable,
@@ -14,7 +14,7 @@ from weft.channel.table import (
     decode_table,
     encode_table,
 )
-from weft.errors import ProtocolError
+from torchweft.errors import ProtocolError
 
 INLINE, STREAM, CMA, SHM, STRIPED = ChannelKind
 LIMIT = 1 << 50

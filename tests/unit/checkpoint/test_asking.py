@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from weft import knobs
-from weft.checkpoint.asking import Deadline, Failure, raise_first
-from weft.errors import ArgumentTypeError, CallTimeout, CheckpointError, WorkerLost
+from torchweft import knobs
+from torchweft.checkpoint.asking import Deadline, Failure, raise_first
+from torchweft.errors import ArgumentTypeError, CallTimeout, CheckpointError, WorkerLost
 
 
 def test_a_deadline_is_of_all_calls_together(monkeypatch: pytest.MonkeyPatch) -> None:

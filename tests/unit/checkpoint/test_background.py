@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.checkpoint import background
+from torchweft.checkpoint import background
 
 
 @pytest.fixture(autouse=True)

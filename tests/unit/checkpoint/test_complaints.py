@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.checkpoint import complaints, snapshots
-from weft.checkpoint.manifest import Manifest, Part
-from weft.checkpoint.matching import Problems
-from weft.checkpoint.snapshots import Snapshot
+from torchweft.checkpoint import complaints, snapshots
+from torchweft.checkpoint.manifest import Manifest, Part
+from torchweft.checkpoint.matching import Problems
+from torchweft.checkpoint.snapshots import Snapshot
 
 SNAPSHOT = Snapshot("/d", "000003-step9-0123abcd", 9)
 FILE = "1-ps.pt"

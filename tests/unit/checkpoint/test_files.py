@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from weft.checkpoint import files
-from weft.checkpoint.files import HashingFile, Written
+from torchweft.checkpoint import files
+from torchweft.checkpoint.files import HashingFile, Written
 
 
 def test_a_part_comes_back_and_is_known_by_its_hash(tmp_path: Path) -> None:

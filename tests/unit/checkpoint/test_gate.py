@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.checkpoint.gate import _Gate
+from torchweft.checkpoint.gate import _Gate
 
 
 def test_steps_go_through_side_by_side() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from weft.checkpoint import held
-from weft.checkpoint.held import HeldParts
-from weft.errors import CheckpointError
+from torchweft.checkpoint import held
+from torchweft.checkpoint.held import HeldParts
+from torchweft.errors import CheckpointError
 
 
 @pytest.fixture

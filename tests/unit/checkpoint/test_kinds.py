@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from weft.checkpoint import kinds
-from weft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE
-from weft.errors import ArgumentTypeError
+from torchweft.checkpoint import kinds
+from torchweft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE
+from torchweft.errors import ArgumentTypeError
 
 
 def scheduler() -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from weft.checkpoint import loop
-from weft.checkpoint.loop import resumable
-from weft.checkpoint.snapshots import Snapshot
-from weft.errors import CheckpointError, ConfigurationError, SnapshotCorrupt
+from torchweft.checkpoint import loop
+from torchweft.checkpoint.loop import resumable
+from torchweft.checkpoint.snapshots import Snapshot
+from torchweft.errors import CheckpointError, ConfigurationError, SnapshotCorrupt
 
 
 class Disk:

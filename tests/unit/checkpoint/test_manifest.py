@@ -4,7 +4,14 @@ import json
 
 import pytest
 
-from weft.checkpoint.manifest import BadManifest, Item, Manifest, Parameter, Part, read_manifest
+from torchweft.checkpoint.manifest import (
+    BadManifest,
+    Item,
+    Manifest,
+    Parameter,
+    Part,
+    read_manifest,
+)
 
 MANIFEST = Manifest(
     step=3,

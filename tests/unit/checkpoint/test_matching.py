@@ -1,7 +1,12 @@
 from __future__ import annotations
 
-from weft.checkpoint.manifest import Item, Manifest, Parameter
-from weft.checkpoint.matching import Needs, assign_parameters, compare_parameters, compare_paths
+from torchweft.checkpoint.manifest import Item, Manifest, Parameter
+from torchweft.checkpoint.matching import (
+    Needs,
+    assign_parameters,
+    compare_parameters,
+    compare_paths,
+)
 
 SAVED = [
     Parameter("a:w", 0, (2,), "first"),

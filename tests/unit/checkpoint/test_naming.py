@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from weft.checkpoint.naming import parameter_names
+from torchweft.checkpoint.naming import parameter_names
 
 
 class Holder:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tests.unit.optim.references import reference
-from weft.checkpoint import parts
-from weft.checkpoint.parts import Owned
-from weft.optim.groups import GroupPart
-from weft.optim.local import LocalOptimizer
+from torchweft.checkpoint import parts
+from torchweft.checkpoint.parts import Owned
+from torchweft.optim.groups import GroupPart
+from torchweft.optim.local import LocalOptimizer
 
 LOCK = threading.Lock()
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from weft.checkpoint.plain import HostCopier, is_plain
-from weft.errors import ArgumentTypeError
+from torchweft.checkpoint.plain import HostCopier, is_plain
+from torchweft.errors import ArgumentTypeError
 
 PLAIN = [
     None,

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from weft.checkpoint import files, random_states
-from weft.checkpoint.plain import HostCopier
+from torchweft.checkpoint import files, random_states
+from torchweft.checkpoint.plain import HostCopier
 
 
 def draw() -> tuple[float, ...]:

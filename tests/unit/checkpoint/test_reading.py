@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from weft.checkpoint import files, kinds, reading, snapshots
-from weft.checkpoint.parts import Owned
-from weft.checkpoint.reading import CORRUPT, FOUND, LACKING, Found, Source
+from torchweft.checkpoint import files, kinds, reading, snapshots
+from torchweft.checkpoint.parts import Owned
+from torchweft.checkpoint.reading import CORRUPT, FOUND, LACKING, Found, Source
 
 NAME = "000001-step1-0123abcd"
 FILE = "1-ps.pt"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.checkpoint import retention, snapshots
+from torchweft.checkpoint import retention, snapshots
 
 NAMES = [f"00000{number}-step{number}-0123abcd" for number in range(1, 5)]
 
@@ -57,7 +57,7 @@ def test_what_cannot_be_removed_is_a_warning(
         raise PermissionError("not yours")
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    with caplog.at_level(logging.WARNING, logger="weft"):
+    with caplog.at_level(logging.WARNING, logger="torchweft"):
         retention.keep_only(str(directory), NAMES[1:])
     assert "could not be removed: not yours" in caplog.text
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.checkpoint import snapshots
-from weft.errors import ConfigurationError
+from torchweft.checkpoint import snapshots
+from torchweft.errors import ConfigurationError
 
 
 def make(directory: Path, name: str, *, is_whole: bool = True) -> None:

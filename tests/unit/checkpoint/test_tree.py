@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from weft.checkpoint.tree import leaves
-from weft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.checkpoint.tree import leaves
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 
 
 def test_entries_are_named_by_the_keys_that_lead_to_them() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.cli.main import USAGE_STATUS, main
+from torchweft.cli.main import USAGE_STATUS, main
 
 
 def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -22,24 +22,24 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
         main(["--version"])
     assert ending.value.code == 0
-    assert capsys.readouterr().out.startswith("weft ")
+    assert capsys.readouterr().out.startswith("torchweft ")
 
 
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--help"])
-    assert "weft run --names ps,trainer0,trainer1 train.py" in capsys.readouterr().out
+    assert "torchweft run --names ps,trainer0,trainer1 train.py" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "required: COMMAND; see weft --help"),
+        ("", "required: COMMAND; see torchweft --help"),
         ("fly", "invalid choice: 'fly'"),
-        ("run train.py", "say how many workers to start, for instance: weft run -n 2"),
+        ("run train.py", "say how many workers to start, for instance: torchweft run -n 2"),
         ("run -n 0 train.py", "number of workers is 0; it must be at least 1"),
         ("run -n two train.py", "invalid int value: 'two'"),
-        ("run -n 2", "there is no script; write: weft run -n 2 train.py"),
+        ("run -n 2", "there is no script; write: torchweft run -n 2 train.py"),
         ("run -n 2 -m", "there is no module after -m"),
         ("run -n 2 no/such.py", "there is no script 'no/such.py' in "),
         ("run -n 2 .", "'.' is a directory; name the script in it"),

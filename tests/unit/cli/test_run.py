@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from weft.cli import run
-from weft.cli.main import main
-from weft.launch.restarts import RestartPolicy
+from torchweft.cli import run
+from torchweft.cli.main import main
+from torchweft.launch.restarts import RestartPolicy
 
 
 @pytest.fixture
@@ -113,3 +113,12 @@ def test_a_group_that_starts_again_has_no_fixed_place(
     monkeypatch.setenv("WEFT_INIT_METHOD", "file:///shared/store")
     assert main(["run", "-n", "1", "--restarts", "1", script]) == 2
     assert "but WEFT_INIT_METHOD names one; unset it" in capsys.readouterr().err
+
+
+def test_a_seed_is_for_workers_that_are_forked(
+    calls: Calls, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "-n", "1", "--warm", "--seed", "4", script]) == 7
+    assert calls[0][2]["seed"] == 4
+    assert main(["run", "-n", "1", "--seed", "4", script]) == 2
+    assert "--seed is for workers that are forked: add --warm" in capsys.readouterr().err

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.main import USAGE_STATUS, main
-from weft.secret import Secret
+from torchweft.cli.main import USAGE_STATUS, main
+from torchweft.secret import Secret
 
 
 def test_a_new_secret_is_made_and_not_printed(
@@ -24,4 +24,4 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text("mine")
     assert main(["secret", "new", str(path)]) == USAGE_STATUS
     assert path.read_text() == "mine"
-    assert capsys.readouterr().err.startswith(f"weft secret: '{path}' is there already")
+    assert capsys.readouterr().err.startswith(f"torchweft secret: '{path}' is there already")

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.autograd import leaf_hooks
-from weft.compat import autograd
-from weft.errors import ArgumentTypeError, ConfigurationError, NotInitialized
+from torchweft.autograd import leaf_hooks
+from torchweft.compat import autograd
+from torchweft.errors import ArgumentTypeError, ConfigurationError, NotInitialized
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from weft.compat import children
-from weft.errors import ConfigurationError
+from torchweft.compat import children
+from torchweft.errors import ConfigurationError
 
 FOLDER = children.FOLDER
 

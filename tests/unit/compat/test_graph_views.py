@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from weft.autograd.contexts import Context, flags_of
-from weft.compat.graph_views import DistAutogradContext, GraphNode
-from weft.serialize.objects import pack, unpack
+from torchweft.autograd.contexts import Context, flags_of
+from torchweft.compat.graph_views import DistAutogradContext, GraphNode
+from torchweft.serialize.objects import pack, unpack
 
 RECEIVE = "torch::distributed::autograd::RecvRpcBackward"
 SEND = "torch::distributed::autograd::SendRpcBackward"

@@ -15,11 +15,11 @@ import pytest
 import torch.distributed
 import torch.nn.parallel.distributed
 
-import weft.compat
-from weft.agent import current
-from weft.compat import children
-from weft.compat.redirecting import MODULES
-from weft.errors import AlreadyInitialized
+import torchweft.compat
+from torchweft.agent import current
+from torchweft.compat import children
+from torchweft.compat.redirecting import MODULES
+from torchweft.errors import AlreadyInitialized
 
 RPC = "torch.distributed.rpc"
 HOLDERS = ("torch._C", "torch.distributed", "torch.nn.parallel", "torch.futures")
@@ -30,17 +30,17 @@ def _put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PYTHONPATH", "/some/folder")
     with warnings.catch_warnings():
         # The modules of other tests may hold PyTorch's names.
-        warnings.filterwarnings("ignore", "weft.compat.install")
+        warnings.filterwarnings("ignore", "torchweft.compat.install")
         yield
         monkeypatch.undo()  # first: it may be what keeps Weft installed
-        weft.compat.uninstall()
+        torchweft.compat.uninstall()
 
 
 def take_state() -> dict[str, Any]:
     """Returns all that installing may change, by identity."""
     holders = [name for name in sys.modules if name.startswith(HOLDERS)]
     return {
-        "modules": {n: id(m) for n, m in sys.modules.items() if not n.startswith("weft.")},
+        "modules": {n: id(m) for n, m in sys.modules.items() if not n.startswith("torchweft.")},
         "attributes": {
             (holder, name): id(value)
             for holder in ["torch", *holders]
@@ -58,44 +58,47 @@ def take_state() -> dict[str, Any]:
 @pytest.mark.parametrize("sequence", ["iu", "iiu", "iuu", "iuiu", "u", "iiuiuu"])
 @pytest.mark.parametrize("in_children", [True, False])
 def test_everything_is_put_back(sequence: str, in_children: bool) -> None:
-    for module in [*MODULES.values(), "weft.agent"]:
+    for module in [*MODULES.values(), "torchweft.agent"]:
         importlib.import_module(module)
     before = take_state()
     for step in sequence:
         if step == "i":
-            weft.compat.install(in_children=in_children)
+            torchweft.compat.install(in_children=in_children)
             assert take_state() != before
         else:
-            weft.compat.uninstall()
-        assert weft.compat.is_installed() == (step == "i")
+            torchweft.compat.uninstall()
+        assert torchweft.compat.is_installed() == (step == "i")
     assert take_state() == before
 
 
 def test_what_is_imported_is_weft() -> None:
-    weft.compat.install()
+    torchweft.compat.install()
     for name in [n for n in MODULES if n in sys.modules]:
         ours = sys.modules[MODULES[name]]
         assert importlib.import_module(name) is ours
         assert ours.__name__ == ours.__spec__.name == MODULES[name]  # type: ignore[union-attr]
     rpc, autograd = torch.distributed.rpc, torch.distributed.autograd  # noqa: TID251
 
-    assert (rpc.__name__, autograd.__name__) == ("weft.compat.rpc", "weft.compat.autograd")
+    assert (rpc.__name__, autograd.__name__) == (
+        "torchweft.compat.rpc",
+        "torchweft.compat.autograd",
+    )
     assert torch.nn.parallel.distributed.RRef is rpc.RRef
 
 
 @pytest.mark.parametrize("in_children", [True, False])
 def test_children_are_told_where_they_shall_be(in_children: bool) -> None:
-    weft.compat.install(in_children=in_children)
+    torchweft.compat.install(in_children=in_children)
     told = children.FOLDER in os.environ["PYTHONPATH"].split(os.pathsep)
     assert told == in_children
-    weft.compat.uninstall()
+    torchweft.compat.uninstall()
     assert os.environ["PYTHONPATH"] == "/some/folder"
 
 
 def test_what_the_program_puts_on_the_path_meanwhile_stays() -> None:
-    weft.compat.install()
+    torchweft.compat.install()
     os.environ["PYTHONPATH"] += ":/more"
-    weft.compat.uninstall()
+    torchweft.compat.uninstall()
     assert os.environ["PYTHONPATH"] == "/some/folder:/more"
 
 
@@ -103,17 +106,17 @@ def test_a_worker_of_pytorchs_rpc_stays_what_it_is(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys.modules[RPC], "_is_current_rpc_agent_set", lambda: True)
     before = take_state()
     with pytest.raises(AlreadyInitialized, match=r"after shutdown\(\)"):
-        weft.compat.install()
-    assert not weft.compat.is_installed()
+        torchweft.compat.install()
+    assert not torchweft.compat.is_installed()
     assert take_state() == before
 
 
 def test_a_worker_of_weft_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    weft.compat.install()
+    torchweft.compat.install()
     monkeypatch.setattr(current, "_current", SimpleNamespace(info=SimpleNamespace(name="ps")))
     with pytest.raises(AlreadyInitialized, match=r"worker 'ps': call rpc\.shutdown\(\) first"):
-        weft.compat.uninstall()
-    assert weft.compat.is_installed()
+        torchweft.compat.uninstall()
+    assert torchweft.compat.is_installed()
 
 
 def test_modules_that_were_too_early_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,34 +125,34 @@ def test_modules_that_were_too_early_are_named(monkeypatch: pytest.MonkeyPatch) 
     vars(program).update(rpc=stock, rpc_sync=stock.rpc_sync, DDP=torch.nn.Module)
     monkeypatch.setitem(sys.modules, "program", program)
     with pytest.warns(RuntimeWarning, match=r"program \(rpc, rpc_sync\)") as caught:
-        weft.compat.install()
+        torchweft.compat.install()
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        weft.compat.install()  # says it once
+        torchweft.compat.install()  # says it once
 
 
 LOADED_MEANWHILE = """
 import sys
-import weft.compat
+import torchweft.compat
 names = ("torch.distributed.optim", "torch.distributed.nn", "torch.distributed.rpc._testing")
-weft.compat.install()
+torchweft.compat.install()
 assert not [name for name in names if name in sys.modules]
 import torch.distributed.optim, torch.distributed.nn, torch.distributed.nn.api.remote_module
 import torch.distributed.rpc._testing.faulty_agent_backend_registry
 import torch.distributed._shard.sharded_tensor.api as sharded
 from torch.distributed import optim, nn, rpc
-import weft.compat.optimizer, weft.compat.remote_module
+import torchweft.compat.optimizer, torchweft.compat.remote_module
 
-assert optim.DistributedOptimizer is weft.compat.optimizer.DistributedOptimizer
-assert optim.optimizer is weft.compat.optimizer
-assert nn.RemoteModule is weft.compat.remote_module.RemoteModule
-assert nn.api.remote_module is weft.compat.remote_module
-assert rpc._testing is weft.compat.rpc._testing
-assert sharded.rpc is sys.modules[sharded.__package__ + ".utils"].rpc is weft.compat.rpc
+assert optim.DistributedOptimizer is torchweft.compat.optimizer.DistributedOptimizer
+assert optim.optimizer is torchweft.compat.optimizer
+assert nn.RemoteModule is torchweft.compat.remote_module.RemoteModule
+assert nn.api.remote_module is torchweft.compat.remote_module
+assert rpc._testing is torchweft.compat.rpc._testing
+assert sharded.rpc is sys.modules[sharded.__package__ + ".utils"].rpc is torchweft.compat.rpc
 kept = (optim.ZeroRedundancyOptimizer, nn.functional, sharded.ShardedTensor)
 
-weft.compat.uninstall()
+torchweft.compat.uninstall()
 assert kept == (optim.ZeroRedundancyOptimizer, nn.functional, sharded.ShardedTensor)
 stock = torch.distributed.rpc
 assert stock.__name__ == "torch.distributed.rpc" and stock.__spec__.loader.name == stock.__name__
@@ -159,10 +162,10 @@ for module, name in ((optim, "DistributedOptimizer"), (nn, "RemoteModule")):
 del stock, name, module
 assert not [k for k, m in sys.modules.items() if k.startswith("torch.") and "weft" in m.__name__]
 
-weft.compat.install()
-assert optim.DistributedOptimizer is weft.compat.optimizer.DistributedOptimizer
-assert nn.RemoteModule is weft.compat.remote_module.RemoteModule
-assert sharded.rpc is weft.compat.rpc
+torchweft.compat.install()
+assert optim.DistributedOptimizer is torchweft.compat.optimizer.DistributedOptimizer
+assert nn.RemoteModule is torchweft.compat.remote_module.RemoteModule
+assert sharded.rpc is torchweft.compat.rpc
 """
 
 

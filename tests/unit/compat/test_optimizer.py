@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import weft.optim
-from weft.compat import optimizer
+import torchweft.optim
+from torchweft.compat import optimizer
 
 
 def future(result: int = 0, error: Exception | None = None) -> torch.futures.Future[int]:
@@ -19,7 +19,7 @@ def future(result: int = 0, error: Exception | None = None) -> torch.futures.Fut
 
 
 def test_the_distributed_optimizer_is_that_of_weft() -> None:
-    assert optimizer.DistributedOptimizer is weft.optim.DistributedOptimizer
+    assert optimizer.DistributedOptimizer is torchweft.optim.DistributedOptimizer
 
 
 def test_all_are_waited_for_and_the_last_failure_is_raised() -> None:

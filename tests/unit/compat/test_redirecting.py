@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from weft.compat.redirecting import MODULES, Redirect
+from torchweft.compat.redirecting import MODULES, Redirect
 
 STOCK = "torch.distributed.autograd"
 
@@ -37,7 +37,7 @@ def test_what_is_imported_is_wefts_own_module(redirect: Redirect) -> None:
     for name in ("__name__", "__spec__", "__loader__", "__package__"):
         assert getattr(ours, name) is before[name]
     assert ours.__name__ == ours.__spec__.name == MODULES[STOCK]  # type: ignore[union-attr]
-    assert MODULES[STOCK].encode() in pickle.dumps(ours.is_available)
+    assert MODULES[STOCK].encode() in pickle.dumps(ours.backward)
 
 
 def test_every_replacement_exists() -> None:
@@ -47,9 +47,9 @@ def test_every_replacement_exists() -> None:
 
 def test_what_weft_has_not_is_not_found_under_pytorchs_name(redirect: Redirect) -> None:
     # A file of that name is there, in the folder of the module that stands in for the package.
-    folder = list(importlib.import_module("weft.compat.rpc").__path__)
+    folder = list(importlib.import_module("torchweft.compat.rpc").__path__)
     assert PathFinder.find_spec("torch.distributed.rpc.agents", folder) is not None
-    with pytest.raises(ModuleNotFoundError, match=r"rpc\.agents'.* weft\.compat") as error:
+    with pytest.raises(ModuleNotFoundError, match=r"rpc\.agents'.* torchweft\.compat") as error:
         redirect.find_spec("torch.distributed.rpc.agents", folder)
     assert error.value.name == "torch.distributed.rpc.agents"
 

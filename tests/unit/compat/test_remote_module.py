@@ -1,4 +1,4 @@
-"""What a remote module of ``weft.compat`` says and refuses without asking any worker."""
+"""What a remote module of ``torchweft.compat`` says and refuses without asking any worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from weft.compat.remote_module import (
+from torchweft.compat.remote_module import (
     _REFUSED,
     _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING,
     _REMOTE_MODULE_PICKLED_ATTRIBUTES,
@@ -16,8 +16,8 @@ from weft.compat.remote_module import (
     _RemoteModule,
     _SerializedRemoteModule,
 )
-from weft.errors import ConfigurationError, SerializationError
-from weft.nn.refusals import ALTERNATIVES
+from torchweft.errors import ConfigurationError, SerializationError
+from torchweft.nn.refusals import ALTERNATIVES
 
 
 class Unbound(RemoteModule):

@@ -1,4 +1,4 @@
-"""``python -m weft.compat`` beside ``python``, for programs that do without torch."""
+"""``python -m torchweft.compat`` beside ``python``, for programs that do without torch."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
 )
 def test_a_program_sees_what_python_shows_it(folder: Path, command: str) -> None:
     expected = run(folder, *command.split())
-    assert run(folder, "-m", "weft.compat", *command.split()) == expected
+    assert run(folder, "-m", "torchweft.compat", *command.split()) == expected
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="python -P is new in 3.11")
 def test_a_path_that_is_to_stay_safe_does(folder: Path) -> None:
     expected = run(folder, "-P", "look.py")
-    assert run(folder, "-P", "-m", "weft.compat", "look.py") == expected
+    assert run(folder, "-P", "-m", "torchweft.compat", "look.py") == expected
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_a_path_that_is_to_stay_safe_does(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_run_is_said_in_one_line(folder: Path, command: str, message: str) -> None:
-    status, out, err = run(folder, "-m", "weft.compat", *command.split())
+    status, out, err = run(folder, "-m", "torchweft.compat", *command.split())
     assert (status, out) == (2, "")
-    assert err.startswith(f"python -m weft.compat: {message}")
+    assert err.startswith(f"python -m torchweft.compat: {message}")
     assert err.count("\n") == 1
 
 
 def test_help_is_given(folder: Path) -> None:
-    status, out, err = run(folder, "-m", "weft.compat", "--help")
+    status, out, err = run(folder, "-m", "torchweft.compat", "--help")
     assert (status, err) == (0, "")
-    assert "usage: python -m weft.compat SCRIPT" in out
+    assert "usage: python -m torchweft.compat SCRIPT" in out

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.processes.compiled import NoForward, ScaleInterface, WithClass, call_twice, overlap
-from weft.compat import scriptable
-from weft.compat.scriptable import Signature, read_signature, stand_in
-from weft.errors import ArgumentTypeError, ReferenceGone
+from torchweft.compat import scriptable
+from torchweft.compat.scriptable import Signature, read_signature, stand_in
+from torchweft.errors import ArgumentTypeError, ReferenceGone
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:`torch\.jit\.:DeprecationWarning")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.compat.stale import MOST_NAMED, describe_holders
+from torchweft.compat.stale import MOST_NAMED, describe_holders
 
 
 def make_module(name: str, **content: Any) -> ModuleType:
@@ -54,7 +54,7 @@ def test_what_the_module_only_imports_tells_nothing(program: Any) -> None:
 
 
 def test_pytorchs_modules_are_none_of_the_program_but_its_tests_are(program: Any) -> None:
-    for name in ("torch.made_up", "weft.made_up", "json.made_up", "_remote_module_made_up"):
+    for name in ("torch.made_up", "torchweft.made_up", "json.made_up", "_remote_module_made_up"):
         program(name, rpc=Stock.rpc)
     assert describe_holders([Stock.rpc]) == ""
     program("torch.testing.made_up", rpc=Stock.rpc)

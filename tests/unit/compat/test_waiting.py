@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.compat import waiting
+from torchweft.compat import waiting
 
 stock = (torch.futures.wait_all, torch.futures.collect_all)
 

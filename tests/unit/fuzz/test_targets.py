@@ -25,13 +25,16 @@ def test_what_it_starts_from_is_mostly_valid(name: str) -> None:
     target = targets.load(name)
     assert target.name == name
     outcomes = [target.check_memory(seed) for seed in target.seeds()]
+    target.end()
     assert outcomes.count(None) >= 2
     assert all(len(seed) <= target.length_limit for seed in target.seeds())
 
 
 @pytest.mark.parametrize("name", targets.NAMES)
 def test_a_moment_of_fuzzing_finds_nothing(name: str, tmp_path: Path) -> None:
-    report = mutational.fuzz(targets.load(name), Plan(FRAMES, seed=5, findings=tmp_path))
+    target = targets.load(name)
+    report = mutational.fuzz(target, Plan(FRAMES, seed=5, findings=tmp_path))
+    target.end()
     found = [path.read_text() for path in tmp_path.glob("*.txt")]
     assert not found, found[0]
     assert report.frames == FRAMES

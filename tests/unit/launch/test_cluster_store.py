@@ -5,8 +5,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from weft.errors import LaunchError
-from weft.launch.cluster_store import WATCH_S, ClusterStore
+from torchweft.errors import LaunchError
+from torchweft.launch.cluster_store import WATCH_S, ClusterStore
 
 
 class LateStore(dist.Store):

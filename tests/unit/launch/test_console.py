@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from weft.launch import console
-from weft.launch.console import CLEAR_LINE, Console, InterpreterSink, Label, PromptSink
+from torchweft.launch import console
+from torchweft.launch.console import CLEAR_LINE, Console, InterpreterSink, Label, PromptSink
 
 FIRST = Label("ps", 0, 7)
 SECOND = Label("trainer", 1, 7)
@@ -86,9 +86,9 @@ def test_a_replaced_standard_output_is_written_to(capsys: pytest.CaptureFixture[
 def test_at_the_prompt_output_comes_before_a_new_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     sink = MemorySink(is_terminal=True)
     monkeypatch.setattr(console, "_is_at_prompt", lambda: True)
-    monkeypatch.setattr(console, "_prompt", lambda: b">>> weft.clu")
+    monkeypatch.setattr(console, "_prompt", lambda: b">>> torchweft.clu")
     PromptSink(sink).write(b"[worker0] hello\n")
-    assert sink.text == CLEAR_LINE + b"[worker0] hello\n>>> weft.clu"
+    assert sink.text == CLEAR_LINE + b"[worker0] hello\n>>> torchweft.clu"
 
 
 def test_code_that_runs_is_not_at_the_prompt() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.launch.control import ControlSocket
+from torchweft.launch.control import ControlSocket
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.launch import lines
-from weft.launch.lines import LineAssembler
+from torchweft.launch import lines
+from torchweft.launch.lines import LineAssembler
 
 OUTPUT = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b" "])).map(b"".join)
 

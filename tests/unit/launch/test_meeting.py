@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from weft.errors import ConfigurationError
-from weft.launch.meeting import PortMeeting, StoreMeeting
+from torchweft.errors import ConfigurationError
+from torchweft.launch.meeting import PortMeeting, StoreMeeting
 
 OUTSIDE = {"HOME": "/home/me", "WORLD_SIZE": "77", "MASTER_ADDR": "far", "MASTER_PORT": "1"}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.launch.memory_kills import MemoryKills
+from torchweft.launch.memory_kills import MemoryKills
 
 
 class ControlGroups:

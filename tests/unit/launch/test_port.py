@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from weft.errors import ConfigurationError
-from weft.launch.port import ReservedPort
+from torchweft.errors import ConfigurationError
+from torchweft.launch.port import ReservedPort
 
 
 def listen(host: str, port: int) -> socket.socket:

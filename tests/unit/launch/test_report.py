@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from weft.launch.report import (
+from torchweft.launch.report import (
     TAIL_LINES,
     ErrorTail,
     describe_duration,
@@ -13,7 +13,7 @@ from weft.launch.report import (
     failure_report,
     shell_status,
 )
-from weft.launch.worker import WorkerExit
+from torchweft.launch.worker import WorkerExit
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,16 @@ def test_a_report_names_the_worker_and_ends_with_its_last_lines() -> None:
     death = "2025-06-01 14:02:11: worker 'trainer1' (rank 2, pid 77) ended with exit code 1"
     assert failure_report(ended, "    boom") == f"{death} after 12.3 s; its last lines:\n    boom"
     assert failure_report(ended, "") == f"{death} after 12.3 s; it wrote nothing to standard error"
+
+
+def test_a_traceback_that_was_just_shown_is_not_shown_again() -> None:
+    ended = WorkerExit("a", 0, 77, 1, ran_s=1.0)
+    tail = """\
+    Traceback (most recent call last):
+      File "train.py", line 3, in <module>
+        fail()
+    ValueError: boom
+    and a note of it"""
+    assert failure_report(ended, tail, True).endswith(" after 1.0 s: ValueError: boom")
+    assert failure_report(ended, tail, False).endswith(f"its last lines:\n{tail}")
+    assert failure_report(ended, "    boom", True).endswith("its last lines:\n    boom")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from weft.launch.restart_plan import RestartPlan
-from weft.launch.restarts import GROUP, WORKER, RestartPolicy
+from torchweft.launch.restart_plan import RestartPlan
+from torchweft.launch.restarts import GROUP, WORKER, RestartPolicy
 
 NAMES = ("ps", "trainer0", "trainer1")
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from weft.errors import ConfigurationError
-from weft.launch.restarts import Attempts, RestartPolicy
+from torchweft.errors import ConfigurationError
+from torchweft.launch.restarts import Attempts, RestartPolicy
 
 
 def policy(limit: int = 3, **others: Any) -> RestartPolicy:

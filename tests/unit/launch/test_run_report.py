@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from weft.launch.console import Console
-from weft.launch.restarts import GROUP, WORKER, Attempt, RestartPolicy
-from weft.launch.run_report import RunReport
-from weft.launch.worker import WorkerExit
+from torchweft.launch.console import Console
+from torchweft.launch.restarts import GROUP, WORKER, Attempt, RestartPolicy
+from torchweft.launch.run_report import RunReport
+from torchweft.launch.worker import WorkerExit
 
 MOMENT = time.mktime((2025, 6, 1, 14, 2, 11, 0, 0, -1))
 NAMES = ("ps", "trainer0", "trainer1")
@@ -52,10 +52,10 @@ def test_a_worker_that_is_started_again(said: Memory) -> None:
     workers.started("trainer0", 78)
     workers.started("ps", 79)
     assert said.take() == [
-        "weft run: 2025-06-01 14:02:11: worker 'ps' (rank 0, pid 77) was killed by SIGKILL "
+        "torchweft run: 2025-06-01 14:02:11: worker 'ps' (rank 0, pid 77) was killed by SIGKILL "
         "(out of memory) after 12.3 s; "
         "starting it again in 2.0 s, restart 1 of 3 within 60 min",
-        "weft run: worker 'ps' runs again, with pid 79",
+        "torchweft run: worker 'ps' runs again, with pid 79",
     ]
 
 
@@ -66,10 +66,10 @@ def test_a_group_that_is_started_again(said: Memory) -> None:
     for pid, name in enumerate(NAMES):
         group.started(name, pid)
     assert said.take() == [
-        "weft run: 2025-06-01 14:02:11: worker 'trainer0' (rank 1, pid 77) ended with exit code 1 "
-        "after 12.3 s; ending the other 2",
-        "weft run: starting all 3 workers again in 1.0 s, restart 2 of 3",
-        "weft run: all 3 workers run again",
+        "torchweft run: 2025-06-01 14:02:11: worker 'trainer0' (rank 1, pid 77) ended with exit "
+        "code 1 after 12.3 s; ending the other 2",
+        "torchweft run: starting all 3 workers again in 1.0 s, restart 2 of 3",
+        "torchweft run: all 3 workers run again",
     ]
 
 
@@ -97,7 +97,7 @@ def test_the_summary_lists_the_last_deaths(said: Memory) -> None:
     workers.summarize(12)
     lines = said.take()
     assert lines[:2] == [
-        "weft run: workers were started again 12 times; these had died:",
+        "torchweft run: workers were started again 12 times; these had died:",
         "    (2 earlier ones)",
     ]
     one = "worker 'ps' (rank 0, pid 77) ended with exit code 1 after 12.3 s"

@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from weft.launch.signals import NUMBERS, watched_signals
+from torchweft.launch.signals import NUMBERS, watched_signals
 
 
 def test_signals_are_handled_in_the_loop_and_in_order() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.launch.store_server import StoreServer
+from torchweft.launch.store_server import StoreServer
 
 Ask = Callable[..., Any]
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from weft.errors import ConfigurationError
-from weft.launch.worker import (
+from torchweft.errors import ConfigurationError
+from torchweft.launch.worker import (
     compute_environment,
     identity_environment,
     threads_per_worker,
@@ -32,6 +32,10 @@ def test_names_are_taken_as_given() -> None:
         (2, ["a", "a"], "'a' is given twice"),
         (2, ["a", "b", "c"], "3 names for 2 workers"),
         (3, ["a", "b"], "2 names for 3 workers"),
+        (2, ["a", "b c"], "'b c' is no name for a worker"),
+        (2, ["a", "b/c"], "'b/c' is no name for a worker"),
+        (1, ["a" * 128], "is no name for a worker.*shorter than 128"),
+        (2, ["a", 1], "names has .*pass texts"),
     ],
 )
 def test_names_that_cannot_work_are_refused(
@@ -39,6 +43,11 @@ def test_names_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         worker_names(count, names)
+
+
+def test_a_prefix_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'my worker1' is no name for a worker"):
+        worker_names(2, None, "my worker")
 
 
 def test_the_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

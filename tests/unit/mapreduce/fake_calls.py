@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from weft.agent.peers import Peer
-from weft.errors import CallCancelled
-from weft.mapreduce import execution, shared
-from weft.mapreduce.execution import Execution
-from weft.mapreduce.map_call import Plan
-from weft.mapreduce.parts import Part
-from weft.protocol.membership import Registration
-from weft.rpc.futures import fail
-from weft.serialize.objects import Packed
+from torchweft.agent.peers import Peer
+from torchweft.errors import CallCancelled
+from torchweft.mapreduce import execution, shared
+from torchweft.mapreduce.execution import Execution
+from torchweft.mapreduce.map_call import Plan
+from torchweft.mapreduce.parts import Part
+from torchweft.protocol.membership import Registration
+from torchweft.rpc.futures import fail
+from torchweft.serialize.objects import Packed
 
 HEAVY = torch.zeros(1 << 20)
 CONTENT = Packed(b"content", (), ())

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from weft.agent import current
-from weft.agent.members import Members
-from weft.protocol.membership import Registration
+from torchweft.agent import current
+from torchweft.agent.members import Members
+from torchweft.protocol.membership import Registration
 
 
 def join(patch: pytest.MonkeyPatch, size: int, rank: int = 0) -> Members:

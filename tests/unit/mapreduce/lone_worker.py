@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch.distributed import HashStore
 
-from weft import rpc
+from torchweft import rpc
 
 
 @contextlib.contextmanager

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.unit.mapreduce import fake_group
-from weft import mapreduce
-from weft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
-from weft.mapreduce import api
-from weft.mapreduce.map_call import Manner
-from weft.mapreduce.parts import Cut
-from weft.mapreduce.reducers import reduce
-from weft.serialize.functions import name_of, resolve
+from torchweft import mapreduce
+from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
+from torchweft.mapreduce import api
+from torchweft.mapreduce.map_call import Manner
+from torchweft.mapreduce.parts import Cut
+from torchweft.mapreduce.reducers import reduce
+from torchweft.serialize.functions import name_of, resolve
 
 
 class HereCall:

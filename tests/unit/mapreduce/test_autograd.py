@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.mapreduce import lone_worker
-from weft import mapreduce
-from weft.errors import AutogradError
-from weft.mapreduce import autograd
+from torchweft import mapreduce
+from torchweft.errors import AutogradError
+from torchweft.mapreduce import autograd
 
 LIMIT_S = 20.0
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.mapreduce.fake_group import join, stay_outside
-from weft.errors import ArgumentTypeError, ConfigurationError
-from weft.mapreduce.dimension import (
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.mapreduce.dimension import (
     TensorDimensionPartitioner,
     batch_partitioner,
     dim_partitioner,
     exclusive_batch_partitioner,
 )
-from weft.mapreduce.parts import Part, broadcast
+from torchweft.mapreduce.parts import Part, broadcast
 
 Pair = namedtuple("Pair", "first second")
 X = torch.arange(10.0).view(5, 2)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.agent.group import group_of
-from weft.agent import current
-from weft.agent.served_calls import current_call
-from weft.errors import ShutdownError
-from weft.mapreduce import ending
+from torchweft.agent import current
+from torchweft.agent.served_calls import current_call
+from torchweft.errors import ShutdownError
+from torchweft.mapreduce import ending
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from tests.unit.mapreduce.fake_calls import HEAVY, Map, Sent, lose
-from weft.autograd.contexts import current_id, enter
-from weft.errors import (
+from torchweft.autograd.contexts import current_id, enter
+from torchweft.errors import (
     CallCancelled,
     CallTimeout,
     NotInitialized,
     SerializationError,
     WorkerLost,
 )
-from weft.mapreduce import execution
-from weft.mapreduce.observers import observers
-from weft.mapreduce.schedule import Moved
+from torchweft.mapreduce import execution
+from torchweft.mapreduce.observers import observers
+from torchweft.mapreduce.schedule import Moved
 
 LIMIT_S = 20.0
 Begin = Callable[..., Map]
@@ -365,6 +365,20 @@ def test_an_action_that_raises_what_nobody_thought_of(
     one = begin([1, 1, 1], [1, 2], balance=True)
     assert isinstance(one.error, ZeroDivisionError)
     assert all(sent.future.was_cancelled for sent in one.calls.sent)
+
+
+@pytest.mark.parametrize("is_task", [False, True])
+def test_a_part_whose_own_code_exits_while_it_is_sent(begin: Begin, is_task: bool) -> None:
+    """The threads that send it are the worker's: there is nobody else to exit."""
+    one = begin([1, 1], arguments=[(HEAVY,)] * 2 if is_task else [])
+
+    def on_send(sent: Sent) -> None:
+        raise SystemExit("in __reduce__")
+
+    one.calls.on_send = on_send
+    one.calls.answer(0)
+    one.reactor.run_tasks()
+    assert isinstance(one.error, SystemExit)
 
 
 @pytest.mark.parametrize("result", [None, KeyError("a part")])

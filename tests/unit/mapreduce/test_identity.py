@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.agent.group import Member, group_of
-from weft.agent import current
-from weft.agent.connector import HOST
-from weft.errors import ConfigurationError, NotInitialized, UnknownWorker
-from weft.ids import WorkerInfo
-from weft.mapreduce import identity
-from weft.mapreduce.identity import WorldInfo
+from torchweft.agent import current
+from torchweft.agent.connector import HOST
+from torchweft.errors import ConfigurationError, NotInitialized, UnknownWorker
+from torchweft.ids import WorkerInfo
+from torchweft.mapreduce import identity
+from torchweft.mapreduce.identity import WorldInfo
 
 PLACE = {"RANK": "3", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.unit.mapreduce.fake_calls import FakeReactor
-from weft.errors import CallCancelled
-from weft.mapreduce import map_future
-from weft.mapreduce.map_future import MapFuture
+from torchweft.errors import CallCancelled
+from torchweft.mapreduce import map_future
+from torchweft.mapreduce.map_future import MapFuture
 
 LIMIT_S = 20.0
 

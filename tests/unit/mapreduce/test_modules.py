@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ArgumentTypeError, ConfigurationError
-from weft.mapreduce.modules import module_clone
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.mapreduce.modules import module_clone
 
 WAYS = ["reference", "clone", "copy", "deepcopy", "ref", "deepclone"]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weft.mapreduce.notes import with_note
+from torchweft.mapreduce.notes import with_note
 
 
 def test_notes_come_one_after_the_other() -> None:

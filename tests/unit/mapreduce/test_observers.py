@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from weft.mapreduce.observers import Observers
+from torchweft.mapreduce.observers import Observers
 
-LOG = "weft"
+LOG = "torchweft"
 
 
 class Recorder:
@@ -82,6 +83,25 @@ def test_one_that_raises_is_removed_with_one_message(caplog: pytest.LogCaptureFi
         "<the broken one> raised and is told no more about maps"
     ]
     assert "no room left" in caplog.text
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_one_that_exits_does_so_in_the_main_thread_only(is_interrupted: bool) -> None:
+    """There, it may be Ctrl-C; the other threads are the worker's."""
+
+    class Exits:
+        def done(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    observers = Observers()
+    observers.add(Exits())  # type: ignore[arg-type]
+    if is_interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            observers.done(1, None)
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(observers.done, 1, None).result()
+    assert not observers.is_watched
 
 
 def test_one_that_lacks_a_method_is_removed_too(caplog: pytest.LogCaptureFixture) -> None:

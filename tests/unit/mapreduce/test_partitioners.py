@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.unit.mapreduce.fake_group import join, stay_outside
-from weft.errors import ArgumentTypeError, ConfigurationError
-from weft.ids import WorkerInfo
-from weft.mapreduce.partitioners import (
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.ids import WorkerInfo
+from torchweft.mapreduce.partitioners import (
     Cut,
     Part,
     TensorDimensionPartitioner,
@@ -288,7 +288,7 @@ def test_a_class_in_place_of_a_partitioner_is_told() -> None:
 def test_before_there_is_a_group_ranks_stand_for_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weft.agent.current._current", None)
+    monkeypatch.setattr("torchweft.agent.current._current", None)
     stay_outside(monkeypatch, 2, rank=1)
     assert [part[0] for part in cut(None, (X,)).parts] == [0, 1]
     assert cut(None).parts == [(1, (), {})]

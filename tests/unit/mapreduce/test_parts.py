@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from weft.mapreduce.parts import Broadcast, Part, bare, broadcast, kind_of, unwrap
+from torchweft.mapreduce.parts import Broadcast, Part, bare, broadcast, kind_of, unwrap
 
 
 def test_a_part_is_a_triple() -> None:

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.errors import ReduceError
-from weft.mapreduce.reducers import mean_reducer, reduce, sum_reducer
+from torchweft.errors import ReduceError
+from torchweft.mapreduce.reducers import mean_reducer, reduce, sum_reducer
 
 Metrics = namedtuple("Metrics", "loss accuracy")
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.autograd.captures import place_of
-from weft.autograd.contexts import REQUIRES_GRAD, Context
-from weft.autograd.modes import PassMode
-from weft.autograd.roots import roots_of
-from weft.errors import AutogradError, WorkerLost
-from weft.mapreduce.replay import Replay, Results
+from torchweft.autograd.captures import place_of
+from torchweft.autograd.contexts import REQUIRES_GRAD, Context
+from torchweft.autograd.modes import PassMode
+from torchweft.autograd.roots import roots_of
+from torchweft.errors import AutogradError, WorkerLost
+from torchweft.mapreduce.replay import Replay, Results
 
 MODE = PassMode()
 

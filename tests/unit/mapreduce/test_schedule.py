@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.mapreduce.schedule import (
+from torchweft.mapreduce.schedule import (
     Action,
     Begin,
     Cancel,

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.errors import ArgumentTypeError, ConfigurationError
-from weft.mapreduce.selection import (
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.mapreduce.selection import (
     not_on_rank,
     on_rank,
     rank_all,

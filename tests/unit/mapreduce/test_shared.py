@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft
 from tests.unit.mapreduce import lone_worker
-from weft import rpc
-from weft.agent.current import current
-from weft.errors import ArgumentTypeError
-from weft.mapreduce import shared
-from weft.mapreduce.shared import Shared, Slot
-from weft.mapreduce.turns import NOTHING
-from weft.rpc.worker import Worker
-from weft.serialize.objects import Packed
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.errors import ArgumentTypeError
+from torchweft.mapreduce import shared
+from torchweft.mapreduce.shared import Shared, Slot
+from torchweft.mapreduce.turns import NOTHING
+from torchweft.rpc.worker import Worker
+from torchweft.serialize.objects import Packed
 
 
 @pytest.fixture(autouse=True)
@@ -81,17 +81,17 @@ def parameters_of(model: nn.Module) -> list[bool]:
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_parameters_stay_such(is_recorded: bool) -> None:
     reference = made(parameters_of, nn.Linear(2, 2))
-    with weft.autograd.context() if is_recorded else torch.no_grad():
+    with torchweft.autograd.context() if is_recorded else torch.no_grad():
         assert run(reference, Slot(0)) == [True, True]
 
 
 def test_copies_stay_in_the_graph_of_a_context() -> None:
     weight = nn.Parameter(torch.tensor([2.0, 3.0]))
     reference = made(torch.mul, weight)
-    with weft.autograd.context() as context_id:
+    with torchweft.autograd.context() as context_id:
         total = run(reference, Slot(0), weight).sum() + run(reference, Slot(0), 10.0).sum()
-        weft.autograd.backward(context_id, [total])
-        assert weft.autograd.get_gradients(context_id)[weight].tolist() == [14, 16]
+        torchweft.autograd.backward(context_id, [total])
+        assert torchweft.autograd.get_gradients(context_id)[weight].tolist() == [14, 16]
 
 
 def test_without_a_context_they_are_leaves() -> None:

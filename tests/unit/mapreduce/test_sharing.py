@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from weft.mapreduce import sharing
-from weft.mapreduce.shared import Slot, _filled
-from weft.mapreduce.sharing import find_common, is_light, is_worth_it, may_have_graph
+from torchweft.mapreduce import sharing
+from torchweft.mapreduce.shared import Slot, _filled
+from torchweft.mapreduce.sharing import find_common, is_light, is_worth_it, may_have_graph
 
 
 def shape(value: Any) -> Any:

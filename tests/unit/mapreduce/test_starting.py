@@ -9,12 +9,12 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.agent.group import group_of
-from weft import rpc
-from weft.agent import current
-from weft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
-from weft.mapreduce import ending
-from weft.mapreduce.identity import get_world_info
-from weft.mapreduce.starting import auto_init_rpc, barrier
+from torchweft import rpc
+from torchweft.agent import current
+from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
+from torchweft.mapreduce import ending
+from torchweft.mapreduce.identity import get_world_info
+from torchweft.mapreduce.starting import auto_init_rpc, barrier
 
 VARIABLES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 WEFT_VARIABLES = "WEFT_WORKER_NAME WEFT_INIT_METHOD TORCHELASTIC_RUN_ID".split()
@@ -140,7 +140,10 @@ def test_options_of_another_kind_are_refused() -> None:
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"RANK": "1"}, "RANK is 1, but WORLD_SIZE is not set; start the script with 'weft run'"),
+        (
+            {"RANK": "1"},
+            "RANK is 1, but WORLD_SIZE is not set; start the script with 'torchweft run'",
+        ),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set"),
         ({"RANK": "0", "WEFT_INIT_METHOD": "weft://x"}, "use '--restart group'"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x', which is no number"),

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from weft.agent.served_calls import current_call
-from weft.autograd.contexts import current_id, enter
-from weft.mapreduce.surroundings import Surroundings, surroundings
+from torchweft.agent.served_calls import current_call
+from torchweft.autograd.contexts import current_id, enter
+from torchweft.mapreduce.surroundings import Surroundings, surroundings
 
 CALL: Any = object()
 NOTHING = Surroundings(0, True, None)

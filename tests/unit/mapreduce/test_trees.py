@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from weft.mapreduce import trees
+from torchweft.mapreduce import trees
 
 
 def test_a_branch_without_anything_of_a_kind_stays_one_object() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 
-from weft.mapreduce.turns import Turns
+from torchweft.mapreduce.turns import Turns
 
 
 def never() -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.unit.mapreduce.fake_group import join, stay_outside
-from weft.errors import ArgumentTypeError, ConfigurationError, NotInitialized, UnknownWorker
-from weft.ids import WorkerInfo
-from weft.mapreduce.workers import (
+from torchweft.errors import ArgumentTypeError, ConfigurationError, NotInitialized, UnknownWorker
+from torchweft.ids import WorkerInfo
+from torchweft.mapreduce.workers import (
     all_ranks,
     checked_workers,
     own_rank,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.mapreduce import identity, selection, starting, world
+from torchweft.mapreduce import identity, selection, starting, world
 
 NAMES_OF_TORCHOPT = """auto_init_rpc barrier default_worker_name_format get_local_rank
 get_local_world_size get_rank get_worker_id get_world_info get_world_rank get_world_size not_on_rank

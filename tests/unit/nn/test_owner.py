@@ -6,7 +6,7 @@ from collections import namedtuple
 
 import torch
 
-from weft.nn.owner import to_device
+from torchweft.nn.owner import to_device
 
 Pair = namedtuple("Pair", "first second")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from weft.errors import ConfigurationError
-from weft.nn import RemoteModule
-from weft.nn.refusals import ALTERNATIVES
+from torchweft.errors import ConfigurationError
+from torchweft.nn import RemoteModule
+from torchweft.nn.refusals import ALTERNATIVES
 
 
 class Unbound(RemoteModule):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.ids import ReferenceId
-from weft.rpc import RRef
+from torchweft.ids import ReferenceId
+from torchweft.rpc import RRef
 
 
 class NoKeeper:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from weft.optim.clipping import norm, norm_of
+from torchweft.optim.clipping import norm, norm_of
 
 TYPES = [1.0, 2.0, 3.5, math.inf]
 

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from tests.unit.optim.references import reference
-from weft.errors import ArgumentTypeError, ConfigurationError
-from weft.optim.groups import Group, GroupPart, by_owner, read_groups, read_references, split_groups
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.optim.groups import (
+    Group,
+    GroupPart,
+    by_owner,
+    read_groups,
+    read_references,
+    split_groups,
+)
 
 A, B, C = (reference(owner, number) for owner, number in ((1, 0), (2, 0), (1, 1)))
 
@@ -41,8 +48,11 @@ def test_values_that_cannot_work_are_refused(given: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([torch.ones(1)], r"parameter 0 of group 0 is a Tensor, not an RRef; pass weft.RRef\("),
-        ([A, 3], r"parameter 1 of group 0 is a int.*remote_parameters\(\)"),
+        (
+            [torch.ones(1)],
+            r"parameter 0 of group 0 is a Tensor, not an RRef; pass torchweft.RRef\(",
+        ),
+        ([A, 3], r"parameter 1 of group 0 is an int.*remote_parameters\(\)"),
         ([{"params": [A]}, B], "mixes dicts with a"),
         (torch.ones(1), "params_rref is a Tensor; pass a list of RRefs"),
         (A, "pass a list of RRefs"),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from weft.errors import ConfigurationError
-from weft.optim.layout import Parameter, as_state_dict, check_fits, read_options, read_state
+from torchweft.errors import ConfigurationError
+from torchweft.optim.layout import Parameter, as_state_dict, check_fits, read_options, read_state
 
 SHAPES = [(2,), (3, 4), ()]
 STATE = as_state_dict(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.optim.references import reference
-from weft.optim.groups import GroupPart
-from weft.optim.local import LocalOptimizer, Saved
+from torchweft.optim.groups import GroupPart
+from torchweft.optim.local import LocalOptimizer, Saved
 
 
 def part(group: int, numbers: list[int], parameters: list[Tensor], **options: Any) -> GroupPart:

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from weft.agent import current
-from weft.errors import CallTimeout, OptimizerError, WorkerLost
-from weft.optim.owners import Failure, raise_failures
+from torchweft.agent import current
+from torchweft.errors import CallTimeout, OptimizerError, WorkerLost
+from torchweft.optim.owners import Failure, raise_failures
 
 
 @pytest.fixture(autouse=True)

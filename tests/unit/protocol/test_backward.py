@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from weft.errors import AutogradError
-from weft.ids import scoped_id, worker_of
-from weft.protocol.backward import (
+from torchweft.errors import AutogradError
+from torchweft.ids import scoped_id, worker_of
+from torchweft.protocol.backward import (
     CONNECTION,
     ROOTS,
     Abort,
@@ -277,7 +277,7 @@ class Graphs:
 
 
 class Model:
-    """What ``weft.autograd.graph.LocalPass`` does, on graphs without tensors."""
+    """What ``torchweft.autograd.graph.LocalPass`` does, on graphs without tensors."""
 
     def __init__(self, graphs: Graphs, worker: int) -> None:
         self.graphs = graphs

@@ -5,7 +5,7 @@ import math
 import threading
 from dataclasses import dataclass
 
-from weft.protocol.calls import CallTable
+from torchweft.protocol.calls import CallTable
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.protocol.contact import FIRST_PAUSE_S, LONGEST_PAUSE_S, Contact, Step
+from torchweft.protocol.contact import FIRST_PAUSE_S, LONGEST_PAUSE_S, Contact, Step
 
 DETECTION_S, RECONNECT_S = 10.0, 20.0
 
@@ -287,3 +287,15 @@ def test_contact_is_given_up_in_time_and_not_before(
             contact.dial_failed(now_s, "unreachable")
         now_s = max(now_s, contact.due_s())
     assert limit_s - 1e-6 <= now_s <= limit_s + dial_takes_s + 1e-6
+
+
+def test_a_process_that_was_stopped_has_time_though_its_system_heard_something_meanwhile() -> None:
+    contact = Contact(0.0, 1.0, 15.0)
+    contact.heard(0.4)
+    assert contact.step(0.4) is Step.NOTHING
+    # Stopped until 4.0; until 2.6 the kernel took what the other side sent.
+    contact.heard(2.6)
+    assert contact.step(4.0) is Step.DIAL
+    contact.resumed(4.2)
+    assert contact.step(4.2) is Step.NOTHING
+    assert not contact.cause

@@ -7,9 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import ProtocolError
-from weft.ids import WorkerInfo
-from weft.protocol.membership import Directory, Registration, assemble
+from torchweft.errors import ProtocolError
+from torchweft.ids import WorkerInfo
+from torchweft.protocol.membership import (
+    Directory,
+    Registration,
+    assemble,
+    differences,
+    why_apart,
+    why_not_by_value,
+)
 
 
 def registration(rank: int, name: str = "") -> Registration:
@@ -57,6 +64,89 @@ def test_a_long_list_is_cut_short_but_not_the_field() -> None:
     assert "15, ... of 100" in directory.refusal
     assert "came: nobody" in directory.refusal
     assert directory.missing == tuple(range(100))
+
+
+def placed(rank: int, network: object, *, is_far: bool, has_secret: bool) -> Registration:
+    facts = {
+        "host": f"host-{network}",
+        "network": network,
+        "is_far": is_far,
+        "has_secret": has_secret,
+    }
+    return Registration(f"worker{rank}", rank, (), facts=facts)
+
+
+@pytest.mark.parametrize(
+    ("networks", "far"),
+    [
+        ("aaaa", (False,) * 4),
+        ("abab", (True,) * 4),
+        ("a", (False,)),
+        ("", ()),
+        # Where it is not known, it counts for nothing.
+        (("", "a", 5, None, []), (False,) * 5),
+    ],
+)
+def test_workers_that_reach_each_other(networks: list[object], far: tuple[bool, ...]) -> None:
+    workers = [
+        placed(rank, network, is_far=is_far, has_secret=False)
+        for rank, (network, is_far) in enumerate(zip(networks, far, strict=True))
+    ]
+    assert why_apart(workers) == ""
+
+
+def test_workers_of_two_hosts_without_a_secret_are_told_how_to_get_one() -> None:
+    workers = [placed(rank, "aab"[rank], is_far=False, has_secret=False) for rank in range(3)]
+    said = why_apart(workers)
+    assert "'worker0' (rank 0, host host-a) and worker 'worker2' (rank 2, host host-b)" in said
+    assert "torchweft secret new weft.secret" in said
+    assert "export WEFT_SECRET_FILE=weft.secret" in said
+    assert why_apart(reversed(workers))
+
+
+def test_those_that_have_a_secret_and_listen_on_loopback_are_named() -> None:
+    workers = [placed(rank, "aab"[rank], is_far=rank != 1, has_secret=True) for rank in range(3)]
+    said = why_apart(workers)
+    assert "worker 'worker2' (rank 2, host host-b) is on another host" in said
+    assert "loopback only: 'worker1' (rank 1, host host-a)." in said
+    assert "WEFT_LISTEN" in said
+    assert "secret" not in said
+
+
+def running(rank: int, versions: object) -> Registration:
+    return Registration(f"worker{rank}", rank, (), facts={"versions": versions})
+
+
+HERE = {"Python": "3.11", "torch": "2.13.0+cpu", "Weft": "0.1.0"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "told"),
+    [
+        (HERE, ""),
+        ({**HERE, "torch": "2.13.0+cu126"}, ""),
+        ({**HERE, "torch": "2.12.1"}, "torch 2.12.1 (here 2.13.0+cpu)"),
+        (
+            {"Python": "3.12", "torch": "2.13.0", "Weft": "0.2.0"},
+            "Python 3.12 (here 3.11), Weft 0.2.0 (here 0.1.0)",
+        ),
+        ({}, ""),
+        ({"Python": 3, "torch": None, "Weft": [1], "other": "x"}, ""),
+        (["3.12"], ""),
+        (None, ""),
+        ({"Weft": "9" * 1000}, f"Weft {'9' * 32} (here 0.1.0)"),
+    ],
+)
+def test_versions_that_differ_are_named(versions: object, told: str) -> None:
+    assert differences(running(0, HERE), running(1, versions)) == told
+
+
+def test_functions_by_value_stay_within_one_minor_version_of_python() -> None:
+    mine, same = running(0, HERE), running(1, {**HERE, "torch": "2.12.0"})
+    assert why_not_by_value(mine, same) == ""
+    assert why_not_by_value(mine, running(1, {})) == ""
+    said = why_not_by_value(mine, running(1, {**HERE, "Python": "3.12"}))
+    assert said.startswith("worker 'worker1' runs Python 3.12, this one 3.11: functions do not")
 
 
 def test_two_workers_of_one_name_are_both_named() -> None:

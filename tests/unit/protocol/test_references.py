@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weft.errors import ProtocolError
-from weft.ids import ReferenceId
-from weft.protocol.references import (
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
+from torchweft.protocol.references import (
     NO_TOKEN,
     Action,
     Census,
@@ -18,8 +18,8 @@ from weft.protocol.references import (
     Send,
     ValueGone,
 )
-from weft.protocol.references.seen import SeenNumbers
-from weft.wire.references import (
+from torchweft.protocol.references.seen import SeenNumbers
+from torchweft.wire.references import (
     Drop,
     DropAck,
     Gone,

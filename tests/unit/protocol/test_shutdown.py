@@ -1,6 +1,15 @@
 from __future__ import annotations
 
-from weft.protocol.shutdown import Action, Closed, Leader, Missing, ProbeLater, Report, Send, Step
+from torchweft.protocol.shutdown import (
+    Action,
+    Closed,
+    Leader,
+    Missing,
+    ProbeLater,
+    Report,
+    Send,
+    Step,
+)
 
 IDLE = Report(is_idle=True, activity=7)
 BUSY = Report(is_idle=False, activity=7)

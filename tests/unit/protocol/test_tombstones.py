@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.protocol.tombstones import Tombstones
+from torchweft.protocol.tombstones import Tombstones
 
 
 def test_those_added_longest_ago_are_forgotten() -> None:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from weft.autograd.contexts import current_id
-from weft.errors import CallRefused
-from weft.rpc.coroutines import CoroutineRunner
+from tests.thread_limits import no_new_threads
+from torchweft.autograd.contexts import current_id
+from torchweft.errors import CallRefused
+from torchweft.rpc.coroutines import CoroutineRunner
 
 LIMIT_S = 20.0
 
@@ -53,6 +54,21 @@ def outcomes() -> Outcomes:
 def test_a_runner_that_is_never_used_has_no_thread() -> None:
     CoroutineRunner("unused").close(LIMIT_S)
     assert all(thread.name != "unused" for thread in threading.enumerate())
+
+
+def test_a_runner_that_gets_no_thread_tries_again_later(
+    runner: CoroutineRunner, outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def function() -> int:
+        return 1
+
+    with (
+        no_new_threads(monkeypatch),
+        pytest.raises(RuntimeError, match="can't start new thread"),
+    ):
+        runner.run(function(), 0, outcomes)
+    runner.run(function(), 0, outcomes)
+    assert outcomes.next() == Outcome(1, None)
 
 
 def test_a_coroutine_gives_its_result(runner: CoroutineRunner, outcomes: Outcomes) -> None:

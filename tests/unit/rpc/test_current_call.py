@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.agent.peers import Peer
-from weft.agent.served_calls import ServedCall, current_call
-from weft.errors import CallCancelled, CallTimeout, WorkerLost
-from weft.protocol.membership import Registration
-from weft.rpc.current_call import detached, is_cancelled, nest, remaining_time, serving
-from weft.wire.frames import Frame
-from weft.wire.messages import Kind
+from torchweft.agent.peers import Peer
+from torchweft.agent.served_calls import ServedCall, current_call
+from torchweft.errors import CallCancelled, CallTimeout, WorkerLost
+from torchweft.protocol.membership import Registration
+from torchweft.rpc.current_call import detached, is_cancelled, nest, remaining_time, serving
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import Kind
 
 LIMIT_S = 20.0
 

@@ -4,7 +4,7 @@ import pickle
 
 import torch
 
-from weft.rpc.functions import async_execution, is_async_execution
+from torchweft.rpc.functions import async_execution, is_async_execution
 
 
 def plain(value: int) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from weft.agent.calls import PendingCall
-from weft.errors import CallCancelled
-from weft.rpc.futures import Future
+from torchweft.agent.calls import PendingCall
+from torchweft.errors import CallCancelled
+from torchweft.rpc.futures import Future
 
 
 class Agent:

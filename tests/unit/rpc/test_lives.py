@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.agent.group import group_of
-from weft.agent import current
-from weft.errors import WorkerLost
-from weft.rpc.lives import info_of
+from torchweft.agent import current
+from torchweft.errors import WorkerLost
+from torchweft.rpc.lives import info_of
 
 
 def test_a_worker_is_found_by_id_until_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from weft import knobs
-from weft.errors import ConfigurationError
-from weft.rpc.options import RpcBackendOptions
+from torchweft import knobs
+from torchweft.errors import ConfigurationError
+from torchweft.rpc.options import RpcBackendOptions
 
 
 def test_defaults_are_the_knobs_and_can_work() -> None:
@@ -41,8 +41,15 @@ def test_zero_means_no_time_limit() -> None:
         ({"allowed_modules": ("my-package",)}, "'my-package'"),
         ({"allowed_modules": ("",)}, "allowed_modules"),
         ({"allowed_modules": ("builtins",)}, "eval"),
-        ({"allowed_modules": ["weft"]}, "needs no entry"),
-        ({"allowed_modules": ["weft.compat"]}, "needs no entry"),
+        ({"allowed_modules": ["torchweft"]}, "needs no entry"),
+        ({"allowed_modules": ["torchweft.compat"]}, "needs no entry"),
+        ({"strict": True, "allowed_modules": ("torch",)}, "callables="),
+        ({"strict": True, "allowed_modules": ()}, "callables="),
+        ({"callables": (math.sqrt,)}, "strict=True"),
+        ({"strict": True, "callables": "math"}, "callables is a str"),
+        ({"strict": True, "callables": 3}, "callables is a int"),
+        ({"strict": True, "callables": (math.sqrt, "math")}, "this is a str"),
+        ({"strict": True, "callables": (lambda: 1,)}, "has no name"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
@@ -56,4 +63,7 @@ def test_allowed_modules_can_be_given_from_outside(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WEFT_ALLOWED_MODULES", "my_package, torch ,")
     assert RpcBackendOptions().allowed_modules == ("my_package", "torch")
     assert RpcBackendOptions(allowed_modules=()).allowed_modules == ()
-    RpcBackendOptions(allowed_modules=("my_package.part", "weft.checkpoint")).check()
+    RpcBackendOptions(allowed_modules=("my_package.part", "torchweft.checkpoint")).check()
+    with pytest.raises(ConfigurationError, match="WEFT_ALLOWED_MODULES"):
+        RpcBackendOptions(strict=True).check()
+    RpcBackendOptions(strict=True, allowed_modules=None, callables=(math.sqrt,)).check()

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from weft.agent.peers import Peer
-from weft.agent.references import OwnedValue
-from weft.errors import ConfigurationError, WorkerLost
-from weft.protocol.membership import Registration
-from weft.rpc.functions import async_execution
-from weft.rpc.outcomes import Call, WhenReady, settle
-from weft.wire.frames import Frame
-from weft.wire.messages import Kind
+from torchweft.agent.peers import Peer
+from torchweft.agent.references import OwnedValue
+from torchweft.errors import ConfigurationError, WorkerLost
+from torchweft.protocol.membership import Registration
+from torchweft.rpc.functions import async_execution
+from torchweft.rpc.outcomes import Call, WhenReady, settle
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import Kind
 
 REFERENCE = (1, 0, 5)
 

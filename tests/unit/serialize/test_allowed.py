@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.unit.serialize import admitted
-from weft.errors import NotAllowed, UnknownFunction
-from weft.serialize.allowed import AllowList
-from weft.serialize.functions import name_of
+from torchweft.errors import NotAllowed, UnknownFunction
+from torchweft.serialize.allowed import AllowList
+from torchweft.serialize.functions import name_of
 
 MODULE = admitted.__name__
 BESIDE = "tests.unit.serialize.importable"
@@ -112,11 +112,11 @@ def test_what_only_passes_through_an_allowed_module_is_refused(
         b"builtins:getattr",
         b"operator:attrgetter",
         b"functools:partial",
-        b"weft.serialize.functions:resolve",
-        b"weft.serialize.reducers:_load_script",
-        b"weft.errors:_rebuild_with_fields",
-        b"weft.compat.rpc.pickled_calls:run_pickled",
-        b"weft.rpc.joining:shutdown",
+        b"torchweft.serialize.functions:resolve",
+        b"torchweft.serialize.reducers:_load_script",
+        b"torchweft.errors:_rebuild_with_fields",
+        b"torchweft.compat.rpc.pickled_calls:run_pickled",
+        b"torchweft.rpc.joining:shutdown",
         f"{MODULE}x:add".encode(),
         b"tests.unit.serialize:admitted",
         b"tests:unit",
@@ -177,18 +177,18 @@ def test_what_is_replaced_is_checked_again(
 
 
 def test_what_weft_itself_calls_needs_no_entry(allowed: AllowList) -> None:
-    from weft.rpc import serving
+    from torchweft.rpc import serving
 
-    assert allowed.resolve(b"weft.rpc.serving:call_method") is serving.call_method
+    assert allowed.resolve(b"torchweft.rpc.serving:call_method") is serving.call_method
 
 
 def test_the_advice_never_says_to_add_what_voids_the_list(allowed: AllowList) -> None:
-    for text in (b"builtins:eval", b"weft.rpc.joining:shutdown"):
+    for text in (b"builtins:eval", b"torchweft.rpc.joining:shutdown"):
         with pytest.raises(NotAllowed) as caught:
             allowed.resolve(text)
         assert "add '" not in str(caught.value)
-    with pytest.raises(NotAllowed, match=r"add 'weft\.checkpoint' to"):
-        allowed.resolve(b"weft.checkpoint.owner:discard")
+    with pytest.raises(NotAllowed, match=r"add 'torchweft\.checkpoint' to"):
+        allowed.resolve(b"torchweft.checkpoint.owner:discard")
     with pytest.raises(NotAllowed, match="add 'posix' to"):
         allowed.resolve(b"posix:system")
 
@@ -285,9 +285,9 @@ def test_operators_have_an_entry_of_their_own() -> None:
         ("cloudpickle", "loads"),
         ("types", "CodeType"),
         ("types", "FunctionType"),
-        ("weft.serialize.reducers", "_load_script"),
-        ("weft.serialize.reducers", "register_reducer"),
-        ("weft.serialize.allowed", "AllowList"),
+        ("torchweft.serialize.reducers", "_load_script"),
+        ("torchweft.serialize.reducers", "register_reducer"),
+        ("torchweft.serialize.allowed", "AllowList"),
         (MODULE, "os.system"),
         (MODULE, "system"),
     ],
@@ -306,13 +306,13 @@ def test_globals_that_a_value_needs_are_found(allowed: AllowList) -> None:
     assert allowed.find_global("torch", "bfloat16") is torch.bfloat16
     assert allowed.find_global("torch", "channels_last") is torch.channels_last
     assert allowed.find_global("builtins", "KeyError") is KeyError
-    assert allowed.find_global("weft.errors", "NotAllowed") is NotAllowed
+    assert allowed.find_global("torchweft.errors", "NotAllowed") is NotAllowed
     assert allowed.find_global(MODULE, "Odd") is admitted.Odd
 
 
 def test_compiled_code_needs_an_entry() -> None:
     by_list = AllowList(["torch.jit"], "ps")
-    assert callable(by_list.find_global("weft.serialize.reducers", "_load_script"))
+    assert callable(by_list.find_global("torchweft.serialize.reducers", "_load_script"))
 
 
 # Methods

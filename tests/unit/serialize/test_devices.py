@@ -5,8 +5,8 @@ import types
 import pytest
 import torch
 
-from weft.errors import ProtocolError, SerializationError
-from weft.serialize.devices import HOST, device_code, device_of
+from torchweft.errors import ProtocolError, SerializationError
+from torchweft.serialize.devices import HOST, device_code, device_of
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
+import sqlite3
 import threading
 from typing import Any
 
@@ -9,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from weft.errors import SerializationError
-from weft.serialize.objects import pack
+from torchweft.errors import SerializationError
+from torchweft.serialize.objects import pack
 
 
 class Box:
@@ -72,6 +74,7 @@ PATHS: list[tuple[Any, str]] = [
     (call(closure(LOCK)), "args[0] variable 'captured'"),
     (call(Net()), "args[0].layer.guard"),
     ((closure(Box(LOCK)), (), {}), "function variable 'captured'.content"),
+    (((), {}, closure(Box(LOCK))), "function variable 'captured'.content"),
     ({"a": LOCK}, "value['a']"),
     (LOCK, "value"),
 ]
@@ -86,13 +89,18 @@ def test_the_path_leads_to_the_culprit(value: object, path: str) -> None:
 
 
 def test_the_fix_is_named_where_it_is_known(tmp_path: Any) -> None:
-    with open(tmp_path / "file", "w") as file, socket.socket() as connection:
+    with (
+        open(tmp_path / "file", "w") as file,
+        socket.socket() as connection,
+        contextlib.closing(sqlite3.connect(":memory:")) as database,
+    ):
         culprits = {
             "as a list": (number for number in range(3)),
             "path or its content": file,
             "its address": connection,
             "one process": threading.Thread(),
             "its value": torch.futures.Future(),
+            "open it on": database,
         }
         for advice, culprit in culprits.items():
             text = failure(call(0, culprit))

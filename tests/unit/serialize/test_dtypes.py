@@ -3,11 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.errors import ProtocolError, SerializationError
-from weft.serialize import dtypes
-from weft.serialize.dtypes import CODES, REAL_CODES, dtype_of
+from torchweft.errors import ProtocolError, SerializationError
+from torchweft.serialize import dtypes
+from torchweft.serialize.dtypes import CODES, REAL_CODES, dtype_of
+
+NEWEST_KNOWN = (2, 15)
+"""The newest torch whose dtypes have all got numbers; those of a later one are refused by name."""
 
 
+@pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) >= (NEWEST_KNOWN[0], NEWEST_KNOWN[1] + 1),
+    reason="a torch that is newer than the numbers; its new dtypes are refused by name",
+)
 def test_every_dtype_with_plain_memory_has_a_number() -> None:
     quantised = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
     known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -4,8 +4,11 @@ import functools
 import gc
 import math
 import sys
+import threading
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -13,9 +16,9 @@ import pytest
 import torch
 
 from tests.unit.serialize import importable
-from weft.errors import UnknownFunction
-from weft.serialize import functions
-from weft.serialize.functions import describe, name_of, resolve
+from torchweft.errors import UnknownFunction
+from torchweft.serialize import functions
+from torchweft.serialize.functions import describe, name_of, resolve
 
 HERE = "tests.unit.serialize.importable"
 
@@ -189,3 +192,45 @@ def test_what_pytorch_wraps_goes_by_the_name_that_is_left() -> None:
     name = name_of(torch.manual_seed, main_by_name=False)
     assert name is not None
     assert resolve(name) is torch.manual_seed
+
+
+@pytest.mark.parametrize("path", ["add_onee", "Adder.nam", "Adderr.name"])
+def test_an_unknown_name_is_told_with_the_nearest(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("typing_errors")
+    module.add_one = len  # type: ignore[attr-defined]
+    module.Adder = type("Adder", (), {"name": staticmethod(len)})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(UnknownFunction, match=r"did you mean '(add_one|name|Adder)'\?"):
+        resolve(f"typing_errors:{path}".encode())
+
+
+CIRCLE = {
+    "__init__": "threading.package_began.set()\nthreading.part_began.wait(0.2)\n"
+    "from circle import other",
+    # As in many packages: each knows the other, and one of them needs the other to be complete.
+    "part": "threading.part_began.set()\nimport circle.other\ndef double(x): return 2 * x",
+    "other": "from circle import part\ndouble = part.double",
+}
+
+
+def test_a_package_and_its_module_are_imported_by_two_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads that wait for each other's modules: Python gives one of them half a module."""
+    (tmp_path / "circle").mkdir()
+    for name, body in CIRCLE.items():
+        (tmp_path / "circle" / f"{name}.py").write_text(f"import threading\n{body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("package_began", "part_began"):
+        monkeypatch.setattr(threading, name, threading.Event(), raising=False)
+
+    def resolve_part() -> Any:
+        assert threading.package_began.wait(20)  # type: ignore[attr-defined]
+        return resolve(b"circle.part:double")
+
+    with ThreadPoolExecutor(2) as pool:
+        package = pool.submit(resolve, b"circle:other.double")
+        part = pool.submit(resolve_part)
+        assert package.result()(2) == part.result()(2) == 4

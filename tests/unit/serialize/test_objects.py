@@ -6,6 +6,7 @@ import enum
 import functools
 import pickle
 import sys
+import threading
 import types
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 
 from tests.unit.serialize import importable
 from tests.unit.serialize.trips import object_trip
-from weft.errors import ProtocolError, SerializationError, UnknownFunction
-from weft.serialize import objects
-from weft.serialize.objects import Packed, pack, register_external, unpack
+from torchweft.errors import ProtocolError, SerializationError, UnknownFunction
+from torchweft.serialize import objects
+from torchweft.serialize.objects import Packed, pack, register_external, unpack
 
 KILOBYTE = 1024
 
@@ -367,3 +368,44 @@ def test_packed_is_small() -> None:
     packed = pack(((torch.ones(2), 1), {}), main_by_name=True)
     assert type(packed) is Packed
     assert len(packed.payload) < 64
+
+
+NO = "worker 'far' runs Python 3.99, this one 3.11: functions do not travel by value between them"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["lambda", "closure", "main", "class"])
+def test_functions_that_cannot_go_by_value_are_refused_by_name(kind: str, nested: bool) -> None:
+    def closure() -> bool:
+        return nested
+
+    class Local:
+        def method(self) -> None: ...
+
+    own = types.FunctionType(compile("0", "x", "eval"), {}, "own")
+    own.__module__, own.__qualname__ = "__main__", "own"
+    value: object
+    value, name = {
+        "lambda": (lambda: 0, "<lambda>"),
+        "closure": (closure, "closure"),
+        "main": (own, "own"),
+        "class": (Local, "method"),
+    }[kind]
+    value = ([value], {}) if nested else value
+    pack(value, main_by_name=False)
+    with pytest.raises(SerializationError, match=f"^{NO}; put '.*{name}' into a module that both"):
+        pack(value, main_by_name=False, not_by_value=NO)
+
+
+def test_what_has_a_name_and_what_is_no_function_travels_between_versions_all_the_same() -> None:
+    tensor = torch.ones(2)
+    named = (importable.decorated, len, torch.add, Batch)
+    for value in (*named, Batch(tensor), Colour.RED, nn.Linear(2, 2)):
+        packed = pack(value, main_by_name=False, not_by_value=NO)
+        assert packed.payload == pack(value, main_by_name=False).payload
+
+
+def test_what_cannot_be_packed_at_all_is_told_as_ever() -> None:
+    with pytest.raises(SerializationError) as caught:
+        pack((threading.Lock(), 1), main_by_name=False, not_by_value=NO)
+    assert NO not in str(caught.value)

@@ -20,12 +20,18 @@ from torch import Tensor, nn
 
 from tests.unit.serialize import admitted
 from tests.unit.serialize.trips import raw, tensor_trip
-from weft.errors import CallError, ProtocolError, SerializationError, UnknownFunction, WorkerLost
-from weft.ids import ReferenceId, WorkerInfo
-from weft.optim.groups import GroupPart
-from weft.serialize import plain
-from weft.serialize.objects import pack, pack_plain
-from weft.serialize.plain import tags
+from torchweft.errors import (
+    CallError,
+    ProtocolError,
+    SerializationError,
+    UnknownFunction,
+    WorkerLost,
+)
+from torchweft.ids import ReferenceId, WorkerInfo
+from torchweft.optim.groups import GroupPart
+from torchweft.serialize import plain, reducers
+from torchweft.serialize.objects import pack, pack_plain
+from torchweft.serialize.plain import tags
 
 
 def trip(value: Any) -> Any:
@@ -148,6 +154,10 @@ KINDS: dict[str, Callable[[], Tensor]] = {
     "frozen parameter": lambda: nn.Parameter(torch.ones(2), requires_grad=False),
     "requires grad": lambda: torch.ones(2, requires_grad=True),
     "sparse": lambda: TABLE.to_sparse(),
+}
+
+
+OTHER_KINDS: dict[str, Callable[[], Tensor]] = {
     "compressed": lambda: TABLE.to_sparse_csr(),
     "quantised": lambda: torch.quantize_per_tensor(TABLE, 0.5, 3, torch.quint8),
     "quantised by channel": lambda: torch.quantize_per_channel(
@@ -158,23 +168,70 @@ KINDS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensors_of_all_kinds(kind: str) -> None:
+def test_tensors_that_are_dense_or_sparse(kind: str) -> None:
     tensor = KINDS[kind]()
     (arrived,) = trip([tensor])
     assert type(arrived) is type(tensor)
     assert (arrived.dtype, arrived.layout) == (tensor.dtype, tensor.layout)
     assert arrived.requires_grad == tensor.requires_grad
-    if tensor.is_meta:
-        assert arrived.is_meta
-    elif tensor.is_nested:
-        assert torch.equal(arrived[1], tensor[1])
-    else:
-        both = [each.dequantize() if each.is_quantized else each for each in (arrived, tensor)]
-        both = [each if each.layout is torch.strided else each.to_dense() for each in both]
-        assert both[0].shape == both[1].shape
-        assert raw(both[0]) == raw(both[1])
+    both = [each if each.layout is torch.strided else each.to_dense() for each in (arrived, tensor)]
+    assert both[0].shape == both[1].shape
+    assert raw(both[0]) == raw(both[1])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_tensors_of_other_kinds_are_refused_with_what_to_send(kind: str) -> None:
+    with pytest.raises(SerializationError, match="dense equivalent"):
+        pack_plain([OTHER_KINDS[kind]()], main_by_name=True)
+
+
+@pytest.mark.parametrize(
+    ("indices", "shape", "is_coalesced"),
+    [
+        ([[0, 1 << 40]], (3,), False),
+        ([[0, -1]], (3,), False),
+        ([[1, 1]], (3,), True),
+        ([[1, 0]], (3,), True),
+        ([[0, 1]], (3, 3), False),
+        ([[0]], (3,), False),
+        ([[0, 1]], (-3,), False),
+    ],
+)
+def test_a_sparse_tensor_that_lies_is_refused(
+    indices: list[list[int]], shape: tuple[int, ...], is_coalesced: bool
+) -> None:
+    values = torch.ones(2)
+    made = torch.tensor(indices)
+    name = b"torchweft.serialize.reducers:_sparse_coo"
+    arguments = pack_plain((made, values, shape, is_coalesced), main_by_name=True)
+    content = payload(counted(tags.MADE, len(name)), name, arguments.payload[1:])
+    with pytest.raises(ProtocolError):
+        plain.decode(content, arguments.tensors, ())
+
+
+def test_the_indices_of_a_sparse_tensor_cannot_be_changed_afterwards() -> None:
+    indices = torch.tensor([[0, 1]])
+    made = reducers._sparse_coo(indices, torch.ones(2), (3,), True)
+    indices.fill_(1 << 40)
+    assert made.to_dense().tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "name", ["detach", "grad", "_backward_hooks", "__class__", "copy", "clear"]
+)
+def test_attributes_do_not_hide_what_a_class_has(name: str) -> None:
+    attribute = counted(tags.TEXT, len(name)) + name.encode() + NONE
+    of_tensor = bytes((tags.ATTRIBUTED,)) + counted(tags.TENSOR, 0)
+    of_dict = counted(tags.ORDERED, 0)
+    contents = [of_tensor] if hasattr(Tensor, name) else []
+    contents += [of_dict] if hasattr(OrderedDict, name) else []
+    for content in contents:
+        with pytest.raises(ProtocolError, match="would hide"):
+            plain.decode(
+                payload(content, counted(tags.DICTIONARY, 1), attribute), [torch.ones(1)], ()
+            )
 
 
 def test_views_go_on_sharing_memory_and_a_tensor_in_two_places_is_one() -> None:
@@ -294,8 +351,8 @@ NONE = bytes((tags.NONE,))
         payload(bytes((tags.SIZE,)), counted(tags.TEXT, 1), b"x"),
         payload(bytes((tags.ATTRIBUTED,)), NONE, counted(tags.DICTIONARY, 0)),
         payload(counted(tags.MADE, 9), b"os:system", counted(tags.TUPLE, 0)),
-        payload(counted(tags.MADE, 20), b"weft.ids:ReferenceId", counted(tags.TUPLE, 0)),
-        payload(counted(tags.MADE, 20), b"weft.ids:ReferenceId", NONE),
+        payload(counted(tags.MADE, 20), b"torchweft.ids:ReferenceId", counted(tags.TUPLE, 0)),
+        payload(counted(tags.MADE, 20), b"torchweft.ids:ReferenceId", NONE),
         payload(counted(tags.LIST, 1) * 10_000, NONE),
         payload(*[bytes((tags.ATTRIBUTED,))] * 10_000),
     ],
@@ -324,7 +381,7 @@ def _nothing(name: bytes) -> Any:
 
 
 def test_an_error_is_made_of_errors_of_weft_only() -> None:
-    name = b"weft.errors:_rebuild_with_fields"
+    name = b"torchweft.errors:_rebuild_with_fields"
     content = payload(
         counted(tags.MADE, len(name)),
         name,

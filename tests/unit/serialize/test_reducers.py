@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tests.unit.serialize import importable
 from tests.unit.serialize.trips import object_trip, raw
-from weft.errors import SerializationError
-from weft.serialize.objects import pack, unpack
+from torchweft.errors import SerializationError
+from torchweft.serialize.objects import pack, unpack
 
 # Sparse and nested tensors, quantisation, scripting and typed storages warn that they are young
 # or old; that is not what is tested here.

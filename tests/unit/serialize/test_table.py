@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import ProtocolError
-from weft.serialize.table import (
+from torchweft.errors import ProtocolError
+from torchweft.serialize.table import (
     NO_BUFFER,
     PARAMETER,
     REQUIRES_GRAD,

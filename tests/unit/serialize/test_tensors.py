@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tests.unit.serialize.trips import copies, raw, tensor_trip
-from weft.errors import ProtocolError, SerializationError
-from weft.serialize import received
-from weft.serialize.dtypes import CODES
-from weft.serialize.extents import UNION_FLOOR_BYTES
-from weft.serialize.tensors import as_memory, describe, grad_flags, rebuild, some_require_grad
+from torchweft.errors import ProtocolError, SerializationError
+from torchweft.serialize import received
+from torchweft.serialize.dtypes import CODES
+from torchweft.serialize.extents import UNION_FLOOR_BYTES
+from torchweft.serialize.table import HEADER, SOME_COMPUTED
+from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild, some_require_grad
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = pytest.mark.filterwarnings("ignore:.* support is experimental")
 
 ALL_DTYPES = sorted(CODES, key=CODES.__getitem__)
 
@@ -271,7 +272,9 @@ def test_grad_flags_survive(name: str) -> None:
     tensor = GRAD_CASES[name]
     is_parameter = isinstance(tensor, Parameter)
     table, buffers = describe([tensor])
-    assert grad_flags(table) == [(tensor.requires_grad, is_parameter)]
+    is_computed = tensor.grad_fn is not None
+    assert grad_flags(table) == [(tensor.requires_grad, is_parameter, is_computed, False)]
+    assert bool(table[HEADER.size - 1] & SOME_COMPUTED) == is_computed
     assert some_require_grad(table) == tensor.requires_grad
     (rebuilt,) = rebuild(table, copies(buffers))
     assert type(rebuilt) is (Parameter if is_parameter else Tensor)
@@ -282,10 +285,26 @@ def test_grad_flags_survive(name: str) -> None:
     assert not detached.requires_grad
 
 
+def test_autograd_notices_changes_through_another_view() -> None:
+    base = torch.arange(4.0)
+    table, buffers = describe([base, base[1:], base.view(torch.int32)])
+    assert [flags.is_shared for flags in grad_flags(table)] == [True, True, True]
+    whole, part, bits = rebuild(table, copies(buffers))
+    assert not any(each._is_view() for each in (whole, part, bits))
+    weight = torch.ones(3, requires_grad=True)
+    for changed in (whole, bits):
+        made = weight * part
+        changed.zero_()
+        assert part.tolist() == [0.0, 0.0, 0.0]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            made.sum().backward()
+
+
 def test_flags_belong_to_their_tensor_in_a_message_of_many() -> None:
     tensors = list(GRAD_CASES.values())
     table, buffers = describe(tensors)
     assert some_require_grad(table)
+    assert table[HEADER.size - 1] & SOME_COMPUTED
     assert [flags.requires_grad for flags in grad_flags(table)] == [
         tensor.requires_grad for tensor in tensors
     ]

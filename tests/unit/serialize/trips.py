@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.serialize.objects import pack, unpack
-from weft.serialize.tensors import as_memory, describe, rebuild
+from torchweft.serialize.objects import pack, unpack
+from torchweft.serialize.tensors import as_memory, describe, rebuild
 
 
 def copies(buffers: Sequence[Tensor]) -> list[bytearray]:

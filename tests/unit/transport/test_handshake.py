@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import ProtocolError
-from weft.secret import Secret
-from weft.transport import handshake as module
-from weft.transport.handshake import (
+from torchweft.errors import ProtocolError
+from torchweft.secret import Secret
+from torchweft.transport import handshake as module
+from torchweft.transport.handshake import (
     LIMIT_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -25,8 +25,8 @@ from weft.transport.handshake import (
     Handshake,
     NotProven,
 )
-from weft.wire.frames import HEADER, encode_frame
-from weft.wire.messages import Kind
+from torchweft.wire.frames import HEADER, encode_frame
+from torchweft.wire.messages import Kind
 
 LIMIT_S = 20.0
 KEY = Secret(b"the key of this run")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.transport import hearing
-from weft.transport.hearing import is_unanswered, keep_alive, probe_interval_s, silence_s
+from torchweft.transport import hearing
+from torchweft.transport.hearing import is_unanswered, keep_alive, probe_interval_s, silence_s
 
 Pair = tuple[socket.socket, socket.socket]
 

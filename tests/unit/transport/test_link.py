@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 import pytest
 
-from weft.errors import ProtocolError
-from weft.transport import link
-from weft.transport.link import Link, LinkClosed
-from weft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from tests.unit.transport.reading import not_main, reading  # noqa: F401
+from torchweft.errors import ProtocolError
+from torchweft.transport import link
+from torchweft.transport.link import Link, LinkClosed
+from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+
+pytestmark = pytest.mark.usefixtures("not_main")
 
 BIG_BYTES = 8 << 20
 LIMIT_S = 20.0
@@ -50,7 +53,7 @@ def frame_parts(number: int, control: bytes = b"", *buffers: bytes) -> list[Buff
 
 def read_frames(link: Link, count: int) -> list[Frame]:
     frames: list[Frame] = []
-    with link.reading:
+    with reading(link):
         while len(frames) < count:
             frames += link.receive(may_block=True)
     return frames
@@ -184,7 +187,7 @@ def test_what_was_sent_before_the_end_is_received(ends: tuple[End, End]) -> None
     one.link.send(frame_parts(1, b"last words"), may_block=False)
     one.link.hang_up()
     assert [frame.id for frame in read_frames(other.link, 1)] == [1]
-    with other.link.reading, pytest.raises(LinkClosed, match="end of file"):
+    with reading(other.link), pytest.raises(LinkClosed, match="end of file"):
         other.link.receive(may_block=True)
 
 
@@ -199,13 +202,13 @@ def test_the_end_inside_a_frame_is_noticed(ends: tuple[End, End]) -> None:
 
 def test_nothing_to_read_is_no_frame(ends: tuple[End, End]) -> None:
     link = ends[0].link
-    with link.reading:
+    with reading(link):
         assert link.receive(may_block=False) == []
 
 
 def test_a_blocked_reader_looks_up_now_and_then(ends: tuple[End, End]) -> None:
     link = ends[0].link
-    with link.reading:
+    with reading(link):
         assert link.receive(may_block=True) == []
 
 
@@ -273,7 +276,7 @@ def test_drain_of_a_closed_link_returns_at_once(ends: tuple[End, End]) -> None:
 def test_what_is_no_frame_is_refused(ends: tuple[End, End]) -> None:
     one, other = ends
     one.link.send([b"\xff" * 100], may_block=False)
-    with other.link.reading, pytest.raises(ProtocolError):
+    with reading(other.link), pytest.raises(ProtocolError):
         other.link.receive(may_block=True)
 
 

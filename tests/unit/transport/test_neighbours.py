@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.another_user import NOBODY, as_nobody
-from weft.errors import ProtocolError
-from weft.transport import neighbours
-from weft.transport.neighbours import check_user, user_of
+from torchweft.errors import ProtocolError
+from torchweft.transport import neighbours
+from torchweft.transport.neighbours import check_user, user_of
 
 LIMIT_S = 10.0
 KINDS = ["unix", "127.0.0.1", "127.8.8.8", "::1"]

@@ -11,12 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import ProtocolError
-from weft.transport.link import LinkClosed
-from weft.transport.resumable import ResumableLink, position_in
-from weft.wire.frames import Buffer, Frame, FrameParser, encode_frame
-from weft.wire.messages import Kind, encode_ints
-from weft.wire.session import Outgoing
+from tests.unit.transport.reading import not_main, reading  # noqa: F401
+from torchweft.errors import ProtocolError
+from torchweft.transport.link import LinkClosed
+from torchweft.transport.resumable import ResumableLink, position_in
+from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from torchweft.wire.messages import Kind, encode_ints
+from torchweft.wire.session import Outgoing
+
+pytestmark = pytest.mark.usefixtures("not_main")
 
 LIMIT_S = 20.0
 LIMIT_BYTES = 1 << 20
@@ -72,7 +75,7 @@ class End:
         """Reads the link until so many frames have come."""
         frames: list[Frame] = []
         deadline_s = time.monotonic() + LIMIT_S
-        with self.link.reading:
+        with reading(self.link):
             while len(frames) < count:
                 assert time.monotonic() < deadline_s
                 frames += self.link.receive(may_block=True)
@@ -81,7 +84,7 @@ class End:
     def notice(self) -> None:
         """Reads until the link has noticed that its connection has ended."""
         deadline_s = time.monotonic() + LIMIT_S
-        with self.link.reading:
+        with reading(self.link):
             while not self.link.is_broken:
                 assert time.monotonic() < deadline_s
                 assert self.link.receive(may_block=True) == []
@@ -136,7 +139,7 @@ def test_what_is_received_is_received_once_wherever_connections_break(
         frames: list[Frame] = []
         for position in sorted(positions):
             end.other.sendall(STREAM[end.link.received_position : position])
-            with end.link.reading:
+            with reading(end.link):
                 while end.link.received_position < position:
                     frames += end.link.receive(may_block=True)
             assert end.link.stop() == position
@@ -163,7 +166,7 @@ def test_an_end_of_file_is_a_break_that_is_told_once(end: End) -> None:
     end.other.close()
     end.notice()
     end.notice()
-    with end.link.reading:
+    with reading(end.link):
         assert end.link.receive(may_block=False) == []
     assert end.breaks == [("end of file", True)]
 
@@ -235,7 +238,7 @@ def test_breaking_off_tells_the_peer_and_this_side(end: End) -> None:
 def test_a_session_that_was_stopped_receives_nothing_more(end: End) -> None:
     end.other.sendall(STREAM)
     assert end.link.stop() == 0
-    with end.link.reading:
+    with reading(end.link):
         assert end.link.receive(may_block=False) == []
     assert end.link.received_position == 0
     assert end.breaks == []
@@ -412,7 +415,7 @@ def test_hanging_up_is_no_break(end: End) -> None:
     end.other.sendall(as_bytes(FRAMES[1]))
     end.receive(1)  # It could be acknowledged.
     end.link.hang_up()
-    with end.link.reading, pytest.raises(LinkClosed):
+    with reading(end.link), pytest.raises(LinkClosed):
         end.link.receive(may_block=True)
     with pytest.raises(LinkClosed):
         end.link.send(FRAMES[0], may_block=False)

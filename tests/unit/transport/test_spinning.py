@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from weft import knobs
-from weft.transport import spinning as module
-from weft.transport.spinning import Spinning
+from torchweft import knobs
+from torchweft.transport import spinning as module
+from torchweft.transport.spinning import Spinning
 
 SPIN_S = 0.0001
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import ProtocolError
-from weft.wire.frames import (
+from torchweft.errors import ProtocolError
+from torchweft.wire.frames import (
     HEADER,
     HEADER_BYTES,
     MAX_BUFFERS,

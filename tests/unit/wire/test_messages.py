@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import ProtocolError
-from weft.ids import ReferenceId
-from weft.wire.frames import HEADER, HEADER_BYTES
-from weft.wire.messages import (
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
+from torchweft.wire.frames import HEADER, HEADER_BYTES
+from torchweft.wire.messages import (
     COMPACT,
     NO_CREATION,
     CallHead,

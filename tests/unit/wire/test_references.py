@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import ProtocolError
-from weft.ids import ReferenceId
-from weft.wire.references import (
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
+from torchweft.wire.references import (
     Drop,
     DropAck,
     Gone,

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import ProtocolError
-from weft.wire.frames import Buffer, encode_frame
-from weft.wire.messages import Kind, encode_ints
-from weft.wire.session import ACKNOWLEDGE_BYTES, LEAST_BYTES, Incoming, Outgoing
+from torchweft.errors import ProtocolError
+from torchweft.wire.frames import Buffer, encode_frame
+from torchweft.wire.messages import Kind, encode_ints
+from torchweft.wire.session import ACKNOWLEDGE_BYTES, LEAST_BYTES, Incoming, Outgoing
 
 
 def joined(parts: Sequence[Buffer]) -> bytes:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.unit.channel.processes import forked
-from weft.channel.shm import borrowed as borrowed_module
-from weft.channel.shm.borrowed import Borrowed
-from weft.channel.shm.layout import SLABS_OFFSET, Area, attach, create
-from weft.channel.table import SHM, BufferEntry
-from weft.errors import ProtocolError
+from torchweft.channel.shm import borrowed as borrowed_module
+from torchweft.channel.shm.borrowed import Borrowed
+from torchweft.channel.shm.layout import SLABS_OFFSET, Area, attach, create
+from torchweft.channel.table import SHM, BufferEntry
+from torchweft.errors import ProtocolError
 
 MIB = 1 << 20
 SIZE = SLABS_OFFSET + 4 * MIB

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.channel.shm import headroom
+from torchweft.channel.shm import headroom
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from weft.channel.shm import layout
-from weft.channel.shm.layout import SLABS_OFFSET, Area, attach, create
+from torchweft.channel.shm import layout
+from torchweft.channel.shm.layout import SLABS_OFFSET, Area, attach, create
 
 MIB = 1 << 20
 

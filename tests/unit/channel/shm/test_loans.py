@@ -17,12 +17,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from weft.channel.cma import address_of
-from weft.channel.shm.borrowed import Borrowed
-from weft.channel.shm.layout import attach
-from weft.channel.shm.liveness import Process
-from weft.channel.shm.pool import Borrower, SharedPool
-from weft.channel.table import SHM, BufferEntry
+from torchweft.channel.cma import address_of
+from torchweft.channel.shm.borrowed import Borrowed
+from torchweft.channel.shm.layout import attach
+from torchweft.channel.shm.liveness import Process
+from torchweft.channel.shm.pool import Borrower, SharedPool
+from torchweft.channel.table import SHM, BufferEntry
 
 KIB = 1 << 10
 LIMIT = 512 * KIB

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from weft.channel.cma import address_of
-from weft.channel.memory import slab_size
-from weft.channel.shm import pool as pool_module
-from weft.channel.shm.borrowed import Borrowed
-from weft.channel.shm.layout import TICKET_COUNT, attach
-from weft.channel.shm.liveness import Process
-from weft.channel.shm.pool import AT_ONCE_BYTES, Borrower, Loan, SharedPool, make_pool
-from weft.channel.table import SHM, BufferEntry
-from weft.errors import ConfigurationError
-from weft.serialize import shared
+from torchweft.channel.cma import address_of
+from torchweft.channel.memory import slab_size
+from torchweft.channel.shm import pool as pool_module
+from torchweft.channel.shm.borrowed import Borrowed
+from torchweft.channel.shm.layout import TICKET_COUNT, attach
+from torchweft.channel.shm.liveness import Process
+from torchweft.channel.shm.pool import AT_ONCE_BYTES, Borrower, Loan, SharedPool, make_pool
+from torchweft.channel.table import SHM, BufferEntry
+from torchweft.errors import ConfigurationError
+from torchweft.serialize import shared
 
 KIB, MIB = 1 << 10, 1 << 20
 

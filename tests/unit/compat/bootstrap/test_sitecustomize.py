@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from weft.compat.children import FOLDER
+from torchweft.compat.children import FOLDER
 
 FILES = {
     "torch/__init__.py": "import torch.part\nprint('torch', end=' ')\n",
     "torch/part.py": "",
-    "weft/__init__.py": "",
-    "weft/rpc.py": "import torch\nimport weft.agent\nprint('weft.rpc', end=' ')\n",
-    "weft/agent.py": "import torch\n",
-    "weft/compat/__init__.py": (
+    "torchweft/__init__.py": "",
+    "torchweft/rpc.py": "import torch\nimport torchweft.agent\nprint('torchweft.rpc', end=' ')\n",
+    "torchweft/agent.py": "import torch\n",
+    "torchweft/compat/__init__.py": (
         "def install():\n"
-        "    import sys, weft.rpc, weft.agent\n"
+        "    import sys, torchweft.rpc, torchweft.agent\n"
         "    hooks = [f for f in sys.meta_path if type(f).__module__ == 'sitecustomize']\n"
         "    print('installed', hooks, end=' ')\n"
     ),
@@ -68,36 +68,39 @@ def test_it_is_installed_when_torch_is_complete(run: Any) -> None:
         "import torch\n"
         "print(vars(torch.__spec__.loader).keys() - {'name', 'path'}, torch.__spec__.name)\n"
     )
-    assert (out, err) == ("torch weft.rpc installed [] set() torch\n", "")
+    assert (out, err) == ("torch torchweft.rpc installed [] set() torch\n", "")
 
 
 def test_a_module_of_weft_that_imports_torch_is_complete_as_well(run: Any) -> None:
-    assert run("import weft.rpc") == ("torch weft.rpc installed [] ", "")
-    assert run("import weft.compat, weft.agent") == ("torch weft.rpc installed [] ", "")
+    assert run("import torchweft.rpc") == ("torch torchweft.rpc installed [] ", "")
+    assert run("import torchweft.compat, torchweft.agent") == (
+        "torch torchweft.rpc installed [] ",
+        "",
+    )
 
 
 def test_a_torch_that_could_not_be_imported_is_waited_for(run: Any) -> None:
     flaky = "import os\nif 'GOOD' not in os.environ: raise ValueError\nprint('torch', end=' ')\n"
     program = (
         "import os\n"
-        "try: import weft.agent\n"
+        "try: import torchweft.agent\n"
         "except ValueError: os.environ['GOOD'] = '1'\n"
         "import torch\n"
     )
-    assert run(program, **{"torch/__init__.py": flaky})[0] == "torch weft.rpc installed [] "
+    assert run(program, **{"torch/__init__.py": flaky})[0] == "torch torchweft.rpc installed [] "
 
 
 def test_a_module_of_weft_that_fails_does_not_keep_it_from_being_installed(run: Any) -> None:
-    program = "try: import weft.broken\nexcept ValueError: print('caught')"
-    broken = {"weft/broken.py": "import torch\nraise ValueError\n"}
-    assert run(program, **broken)[0] == "torch weft.rpc installed [] caught\n"
+    program = "try: import torchweft.broken\nexcept ValueError: print('caught')"
+    broken = {"torchweft/broken.py": "import torch\nraise ValueError\n"}
+    assert run(program, **broken)[0] == "torch torchweft.rpc installed [] caught\n"
 
 
 def test_the_users_own_customization_is_run(run: Any, tmp_path: Path) -> None:
     own = {"sitecustomize.py": "import torch\nNAME = 'own'\n"}
     program = "import sys, sitecustomize\nprint(sitecustomize.NAME, sitecustomize.__file__)"
     path = tmp_path / "sitecustomize.py"
-    assert run(program, **own) == (f"torch weft.rpc installed [] own {path}\n", "")
+    assert run(program, **own) == (f"torch torchweft.rpc installed [] own {path}\n", "")
 
 
 def test_a_mistake_in_the_users_customization_is_told_as_ever(run: Any) -> None:
@@ -107,19 +110,19 @@ def test_a_mistake_in_the_users_customization_is_told_as_ever(run: Any) -> None:
 
 
 def test_a_python_without_weft_says_so(run: Any) -> None:
-    program = "import sys\nsys.modules['weft'] = None\nimport torch\nprint(sys.executable)"
+    program = "import sys\nsys.modules['torchweft'] = None\nimport torch\nprint(sys.executable)"
     out, err = run(program)
     assert out.startswith("torch ")
-    assert "cannot import weft: here torch.distributed.rpc is PyTorch's" in err
+    assert "cannot import torchweft: here torch.distributed.rpc is PyTorch's" in err
 
 
 def test_imports_of_several_threads_end_with_one_installation(run: Any) -> None:
     slow = "import time\ntime.sleep(0.05)\nprint('torch', end=' ')\n"
     program = (
         "import importlib, threading\n"
-        "names = ['torch', 'weft.rpc', 'weft.agent', 'torch']\n"
+        "names = ['torch', 'torchweft.rpc', 'torchweft.agent', 'torch']\n"
         "threads = [threading.Thread(target=importlib.import_module, args=[n]) for n in names]\n"
         "[t.start() for t in threads]; [t.join() for t in threads]\n"
     )
     out, err = run(program, **{"torch/__init__.py": slow})
-    assert (out, err) == ("torch weft.rpc installed [] ", "")
+    assert (out, err) == ("torch torchweft.rpc installed [] ", "")

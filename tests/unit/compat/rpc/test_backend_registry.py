@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from weft.agent import current
-from weft.compat.rpc import backend_registry
-from weft.compat.rpc.backend_registry import (
+from torchweft.agent import current
+from torchweft.compat.rpc import backend_registry
+from torchweft.compat.rpc.backend_registry import (
     Backend,
     backend_registered,
     construct_rpc_backend_options,
     init_backend,
     register_backend,
 )
-from weft.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from weft.errors import WeftError
+from torchweft.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from torchweft.errors import WeftError
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from weft.compat.rpc import failures
-from weft.serialize.exceptions import pack_error, unpack_error
+from torchweft.compat.rpc import failures
+from torchweft.serialize.exceptions import pack_error, unpack_error
 
 CALLER: Any = SimpleNamespace(name="trainer")
 
@@ -20,7 +20,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_an_error_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "weft"):
+    with caplog.at_level(logging.WARNING, "torchweft"):
         failures.log(CALLER, raised(ValueError("what happened")))
     assert "a call of worker 'trainer' failed here" in caplog.text
     assert "ValueError: what happened" in caplog.text
@@ -34,7 +34,7 @@ def test_an_error_of_another_worker_is_logged_there(caplog: pytest.LogCaptureFix
     circle = KeyError("round")
     circle.__context__ = RuntimeError("and round")
     circle.__context__.__context__ = circle
-    with caplog.at_level(logging.WARNING, "weft"):
+    with caplog.at_level(logging.WARNING, "torchweft"):
         failures.log(CALLER, remote)
         failures.log(CALLER, later)
         assert not caplog.text

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from weft.compat.rpc import constants
-from weft.compat.rpc.gathering import _limits
-from weft.rpc.gathering import Limits
+from torchweft.compat.rpc import constants
+from torchweft.compat.rpc.gathering import _limits
+from torchweft.rpc.gathering import Limits
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from weft.compat.rpc import internal
-from weft.compat.rpc.internal import (
+from torchweft.compat.rpc import internal
+from torchweft.compat.rpc.internal import (
     PythonUDF,
     RemoteException,
     RPCExecMode,
@@ -21,15 +21,15 @@ from weft.compat.rpc.internal import (
     references_beside,
     serialize,
 )
-from weft.errors import (
+from torchweft.errors import (
     ConfigurationError,
     ProtocolError,
     RemoteError,
     SerializationError,
     UnknownFunction,
 )
-from weft.serialize import reducers
-from weft.serialize.objects import pack, unpack
+from torchweft.serialize import reducers
+from torchweft.serialize.objects import pack, unpack
 
 
 class Point:
@@ -119,7 +119,7 @@ def test_reducers_of_another_pickler_are_its_own() -> None:
 
 
 def test_references_travel_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.serialize import objects
+    from torchweft.serialize import objects
 
     class Reference:
         def _serialize(self) -> None:
@@ -156,7 +156,7 @@ def test_a_function_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_running_a_function(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(internal.weft.rpc, "get_worker_info", lambda: "worker three")
+    monkeypatch.setattr(internal.torchweft.rpc, "get_worker_info", lambda: "worker three")
     assert _run_function(PythonUDF(sorted, ([2, 1],), {"reverse": True})) == [2, 1]
     assert _run_function(PythonUDF(sorted, ([2, 1],), None)) == [1, 2]
     failed = _run_function(PythonUDF(int, ("x",), {}))

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from torch.distributed.distributed_c10d import Store
 
-from weft.compat import rpc
-from weft.compat.rpc import api, backend_registry
-from weft.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from weft.errors import AlreadyInitialized, ArgumentTypeError
+from torchweft.compat import rpc
+from torchweft.compat.rpc import api, backend_registry
+from torchweft.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from torchweft.errors import AlreadyInitialized, ArgumentTypeError
 
 
 class Options(RpcBackendOptions):
@@ -87,7 +87,7 @@ def test_the_back_end_is_inferred_from_its_options(
     seen = register()
     rpc.register_backend("NEEDS_MORE", lambda *_, needed: Options(), lambda **_: None)
     options = Options(init_method=method(tmp_path))
-    with caplog.at_level(logging.WARNING, "weft"):
+    with caplog.at_level(logging.WARNING, "torchweft"):
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     assert seen["rpc_backend_options"] is options
     assert "pass backend=BackendType.OTHER to say so" in caplog.text
@@ -117,7 +117,7 @@ def test_a_worker_of_weft_with_no_time_limit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = TensorPipeRpcBackendOptions(init_method=method(tmp_path), rpc_timeout=0)
-    with caplog.at_level(logging.WARNING, "weft"):
+    with caplog.at_level(logging.WARNING, "torchweft"):
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     try:
         assert "pass backend=" not in caplog.text

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-import weft.compat
-from weft.compat import rpc
-from weft.compat.rpc import absent
-from weft.compat.rpc.backend_registry import register_backend
-from weft.errors import NotSupported
+import torchweft.compat
+from torchweft.compat import rpc
+from torchweft.compat.rpc import absent
+from torchweft.compat.rpc.backend_registry import register_backend
+from torchweft.errors import NotSupported
 
 STOCK = "torch.distributed.rpc"
 
@@ -31,7 +31,9 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         "method_factory": _LOOP,
         "new_method": _LOOP,
     },
+    "_utils": dict.fromkeys(["TensorPipeAgent", "api"], _IMPORTED),
     "api": {
+        "TensorPipeAgent": _IMPORTED,
         **dict.fromkeys(["PythonUDF", "RPCExecMode", "_build_rpc_profiling_key"], _IMPORTED),
         **dict.fromkeys(["RemoteProfilerManager", "_cleanup_python_rpc_handler"], _IMPORTED),
         **dict.fromkeys(["_destroy_rref_context", "_group_membership_management"], _IMPORTED),
@@ -95,9 +97,11 @@ MODULES = [
 
 
 def both(name: str) -> tuple[ModuleType, ModuleType]:
-    weft.compat.uninstall()
+    torchweft.compat.uninstall()
     stock = importlib.import_module(f"{STOCK}.{name}" if name else STOCK)
-    ours = importlib.import_module(f"weft.compat.rpc.{name}" if name else "weft.compat.rpc")
+    ours = importlib.import_module(
+        f"torchweft.compat.rpc.{name}" if name else "torchweft.compat.rpc"
+    )
     assert stock is not ours
     return stock, ours
 
@@ -144,7 +148,7 @@ def test_dir_lists_what_is_looked_up_elsewhere() -> None:
 
 
 def test_the_enumeration_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.compat.rpc import backend_registry
+    from torchweft.compat.rpc import backend_registry
 
     monkeypatch.setattr(backend_registry, "BackendType", rpc.BackendType)
     register_backend("NEWEST", dict, dict)

@@ -7,7 +7,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.autograd.profiler_legacy import profile
 
-from weft.compat.rpc import profiling
+from torchweft.compat.rpc import profiling
 
 
 def test_names_of_functions() -> None:

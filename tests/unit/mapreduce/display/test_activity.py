@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from weft.mapreduce.display.activity import Activity, Loss, MapView, WorkerShare
-from weft.mapreduce.display.stragglers import Straggler
+from torchweft.mapreduce.display.activity import Activity, Loss, MapView, WorkerShare
+from torchweft.mapreduce.display.stragglers import Straggler
 
 WORKERS = ["worker0", "worker1"]
 

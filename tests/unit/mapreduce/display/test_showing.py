@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.errors import ConfigurationError
-from weft.mapreduce.display import WorkerShare, progress
-from weft.mapreduce.display.showing import can_change_lines
-from weft.mapreduce.observers import observers
+from torchweft.errors import ConfigurationError
+from torchweft.mapreduce.display import WorkerShare, progress
+from torchweft.mapreduce.display.showing import can_change_lines
+from torchweft.mapreduce.observers import observers
 
 WORKERS = ["worker0", "worker1"]
 WAIT_S = 30.0

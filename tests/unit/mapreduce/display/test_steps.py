@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.mapreduce.display.steps import Steps, readable_figure
+from torchweft.mapreduce.display.steps import Steps, readable_figure
 
 
 def test_before_the_first_step_nothing_is_known() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.mapreduce.display.stragglers import REMEMBERED, Durations, Straggler
+from torchweft.mapreduce.display.stragglers import REMEMBERED, Durations, Straggler
 
 
 def durations_of(*seconds: float) -> Durations:

@@ -10,7 +10,7 @@ from typing import TextIO
 
 import pytest
 
-from weft.mapreduce.display.terminal import Terminal
+from torchweft.mapreduce.display.terminal import Terminal
 
 
 class Screen(io.StringIO):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from weft.mapreduce.display.activity import ActivityView, Loss, MapView, WorkerShare
-from weft.mapreduce.display.steps import Steps
-from weft.mapreduce.display.stragglers import Straggler
-from weft.mapreduce.display.wording import (
+from torchweft.mapreduce.display.activity import ActivityView, Loss, MapView, WorkerShare
+from torchweft.mapreduce.display.steps import Steps
+from torchweft.mapreduce.display.stragglers import Straggler
+from torchweft.mapreduce.display.wording import (
     clock,
     duration,
     fitted,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.errors import CallError, CallTimeout, WorkerLost
-from weft.rpc.gathering.terms import Gathering, Ways, failure
+from torchweft.errors import CallError, CallTimeout, WorkerLost
+from torchweft.rpc.gathering.terms import Gathering, Ways, failure
 
 
 def test_it_ends_with_the_values() -> None:

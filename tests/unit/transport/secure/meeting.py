@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
-from weft.transport.secure import SecureConnection, TlsOptions, secure_client, secure_server
+from torchweft.transport.secure import SecureConnection, TlsOptions, secure_client, secure_server
 
 LIMIT_S = 20.0
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from tests.certificates import Authority
 from tests.unit.transport.secure.meeting import LIMIT_S, secure_pair
-from weft.errors import NotSupported
-from weft.transport.link import Link, LinkClosed
-from weft.transport.secure import SecureConnection
-from weft.transport.secure.connection import _PIECE_BYTES, CUT_OFF, _pieces
-from weft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from torchweft.errors import NotSupported
+from torchweft.transport.link import Link, LinkClosed
+from torchweft.transport.secure import SecureConnection
+from torchweft.transport.secure.connection import _PIECE_BYTES, CUT_OFF, _pieces
+from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 
 DONTWAIT = socket.MSG_DONTWAIT
 BIG_BYTES = 3 << 20

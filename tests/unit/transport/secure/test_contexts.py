@@ -10,8 +10,8 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from tests.certificates import Authority
-from weft.errors import ConfigurationError
-from weft.transport.secure.contexts import ContextPair, Contexts, Files
+from torchweft.errors import ConfigurationError
+from torchweft.transport.secure.contexts import ContextPair, Contexts, Files
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_until_all_files_are_renewed_the_old_ones_stay_in_force(
     before: ContextPair = contexts.current()
     certificate, key = authority.separate_files()
     replace(files, certificate=certificate)
-    with caplog.at_level(logging.WARNING, "weft"):
+    with caplog.at_level(logging.WARNING, "torchweft"):
         assert contexts.current() is before
         assert contexts.current() is before
     assert len(caplog.messages) == 1  # Not for each connection.

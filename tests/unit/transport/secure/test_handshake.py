@@ -11,10 +11,10 @@ import pytest
 
 from tests.certificates import LOOPBACK, Authority
 from tests.unit.transport.secure.meeting import LIMIT_S, meet, secure_pair, tcp_pair
-from weft.errors import ProtocolError, TlsError
-from weft.transport.secure import TlsOptions, looks_like_tls, secure_client, secure_server
-from weft.wire.frames import HEADER
-from weft.wire.messages import Kind
+from torchweft.errors import ProtocolError, TlsError
+from torchweft.transport.secure import TlsOptions, looks_like_tls, secure_client, secure_server
+from torchweft.wire.frames import HEADER
+from torchweft.wire.messages import Kind
 
 Side = Callable[[socket.socket], object]
 

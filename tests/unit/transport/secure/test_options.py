@@ -7,9 +7,9 @@ import pytest
 
 from tests.certificates import Authority
 from tests.unit.transport.secure.meeting import secure_pair
-from weft import knobs
-from weft.errors import ConfigurationError
-from weft.transport.secure import TlsOptions
+from torchweft import knobs
+from torchweft.errors import ConfigurationError
+from torchweft.transport.secure import TlsOptions
 
 
 @pytest.fixture(autouse=True)

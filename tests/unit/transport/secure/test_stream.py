@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.certificates import Authority
-from weft.transport.secure.contexts import PROTOCOL
-from weft.transport.secure.stream import TlsStream
+from torchweft.transport.secure.contexts import PROTOCOL
+from torchweft.transport.secure.stream import TlsStream
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.channel.memory import BufferPool
-from weft.errors import ProtocolError, WorkerLost
-from weft.transport.striped.arriving import Arrivals, NotComing, ReceivingConnection
-from weft.transport.striped.pump import NOTHING, READABLE
-from weft.transport.striped.stripes import Stripe, TransferKey
+from torchweft.channel.memory import BufferPool
+from torchweft.errors import ProtocolError, WorkerLost
+from torchweft.transport.striped.arriving import Arrivals, NotComing, ReceivingConnection
+from torchweft.transport.striped.pump import NOTHING, READABLE
+from torchweft.transport.striped.stripes import Stripe, TransferKey
 
 LIMIT_S = 20.0
 LIMIT_BYTES = 1 << 24

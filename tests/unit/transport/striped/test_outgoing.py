@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from weft.transport.striped.outgoing import Outbox, SendingConnection
-from weft.transport.striped.pump import NOTHING, WRITABLE
-from weft.transport.striped.stripes import HEADER_BYTES, Stripe, decode_stripe
-from weft.wire.frames import Buffer
+from torchweft.transport.striped.outgoing import Outbox, SendingConnection
+from torchweft.transport.striped.pump import NOTHING, WRITABLE
+from torchweft.transport.striped.stripes import HEADER_BYTES, Stripe, decode_stripe
+from torchweft.wire.frames import Buffer
 
 LIMIT_S = 20.0
 STRIPE_BYTES = 100

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.transport.striped.pump import NOTHING, READABLE, WRITABLE, Pump
+from tests.thread_limits import no_new_threads
+from torchweft.transport.striped.pump import NOTHING, READABLE, WRITABLE, Pump
 
 LIMIT_S = 20.0
 
@@ -43,6 +44,25 @@ def test_threads_start_with_the_first_connection_and_end_with_the_pump(
     pump.close()
     assert pump_threads() == []
     pump.close()
+
+
+def test_a_pump_that_gets_no_thread_tries_again_later(
+    pump: Pump, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came = threading.Event()
+
+    def read() -> int:
+        came.set()
+        return NOTHING
+
+    pair[1].sendall(b"x")
+    with (
+        no_new_threads(monkeypatch),
+        pytest.raises(RuntimeError, match="can't start new thread"),
+    ):
+        pump.watch(pair[0].fileno(), read, READABLE)
+    pump.watch(pair[0].fileno(), read, READABLE)
+    assert came.wait(LIMIT_S)
 
 
 def test_a_handler_is_called_when_there_is_something_to_read(pump: Pump, pair: Pair) -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.compat.rpc._testing.fault_plan import NAMES, Plan, is_scripted
-from weft.errors import ConfigurationError
+from torchweft.compat.rpc._testing.fault_plan import NAMES, Plan, is_scripted
+from torchweft.errors import ConfigurationError
 
 
 def test_a_message_fails_its_first_sends() -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import threading
 import time
 
-from weft.compat.rpc._testing.late import Late
-from weft.errors import NotInitialized
+from torchweft.compat.rpc._testing.late import Late
+from torchweft.errors import NotInitialized
 
 
 def test_actions_run_in_the_order_of_their_time() -> None:

@@ -1,0 +1,59 @@
+"""The one current agent of this process."""
+
+from __future__ import annotations
+
+import os
+
+from torchweft.agent.agent import Agent
+from torchweft.errors import AlreadyInitialized, NotInitialized
+
+_current: Agent | None = None
+
+
+def current() -> Agent:
+    """Returns the agent of this process.
+
+    Raises:
+        NotInitialized: ``init_rpc`` was not called, or the worker has shut down.
+    """
+    if _current is None:
+        raise NotInitialized(
+            "RPC has not been initialized: call torchweft.init_rpc(...) first, or use "
+            "'with torchweft.cluster(workers=3):'"
+        )
+    return _current
+
+
+def is_set() -> bool:
+    """Whether this process is a worker now."""
+    return _current is not None
+
+
+def check_unset() -> None:
+    """Raises AlreadyInitialized where this process is a worker already."""
+    if _current is not None:
+        raise AlreadyInitialized(
+            f"RPC is already initialized: this process is worker {_current.info.name!r}; "
+            "call torchweft.shutdown() before it joins another group"
+        )
+
+
+def install(agent: Agent | None) -> None:
+    """Makes ``agent`` the current one, or none."""
+    global _current
+    _current = agent
+
+
+def _leave_to_parent() -> None:
+    """Has a forked process be no worker: its parent is.
+
+    It must not keep the parent's connections, either: nobody would notice the parent's death.
+    """
+    global _current
+    agent, _current = _current, None
+    if agent is not None:
+        agent.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,389 @@
+"""Large tensors between a worker and the others, over connections of their own.
+
+What ``torchweft.transport.striped`` moves, this file dials, accepts, waits for and gives up. The
+sender dials when it has the first large tensor for a peer, and says in its greeting what the
+connection is for; it runs one way only. The message goes over the control link at once, and says
+by its token what the receiver is to wait for.
+
+A data connection that breaks is not resumed. All of its set are given up, and what had not arrived
+is asked for over the control link: see ``docs/protocols/sessions.md``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchweft import knobs
+from torchweft.agent.agent import Agent
+from torchweft.agent.peers import Peer
+from torchweft.agent.supplying import ask_for_supply
+from torchweft.channel.table import STRIPED, BufferTable
+from torchweft.errors import NotInitialized, ProtocolError, WeftError
+from torchweft.transport.hearing import keep_alive
+from torchweft.transport.striped.arriving import Arrivals, NotComing, ReceivingConnection
+from torchweft.transport.striped.outgoing import Outbox, SendingConnection
+from torchweft.transport.striped.pump import READABLE, WRITABLE, Pump
+from torchweft.transport.striped.stripes import TransferKey
+from torchweft.wire.frames import Buffer, Frame
+from torchweft.wire.messages import Kind, decode_ints
+
+_log = logging.getLogger("torchweft")
+
+_DRAIN_LIMIT_S = 5.0
+_DRAIN_POLL_S = 0.001
+_DIAL_AGAIN_S = 10.0
+"""How long tensors follow their messages where no data connection could be made."""
+_SPARE_WAITS = 16
+"""How many tasks may wait for tensors without counting as running; each takes a thread."""
+
+
+class _Sending:
+    """The connections that this side has dialled to send over, until one of them breaks."""
+
+    def __init__(self, number: int, outbox: Outbox) -> None:
+        self.number = number
+        self.outbox = outbox
+        self.connections: list[SendingConnection] = []
+
+
+class _Receiving(NamedTuple):
+    """A connection that the peer sends over, and which set of its it belongs to."""
+
+    number: int
+    connection: ReceivingConnection
+
+
+class _PeerData:
+    """The data connections with one peer, in both directions."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self.arrivals = arrivals
+        self.dial_lock = threading.Lock()
+        self.dial_again_s = 0.0
+        self.lock = threading.Lock()
+        self.set_count = 0
+        self.sending: _Sending | None = None
+        # By token: what the peer has not said it has, and the set that it went over.
+        self.kept: dict[int, tuple[int, Sequence[memoryview]]] = {}
+        self.receiving: list[_Receiving] = []
+        self.broken_set = 0
+        """The last set of the peer's connections that has broken."""
+        self.is_closed = False
+
+
+class DataConnections:
+    """The data connections of one worker. Thread-safe.
+
+    Args:
+        agent: The worker's agent.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._pump = Pump(f"weft-{agent.info.name}-data", knobs.STRIPE_THREADS.get())
+        self._stripe_bytes = knobs.STRIPE_BYTES.get()
+        self._connection_count = knobs.STRIPE_CONNECTIONS.get()
+        self._stall_s = knobs.STRIPE_STALL_S.get()
+        self._limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
+        self._lock = threading.Lock()
+        self._data: dict[int, _PeerData] = {}
+        self._spare_waits = threading.Semaphore(_SPARE_WAITS)
+        agent.on(Kind.ARRIVED, self._on_arrived, inline=True)
+        agent.on(Kind.DATA_BROKEN, self._on_data_broken, inline=True)
+        agent.on(Kind.UNSENT, self._on_unsent, inline=True)
+        agent.members.on_joined(self._offer)
+        agent.on_lost(self._give_up)
+        agent.on_departed(self._give_up)
+
+    def _offer(self, peer: Peer) -> None:
+        peer.accept_data = functools.partial(self._accept, peer)
+        peer.reach_data = functools.partial(self._reach, peer)
+
+    # Sending
+
+    def _reach(self, peer: Peer) -> bool:
+        """Connects to a peer, if that has not been done; returns False where it cannot.
+
+        Blocks for a limited time.
+        """
+        data = self._of(peer)
+        if data.sending is not None:
+            return True
+        with data.dial_lock:
+            is_early = time.monotonic() < data.dial_again_s
+            if data.sending is not None or data.is_closed or peer.dial_data is None or is_early:
+                return data.sending is not None
+            data.set_count += 1
+            try:
+                connections = peer.dial_data(self._connection_count, data.set_count)
+                self._adopt_sending(peer, data, connections)
+            except (ConnectionRefusedError, ProtocolError) as error:
+                if not data.is_closed:
+                    peer.channels.disable(STRIPED, f"no data connection can be made: {error}")
+                return False
+            except OSError as error:
+                data.dial_again_s = time.monotonic() + _DIAL_AGAIN_S
+                _log.info("no data connection to worker %r now: %s", peer.name, error)
+                return False
+        return True
+
+    def send(self, peer: Peer, token: int, buffers: Sequence[memoryview], *, waits: bool) -> None:
+        """Sends transfers over the connections that there are; they are kept until they arrived.
+
+        Args:
+            peer: Where to.
+            token: Of the message that they belong to.
+            buffers: Contiguous memory, none of it empty.
+            waits: Whether to block while much is waiting to be sent to the peer. Not for a thread
+                that others rely on to read a connection.
+        """
+        data = self._of(peer)
+        sending = data.sending
+        if waits and sending is not None:
+            sending.outbox.wait_for_room()
+        started: list[SendingConnection] = []
+        with data.lock:
+            if data.is_closed:
+                return
+            sending = data.sending
+            data.kept[token] = (0 if sending is None else sending.number, buffers)
+            if sending is not None:
+                started = sending.outbox.put(token, buffers)
+        if sending is None:
+            # They broke after it was chosen to go over them.
+            self._agent.post_ints(peer, Kind.UNSENT, 0, token)
+        for connection in started[1:]:
+            self._pump.arm(connection.fd, WRITABLE)
+        # The first share leaves from this thread: the others would have to be woken first.
+        for connection in started[:1]:
+            self._pump.arm(connection.fd, connection.write())
+
+    def take_kept(self, peer: Peer, token: int) -> Sequence[memoryview]:
+        """Returns, and lets go of, the transfers of a message that the peer asks for again."""
+        data = self._of(peer)
+        with data.lock:
+            return data.kept.pop(token, (0, ()))[1]
+
+    def _on_arrived(self, peer: Peer, frame: Frame) -> None:
+        # Dropped after the lock: the end of a tensor may run any code.
+        dropped = [self.take_kept(peer, token) for token in decode_ints(frame.control)]
+        del dropped
+
+    def _on_data_broken(self, peer: Peer, frame: Frame) -> None:
+        for number in decode_ints(frame.control):
+            self._break_sending(peer, number, "the peer says that one has ended")
+
+    def _break_sending(self, peer: Peer, number: int, cause: str) -> None:
+        """Ends a set of connections, one of which has broken; what did not arrive is asked for."""
+        data = self._of(peer)
+        with data.lock:
+            sending = data.sending
+            if sending is None or sending.number != number:
+                return
+            data.sending = None
+            unsent = [token for token, (of_set, _) in data.kept.items() if of_set == number]
+        _log.info("data connections to worker %r are made again: %s", peer.name, cause)
+        self._close_all(sending.connections)
+        sending.outbox.close()
+        self._agent.post_ints(peer, Kind.UNSENT, number, *unsent)
+
+    # Receiving
+
+    def fetch(self, peer: Peer, table: BufferTable) -> Sequence[Buffer]:
+        """Blocks until the transfers of a message are here; returns their memory, in order.
+
+        Raises:
+            WorkerLost: The sender was lost before all had come.
+            ProtocolError: What came has another size than the message says.
+        """
+        arrivals = self._of(peer).arrivals
+        sizes = _transfers(table)
+        if all(map(arrivals.is_here, sizes)):
+            return self._wait(peer, arrivals, sizes)
+        reactor = self._agent.reactor
+        is_spare = self._spare_waits.acquire(blocking=False)
+        is_counted = is_spare and reactor.begin_wait()
+        if not is_spare:
+            reactor.wake()  # What is urgent must not wait for this thread.
+        try:
+            return self._wait(peer, arrivals, sizes)
+        finally:
+            if is_counted:
+                reactor.end_wait()
+            if is_spare:
+                self._spare_waits.release()
+
+    def _wait(
+        self, peer: Peer, arrivals: Arrivals, sizes: dict[TransferKey, int]
+    ) -> Sequence[Buffer]:
+        token = next(iter(sizes)).token
+        buffers: Sequence[Buffer]
+        try:
+            buffers = [self._await(peer, arrivals, key, size) for key, size in sizes.items()]
+        except NotComing as error:
+            return ask_for_supply(self._agent, peer, token, STRIPED, list(sizes.values()), error)
+        finally:
+            arrivals.forget(sizes)
+        self._agent.pulled_bytes += sum(sizes.values())
+        self._agent.post_ints(peer, Kind.ARRIVED, token)
+        return buffers
+
+    def _await(
+        self, peer: Peer, arrivals: Arrivals, key: TransferKey, size_bytes: int
+    ) -> memoryview:
+        """Waits for one transfer; where nothing at all comes for long, over another connection."""
+        while True:
+            try:
+                return arrivals.wait(key, size_bytes, self._stall_s)
+            except TimeoutError as error:
+                # It may be busy, and then it is not lost: once it hears of this it sends again.
+                _log.warning("of a tensor of worker %r %s", peer.name, str(error))
+                data = self._of(peer)
+                with data.lock:
+                    numbers = {each.number for each in data.receiving}
+                for number in sorted(numbers):
+                    self._end_receiving(peer, number)
+                    self._agent.post_ints(peer, Kind.DATA_BROKEN, number)
+
+    def drop(self, peer: Peer, table: BufferTable) -> None:
+        """Notes that nobody will fetch the transfers of a message: they go when they are here."""
+        arrivals = self._of(peer).arrivals
+        sizes = _transfers(table)
+        for key, size_bytes in sizes.items():
+            arrivals.discard(key, size_bytes)
+        self._agent.post_ints(peer, Kind.ARRIVED, next(iter(sizes)).token)
+
+    def _on_unsent(self, peer: Peer, frame: Frame) -> None:
+        number, *tokens = decode_ints(frame.control) or (0,)
+        self._end_receiving(peer, number)
+        self._of(peer).arrivals.give_up(tokens)
+
+    def _end_receiving(self, peer: Peer, number: int) -> None:
+        """Ends the connections of a set of the peer's: nothing of it is to come late."""
+        data = self._of(peer)
+        with data.lock:
+            data.broken_set = max(data.broken_set, number)
+            ended = [each for each in data.receiving if each.number <= data.broken_set]
+        self._close_all([each.connection for each in ended])
+        # Only now: another thread that ends them must find them, and wait for those being read.
+        with data.lock:
+            data.receiving = [each for each in data.receiving if each not in ended]
+
+    def _close_all(self, connections: Sequence[SendingConnection | ReceivingConnection]) -> None:
+        for connection in connections:
+            connection.close(self._pump.forget)
+
+    # Connections
+
+    def _of(self, peer: Peer) -> _PeerData:
+        data = self._data.get(peer.id)
+        if data is None:
+            with self._lock:
+                data = self._data.get(peer.id)
+                if data is None:
+                    arrivals = Arrivals(self._agent.pool.lease, self._limit_bytes)
+                    data = self._data[peer.id] = _PeerData(arrivals)
+        return data
+
+    def _adopt_sending(
+        self, peer: Peer, data: _PeerData, connections: Sequence[socket.socket]
+    ) -> None:
+        sending = _Sending(data.set_count, Outbox(self._stripe_bytes))
+        on_end = functools.partial(self._break_sending, peer, sending.number)
+        with data.lock:
+            self._check_open(data, connections)
+            for one in connections:
+                keep_alive(one, self._agent.links.patience.detection_s)
+                connection = SendingConnection(one, sending.outbox, on_end)
+                sending.outbox.add_connection()
+                sending.connections.append(connection)
+            # Within the lock: none of them may be closed before it is watched.
+            for connection in sending.connections:
+                self._pump.watch(connection.fd, connection.write, WRITABLE)
+            data.sending = sending
+
+    def _accept(self, peer: Peer, connection: socket.socket, number: int) -> None:
+        """Takes a connection, of a numbered set, over which ``peer`` is going to send."""
+        data = self._of(peer)
+        keep_alive(connection, self._agent.links.patience.detection_s)
+        with data.lock:
+            self._check_open(data, [connection])
+            if number <= data.broken_set:
+                connection.close()
+                return
+            receiving = ReceivingConnection(
+                connection,
+                data.arrivals,
+                lambda cause: self._on_end(peer, number, receiving, cause),
+            )
+            data.receiving.append(_Receiving(number, receiving))
+            self._pump.watch(receiving.fd, receiving.read, READABLE)
+
+    def _check_open(self, data: _PeerData, connections: Sequence[socket.socket]) -> None:
+        if data.is_closed:
+            for connection in connections:
+                connection.close()
+            raise ConnectionAbortedError("the peer is lost, or this worker has shut down")
+
+    def _on_end(self, peer: Peer, number: int, receiving: ReceivingConnection, cause: str) -> None:
+        if cause:
+            self._agent.lose(peer, cause)
+            return
+        # What was written and did not come is not known to the sender.
+        self._end_receiving(peer, number)
+        self._close_all([receiving])
+        if not self._of(peer).is_closed:
+            self._agent.post_ints(peer, Kind.DATA_BROKEN, number)
+
+    # The end
+
+    def _give_up(self, peer: Peer) -> None:
+        """Ends the connections with a lost peer; whoever waits for its tensors fails now."""
+        data = self._of(peer)
+        with data.lock:
+            data.is_closed = True
+            sending, data.sending = data.sending, None
+            receiving, data.receiving = data.receiving, []
+            kept, data.kept = data.kept, {}
+        data.arrivals.fail(functools.partial(self._end_error, peer))
+        self._close_all([each.connection for each in receiving])
+        if sending is not None:
+            self._close_all(sending.connections)
+            sending.outbox.close()
+        kept.clear()
+
+    def _end_error(self, peer: Peer) -> WeftError:
+        if peer.lost is not None:
+            return peer.lost_error()
+        return NotInitialized(
+            f"worker {self._agent.info.name!r} shut down before all of a tensor of worker "
+            f"{peer.name!r} had come"
+        )
+
+    def close(self, limit_s: float = _DRAIN_LIMIT_S) -> None:
+        """Sends what is waiting, at most for ``limit_s``, and ends all connections and threads."""
+        deadline_s = time.monotonic() + limit_s
+        with self._lock:
+            sets = [data.sending for data in self._data.values()]
+        outboxes = [sending.outbox for sending in sets if sending is not None]
+        while not all(box.is_empty for box in outboxes) and time.monotonic() < deadline_s:
+            time.sleep(_DRAIN_POLL_S)
+        for peer in list(self._agent.peers.values()):
+            peer.accept_data = peer.dial_data = None
+            if not peer.is_self:
+                self._give_up(peer)
+        self._pump.close()
+
+
+def _transfers(table: BufferTable) -> dict[TransferKey, int]:
+    """Returns the transfers of a message with their sizes, in order."""
+    return {
+        TransferKey(table.token, position): entry.size_bytes
+        for position, entry in enumerate(table.of_kind(STRIPED))
+    }

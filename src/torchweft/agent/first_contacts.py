@@ -1,0 +1,122 @@
+"""Messages to workers to which there is no connection yet.
+
+A worker that is stopped, or whose host hangs, takes a connection and does not speak. A thread that
+has a message for it must not wait for that: the message is kept, a thread of the reactor connects,
+and sends what is kept in order. A call that is kept ends by its own time limit.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from torchweft import knobs
+from torchweft.agent.peers import Peer, Unsent
+from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
+from torchweft.transport.link import LinkClosed
+from torchweft.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from torchweft.agent.agent import Agent, Outgoing
+
+
+class FirstContacts:
+    """Keeps messages until there is a connection to their receivers. Thread-safe.
+
+    Args:
+        agent: The worker's agent.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._attempt_s = knobs.CONNECT_TIMEOUT_S.get()
+
+    def keep(self, peer: Peer, unsent: Unsent) -> bool:
+        """Keeps a message for ``peer``, and has a thread connect; never blocks.
+
+        Returns:
+            Whether it is kept; if not, there is a connection.
+
+        Raises:
+            WorkerLost: The peer is lost.
+            NotInitialized: This worker has shut down.
+        """
+        self._agent.check_open()
+        with peer.state_lock:
+            if peer.link is not None and not peer.unsent:
+                return False
+            if peer.lost is not None:
+                raise peer.lost_error()
+            peer.unsent.append(unsent)
+            is_first = len(peer.unsent) == 1
+        if is_first:
+            self._agent.reactor.submit(self._open, peer)
+        return True
+
+    def _open(self, peer: Peer, _: object) -> None:
+        """Connects, and sends what is kept; ends when nothing is kept any more."""
+        try:
+            with self._agent.reactor.idling():
+                while not self._connect(peer):
+                    if not self._drop_unwanted(peer):
+                        return
+            self._send_all(peer)
+        except (WorkerLost, NotInitialized) as error:
+            self._drop_all(peer, error)
+
+    def _connect(self, peer: Peer) -> bool:
+        try:
+            self._agent.connect(peer, monotonic() + self._attempt_s)
+        except CallTimeout:
+            return False
+        return True
+
+    def _send_all(self, peer: Peer) -> None:
+        while True:
+            unsent = peer.unsent[0]
+            if unsent.is_wanted():
+                self._send(peer, unsent)
+            else:
+                unsent.drop(None)
+            # Only now: whatever comes meanwhile must not overtake it.
+            with peer.state_lock:
+                peer.unsent.popleft()
+                if not peer.unsent:
+                    return
+
+    def _send(self, peer: Peer, unsent: Unsent) -> None:
+        try:
+            message = unsent.make()
+        except Exception as error:
+            unsent.drop(error)
+            return
+        self.write(peer, message)
+
+    def write(self, peer: Peer, message: Outgoing) -> None:
+        """Writes a message, before all that are kept, to a peer to which there is a connection."""
+        link = peer.link
+        assert link is not None
+        assert not isinstance(message, Frame)  # those are for this worker itself
+        try:
+            link.send(message, may_block=True)
+        except LinkClosed as error:
+            self._agent.lose(peer, str(error))
+            raise self._agent.closed_error(peer) from error
+
+    def _drop_unwanted(self, peer: Peer) -> bool:
+        """Drops what nobody waits for any more; returns whether anything is left."""
+        with peer.state_lock:
+            dropped = [unsent for unsent in peer.unsent if not unsent.is_wanted()]
+            for unsent in dropped:
+                peer.unsent.remove(unsent)
+            is_left = bool(peer.unsent)
+        for unsent in dropped:
+            unsent.drop(None)
+        return is_left
+
+    def _drop_all(self, peer: Peer, error: Exception) -> None:
+        with peer.state_lock:
+            dropped = list(peer.unsent)
+            peer.unsent.clear()
+        for unsent in dropped:
+            unsent.drop(error)

@@ -1,0 +1,104 @@
+"""The rendezvous store that a launcher keeps for workers which come and go.
+
+A store in a worker ends with that worker. A file, which PyTorch offers as well, has a flaw where
+processes are killed: a record that was written by half has every later reader spin, without a
+limit of time. So the launcher keeps the keys, see ``torchweft.launch.store_server``, and each
+operation is one datagram there and one back: it is received whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+# PyTorch's own types leave these out, as a build may lack them.
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+SCHEME = "unix"
+_LOOK_AGAIN_S = 0.02
+_ANSWER_BYTES = 1 << 18
+
+_opened: dict[str, LauncherStore] = {}
+"""What was opened, by name: a store of PyTorch that is put around one keeps its C++ half only."""
+
+
+def open_launcher_store(name: str, timeout_s: float) -> LauncherStore:
+    """Returns the store of the launcher whose socket is called ``name``.
+
+    Args:
+        name: What the launcher told its workers.
+        timeout_s: How long one answer, or the value of a key, may take.
+    """
+    store = _opened[name] = LauncherStore(name, timeout_s)
+    return store
+
+
+class LauncherStore(Store):
+    """Asks the launcher for keys and values; thread-safe. Made by ``open_launcher_store``."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        super().__init__()
+        self._name = name
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key, _text(value))
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key, which is waited for."""
+        self.wait([key], timedelta(seconds=self._timeout_s))
+        return _bytes(self._ask("get", key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, amount))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return _bytes(self._ask("compare_set", key, _text(expected), _text(desired)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys are there.
+
+        Raises:
+            RuntimeError: They did not come in time, or there is no launcher any more.
+        """
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline_s = time.monotonic() + limit_s
+        while not self.check(keys):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise RuntimeError(f"{', '.join(keys)} did not come within {limit_s:.1f} s")
+            time.sleep(min(_LOOK_AGAIN_S, left_s))
+
+    def _ask(self, *request: object) -> Any:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+            asking.settimeout(self._timeout_s if self._timeout_s < math.inf else None)
+            asking.bind("")  # the kernel gives it a name, for the answer
+            try:
+                asking.connect(f"\0{self._name}")
+                asking.send(json.dumps(request).encode())
+                answer = json.loads(asking.recv(_ANSWER_BYTES))
+            except OSError as error:
+                raise RuntimeError(
+                    f"the launcher that keeps the meeting place does not answer: {error}; "
+                    "has 'torchweft run' ended?"
+                ) from error
+        if "problem" in answer:
+            raise RuntimeError(f"the launcher refuses {request[0]}: {answer['problem']}")
+        return answer["value"]
+
+
+# JSON has no bytes; in this encoding each character stands for one.
+def _text(value: str | bytes) -> str:
+    return (value.encode() if isinstance(value, str) else value).decode("latin-1")
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("latin-1")

@@ -1,0 +1,309 @@
+"""The connections of one worker once they are made: from a socket to something that is read."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchweft import knobs
+from torchweft.agent.calls import PendingCall
+from torchweft.agent.connector import Terms
+from torchweft.agent.open_calls import is_waiting
+from torchweft.agent.peers import Peer
+from torchweft.agent.protection import Patience
+from torchweft.errors import ProtocolError
+from torchweft.transport.hearing import keep_alive
+from torchweft.transport.link import Link, LinkClosed
+from torchweft.transport.resumable import ResumableLink, position_in
+from torchweft.wire.frames import Frame, FrameParser
+from torchweft.wire.messages import Kind
+
+if TYPE_CHECKING:
+    from torchweft.agent.agent import Agent
+
+
+_FAREWELL_BYTES = 256
+
+
+class Traffic(NamedTuple):
+    """Bytes that this worker exchanged with all others, tensors and control alike."""
+
+    bytes_sent: int
+    bytes_received: int
+
+
+def sum_of(parts: Iterable[Traffic]) -> Traffic:
+    """Returns the traffic of all parts together."""
+    sent, received = zip(*parts, strict=True)
+    return Traffic(sum(sent), sum(received))
+
+
+def _traffic_of(link: Link) -> Traffic:
+    return Traffic(link.bytes_sent, link.bytes_received)
+
+
+class Links:
+    """All connections for messages of one worker. Thread-safe.
+
+    Args:
+        agent: The worker's agent.
+        patience: How long contact with another worker may be lost.
+    """
+
+    def __init__(self, agent: Agent, patience: Patience) -> None:
+        self.patience = patience
+        self._agent = agent
+        self._limit_bytes = knobs.SESSION_LIMIT_BYTES.get()
+        self._lock = threading.Lock()
+        self._links: list[Link] = []
+        self._ended_traffic = Traffic(0, 0)
+        self._is_closed = False
+        self.farewell = ""
+        """What the others are told of why this worker leaves, where they may not expect it."""
+        agent.on(Kind.ACKNOWLEDGED, _on_acknowledged, inline=True)
+        agent.on(Kind.GOODBYE, _on_goodbye, inline=True)
+
+    def all(self) -> list[Link]:
+        """Returns those that have not ended."""
+        with self._lock:
+            return list(self._links)
+
+    def traffic(self) -> Traffic:
+        """Returns the bytes of all that there ever were."""
+        with self._lock:
+            return sum_of([self._ended_traffic, *map(_traffic_of, self._links)])
+
+    def make_link(self, connection: socket.socket, peer: Peer, terms: Terms | None) -> Link:
+        """Wraps a connected socket; with terms, in a session."""
+        parser = FrameParser(
+            self._agent.pool.lease,
+            knobs.RECEIVE_BUFFER_BYTES.get(),
+            knobs.CONTROL_LIMIT_BYTES.get(),
+            knobs.FRAME_LIMIT_BYTES.get(),
+        )
+        if terms is None:
+            return Link(connection, parser, self._when_full)
+        keep_alive(connection, self.patience.detection_s)
+        on_break = functools.partial(self._agent.contacts.on_break, peer)
+        return ResumableLink(
+            connection, parser, self._when_full, on_break, *terms, self._limit_bytes
+        )
+
+    def _when_full(self, link: Link) -> None:
+        self._agent.reactor.resume_writing(link.write_fd)
+
+    def adopt(self, peer: Peer, link: Link) -> None:
+        """Makes a new link that of a peer, and begins to read it.
+
+        Raises:
+            LinkClosed: It comes too late; it has been closed.
+        """
+        # It may break at once, and be resumed before it is even watched.
+        resuming = link.resuming if isinstance(link, ResumableLink) else contextlib.nullcontext()
+        with resuming:
+            obstacle = self._give(peer, link)
+            if obstacle:
+                link.close()
+                raise LinkClosed(obstacle)
+            self._watch(peer, link)
+
+    def _give(self, peer: Peer, link: Link) -> str:
+        """Makes a link that of a peer; returns why that cannot be, or nothing."""
+        with self._lock, peer.state_lock:
+            if self._is_closed:
+                return "this worker has shut down"
+            if peer.lost is not None:
+                return "the peer is lost"
+            if peer.link is not None:
+                return "an earlier greeting of the peer was slower to be taken"
+            self._links.append(link)
+            if isinstance(link, ResumableLink):
+                self._agent.contacts.watch(peer, link)
+            peer.link = link
+            peer.is_accepting = False
+        return ""
+
+    def resume(
+        self, peer: Peer, link: ResumableLink, connection: socket.socket, position: int
+    ) -> None:
+        """Has a session go on over a new connection; the peer has received up to ``position``.
+
+        Raises:
+            LinkClosed: The session has ended meanwhile.
+            ProtocolError: It cannot go on there: the peer is lost.
+        """
+        self.pause(link)
+        keep_alive(connection, self.patience.detection_s)
+        try:
+            link.resume(connection, position)
+        except ProtocolError as error:
+            self._agent.lose(peer, f"its session cannot go on: {error}")
+            raise
+        self._agent.contacts.on_resumed(peer, link)
+        self._watch(peer, link)
+        link.write_held()
+
+    def _watch(self, peer: Peer, link: Link) -> None:
+        bound, agent = functools.partial, self._agent
+        agent.reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link))
+        agent.reactor.watch_reading(
+            link.read_fd,
+            bound(self._on_readable, peer, link),
+            bound(self._after_tasks, peer, link),
+        )
+        if link.is_broken:
+            self.pause(link)  # It broke at once, and was paused before it was watched.
+
+    def _on_readable(self, peer: Peer, link: Link) -> None:
+        me = object()
+        if link.readers.setdefault(0, me) is not me:
+            return  # A caller reads this link itself, and arms it again when it is done.
+        reactor = self._agent.reactor
+        try:
+            self._agent.read(peer, link, may_block=False)
+        finally:
+            link.readers.pop(0)
+            link.brought_tasks = bool(reactor.tasks.turns)
+            if link.brought_tasks or reactor.urgent:
+                reactor.leave_unarmed(link.read_fd)
+            else:
+                reactor.resume_reading(link.read_fd)
+
+    def give_back(self, peer: Peer, link: Link, reader: object) -> None:
+        """Leaves a link to other threads that ``reader`` has taken in the main thread.
+
+        May be interrupted anywhere, and done again, also by another thread: the last step is to
+        note that it is done.
+        """
+        if link.taken_by is reader:
+            if link.readers.get(0) is reader:
+                link.readers.pop(0)
+            if link.pending:
+                self.read_pending(peer, link)
+            else:
+                self._agent.reactor.resume_reading(link.read_fd)
+            link.taken_by = None
+        elif link.readers.get(0) is reader:
+            link.readers.pop(0)  # Interrupted at once; it is still armed, or nobody reads it yet.
+            self._agent.reactor.resume_reading(link.read_fd)
+
+    def read_pending(self, peer: Peer, link: Link) -> None:
+        """Has another thread read on where the main thread has received what is not its own."""
+        self._agent.reactor.submit(self._read_pending, peer, link)
+
+    def _read_pending(self, peer: Peer, link: Link) -> None:
+        me = object()
+        if link.readers.setdefault(0, me) is not me:
+            return  # That one does.
+        try:
+            self._agent.read(peer, link, may_block=False)
+        finally:
+            link.readers.pop(0)
+            self._agent.reactor.resume_reading(link.read_fd)
+        if self._agent.reactor.tasks.turns:
+            self._agent.reactor.wake()
+
+    def mend(self) -> None:
+        """Goes on where the main thread was interrupted while it had a link."""
+        for peer in list(self._agent.peers.values()):
+            link = peer.link
+            if link is None:
+                continue
+            reader = link.taken_by or link.readers.get(0)
+            if isinstance(reader, PendingCall) and not is_waiting(reader):
+                self.give_back(peer, link, reader)
+            link.wake_writer()
+
+    def _on_writable(self, peer: Peer, link: Link) -> None:
+        try:
+            link.flush()
+        except LinkClosed as error:
+            self._agent.lose(peer, str(error))
+
+    def _after_tasks(self, peer: Peer, link: Link, may_look: bool) -> bool:
+        """Looks, after a request, whether the next one comes at once; returns whether it did."""
+        reactor, fd = self._agent.reactor, link.read_fd
+        if not reactor.take_unarmed(fd):
+            return False  # Armed meanwhile: another thread may be reading it.
+        # After answers only, others of this worker go on meanwhile, and need the interpreter.
+        may_look = may_look and link.brought_tasks
+        me = object()
+        if (
+            may_look
+            and link.request_spinning.is_worthwhile()
+            and link.readers.setdefault(0, me) is me
+        ):
+            try:
+                self._agent.read(peer, link, may_block=False, spinning=link.request_spinning)
+            finally:
+                link.readers.pop(0)
+            link.brought_tasks = bool(reactor.tasks.turns)
+            if link.brought_tasks or reactor.urgent:
+                reactor.leave_unarmed(fd)
+                return True
+        reactor.resume_reading(fd)
+        return False
+
+    def pause(self, link: Link) -> None:
+        """Waits no more for events of a link, which has no connection now."""
+        self._agent.reactor.forget(link.read_fd)
+        self._agent.reactor.forget(link.write_fd)
+
+    def end(self, link: Link) -> None:
+        """Ends a link for good; whoever reads it comes to an end."""
+        self.pause(link)
+        link.hang_up()
+        # Not here: this thread may be the one that reads it.
+        self._agent.reactor.submit(self._free, link)
+
+    def _free(self, link: Link, _: object) -> None:
+        """Frees what a link that has ended still has, once nobody uses it."""
+        with self._agent.reactor.idling():
+            is_free = link.free()
+        with self._lock:
+            if is_free and link in self._links:
+                self._links.remove(link)
+                self._ended_traffic = sum_of([self._ended_traffic, _traffic_of(link)])
+
+    def say_goodbye(self, timeout_s: float) -> None:
+        """Makes no more links, and waits, at most ``timeout_s``, until all has been written."""
+        end_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._is_closed = True
+        links = self.all()
+        reason = self.farewell.encode()[:_FAREWELL_BYTES]
+        for link in links:
+            link.say_goodbye(reason)
+        for link in links:
+            link.drain(end_s - time.monotonic())
+
+    def abandon(self) -> None:
+        """Frees all descriptors, in a forked process: the connections are the parent's."""
+        for link in self._links:
+            link.abandon()
+
+    def close(self, *, is_in_use: bool) -> None:
+        """Ends all links, and frees their descriptors unless some thread still uses them."""
+        for link in self.all():
+            if is_in_use:
+                link.hang_up()
+            else:
+                link.close()
+
+
+def _on_acknowledged(peer: Peer, frame: Frame) -> None:
+    if isinstance(peer.link, ResumableLink):
+        peer.link.acknowledged(position_in(frame.control))
+
+
+def _on_goodbye(peer: Peer, frame: Frame) -> None:
+    reason = bytes(frame.control[:_FAREWELL_BYTES]).decode(errors="replace")
+    peer.farewell = "".join(character if character.isprintable() else " " for character in reason)
+    if isinstance(peer.link, ResumableLink):
+        peer.link.is_ending = True
+        peer.link.acknowledge()  # It waits for that.

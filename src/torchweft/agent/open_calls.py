@@ -1,0 +1,410 @@
+"""The calls that this worker has open, and the threads that wait for their answers.
+
+A thread that waits reads the connection on which the answer will come itself, unless another one
+does so already: the answer then needs no hand-over from the thread that read it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from _thread import get_ident
+from collections import defaultdict
+from collections.abc import Callable, Set
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol
+
+from torchweft.agent.calls import PendingCall
+from torchweft.agent.peers import Peer, Unsent
+from torchweft.agent.served_calls import ServedCall
+from torchweft.errors import NotInitialized
+from torchweft.protocol.calls import CallTable
+from torchweft.transport import interrupts
+from torchweft.transport.link import READ_TICK_S, Link
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import Kind
+
+if TYPE_CHECKING:
+    from torchweft.agent.agent import Agent, Outgoing
+
+
+class Request(Protocol):
+    """What is sent to open a call."""
+
+    def message(self, number: int) -> Outgoing:
+        """Returns the frame, given the number of the call."""
+
+    def take_back(self) -> None:
+        """Takes back what the frame hands on: it is not sent."""
+
+
+class SimpleRequest:
+    """A request that hands nothing on.
+
+    Args:
+        message: Makes the frame, given the number of the call.
+    """
+
+    def __init__(self, message: Callable[[int], Outgoing]) -> None:
+        self.message = message
+
+    def take_back(self) -> None:
+        """Does nothing."""
+
+
+_REPLY, _PULLED = int(Kind.REPLY), int(Kind.PULLED)
+
+
+class OpenCalls:
+    """The open calls of one worker. Thread-safe.
+
+    Args:
+        agent: The worker's agent.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._table: CallTable[PendingCall] = CallTable()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def total(self) -> int:
+        """Grows with each call."""
+        return self._table.total
+
+    def ask(
+        self,
+        peer: Peer,
+        call: PendingCall,
+        request: Request,
+        *,
+        may_block: bool = True,
+    ) -> None:
+        """Opens ``call`` and sends its request; the answer completes it.
+
+        Where there is no connection yet, the request is sent as soon as there is one. If there is
+        none in time, or the peer turns out to be lost, the call ends with that error.
+
+        Args:
+            peer: Whom to ask.
+            call: The call.
+            request: Makes the frame. It is taken back, later, if this has returned and the frame is
+                never sent.
+            may_block: Whether to wait until the socket has room; see ``Agent.send``.
+
+        Raises:
+            WorkerLost: The peer is lost; the call is closed again.
+        """
+        call.number = number = self._table.add(call)
+        try:
+            if peer.is_self or (peer.link is not None and not peer.unsent):
+                self._agent.send(peer, request.message(number), may_block=may_block)
+            else:
+                self._ask_later(peer, _UnsentCall(self, call, request))
+        except BaseException:
+            self._table.take(number)
+            raise
+        # Lost between the two, nobody would have failed this call.
+        if peer.lost is not None and self._table.take(number) is not None:
+            raise peer.lost_error()
+        parent = call.parent
+        if parent is not None and parent.was_cancelled:
+            self.cancel(call, call.orphan_error())  # Who went through the calls did not see it.
+        housekeeper = self._agent.housekeeper
+        if housekeeper is not None and call.deadline_s < housekeeper.next_s:
+            housekeeper.nudge(call.deadline_s)
+
+    def _ask_later(self, peer: Peer, unsent: _UnsentCall) -> None:
+        if not self._agent.first_contacts.keep(peer, unsent):
+            self._agent.send(peer, unsent.make())  # There is a connection by now.
+
+    def ask_and_wait(self, peer: Peer, call: PendingCall, request: Request) -> None:
+        """Like ``ask`` and ``wait``, with the answer read by this thread wherever possible."""
+        link = None if peer.is_self else peer.link
+        if get_ident() == interrupts.main_id:
+            self._ask_and_wait_in_main(peer, link, call, request)
+            return
+        if link is None or link.readers.setdefault(0, call) is not call:
+            self.ask(peer, call, request)
+            self.wait(call)
+            return
+        # From here on this thread is the reader. Paused before the request goes out, the link
+        # wakes no other thread when the answer comes.
+        self._agent.reactor.pause_reading(link.read_fd)
+        try:
+            self.ask(peer, call, request, may_block=False)
+            self._read_until_done(peer, link, call)
+        finally:
+            link.readers.pop(0)
+            self._agent.reactor.resume_reading(link.read_fd)
+        # Done as well as outcome: whoever looks at the outcome takes it away.
+        if not (call.frame or call.error or call.is_done):
+            self.wait(call)
+
+    def wait(self, call: PendingCall) -> None:
+        """Blocks until ``call`` is done. Its outcome is in ``call.frame`` or ``call.error``.
+
+        A call whose time is up is closed, with a ``CallTimeout`` as its error.
+        """
+        if get_ident() == interrupts.main_id:
+            if not call.is_done:
+                self._wait_in_main(call)
+            return
+        if not call.is_done:
+            self._read_for(call)
+        if not call.is_done:
+            self._wait_for_others(call)
+        if call.reader == get_ident() and call.on_done is not None:
+            call.on_done(call)
+
+    def _read_for(self, call: PendingCall) -> None:
+        """Reads the link on which the answer will come, unless another thread does so already."""
+        peer = self._agent.peers[call.worker]
+        link = peer.link
+        me = object()  # Not the call: several threads may wait for one future.
+        if link is None or link.readers.setdefault(0, me) is not me:
+            return
+        self._agent.reactor.pause_reading(link.read_fd)
+        try:
+            self._read_until_done(peer, link, call)
+        finally:
+            link.readers.pop(0)
+            self._agent.reactor.resume_reading(link.read_fd)
+
+    def _ask_and_wait_in_main(
+        self, peer: Peer, link: Link | None, call: PendingCall, request: Request
+    ) -> None:
+        """Does what ``ask_and_wait`` does, in steps of which each may be the last.
+
+        It reads answers that are its own; what else comes is left to a thread of the reactor.
+        """
+        if link is None or not link.may_be_interrupted:
+            self.ask(peer, call, request)
+            self._wait_in_main(call)
+            return
+        reactor, is_reader = self._agent.reactor, False
+        try:
+            is_reader = link.readers.setdefault(0, call) is call
+            if is_reader:
+                link.taken_by = call
+                reactor.pause_reading(link.read_fd)
+            self.ask(peer, call, request, may_block=False)
+            if is_reader:
+                self._read_own(peer, link, call)
+                # As ``give_back``, without calling it.
+                link.readers.pop(0)
+                if link.pending:
+                    self._agent.links.read_pending(peer, link)
+                else:
+                    reactor.resume_reading(link.read_fd)
+                link.taken_by = None
+        except BaseException:
+            self._agent.links.give_back(peer, link, call)
+            link.wake_writer()
+            raise
+        if not (call.frame or call.error or call.is_done):
+            self._wait_in_main(call)
+
+    def _read_own(self, peer: Peer, link: Link, call: PendingCall) -> None:
+        """Reads until ``call`` is answered, or there is something else to read."""
+        spinning = link.answer_spinning
+        look = spinning.begin() if spinning.is_worthwhile() else None
+        if self._agent.reactor.unarmed:
+            self._agent.reactor.arm_unarmed()
+        while not (call.error or call.is_done or peer.lost):
+            frames = link.receive_own(may_block=look is None)
+            if not frames:
+                if frames is None or time.monotonic() > call.deadline_s - READ_TICK_S:
+                    return
+                if look is not None and not look.goes_on():
+                    look = None
+                continue
+            for frame in frames:
+                if frame.kind == _REPLY and frame.id == call.number:
+                    call.frame = frame
+                elif frame.kind == _PULLED:
+                    peer.held.release(int.from_bytes(frame.control[:8], "little"))
+                else:
+                    return  # Who reads on sees the others once more, which is harmless.
+            link.end_own()
+            if call.frame is not None:
+                if look is not None:
+                    spinning.succeeded()
+                if self._table.take(call.number) is not None:
+                    call.finish()
+                return
+
+    def _wait_in_main(self, call: PendingCall) -> None:
+        """Waits for other threads to complete ``call``, which ends here when its time is up.
+
+        One that a future waits for is left to the housekeeper: an interrupt must not lose it.
+        """
+        self._agent.reactor.arm_unarmed()
+        is_late = not call.wait(call.deadline_s - time.monotonic())
+        if is_late and call.on_done is None and self._table.take(call.number) is not None:
+            peer = self._agent.peers[call.worker]
+            self.fail(call, call.timeout_error(had_connection=peer.is_self or bool(peer.link)))
+            self._tell_cancelled([call])
+        call.wait(math.inf)
+
+    def _read_until_done(self, peer: Peer, link: Link, call: PendingCall) -> None:
+        """Reads a link, whose ``reading`` this thread has, until ``call`` is answered."""
+        agent, spinning = self._agent, link.answer_spinning
+        reactor = agent.reactor
+        if spinning.is_worthwhile():
+            agent.read(peer, link, may_block=False, awaited=call, spinning=spinning)
+            if reactor.tasks.turns or reactor.urgent:
+                reactor.wake()
+            if call.frame:
+                return
+        # A read may take longer than what is left in the end; others read on then.
+        limit_s = call.deadline_s - READ_TICK_S
+        is_counted = reactor.begin_wait()
+        try:
+            while not (call.frame or call.error or call.is_done or peer.lost):
+                if time.monotonic() > limit_s:
+                    return
+                agent.read(peer, link, may_block=True, awaited=call)
+                if reactor.tasks.turns or reactor.urgent:
+                    reactor.wake()
+        finally:
+            if is_counted:
+                reactor.end_wait()
+
+    def _wait_for_others(self, call: PendingCall) -> None:
+        """Waits for another thread to complete ``call``, at most until its deadline."""
+        is_counted = self._agent.reactor.begin_wait()
+        try:
+            if not call.wait(call.deadline_s - time.monotonic()):
+                # Either it is taken here, and fails, or somebody took it and completes it now.
+                self.expire(time.monotonic())
+                call.wait(math.inf)
+        finally:
+            if is_counted:
+                self._agent.reactor.end_wait()
+
+    def expire(self, now_s: float) -> float:
+        """Fails the calls whose time is up; a job of the housekeeper."""
+        expired, earliest_s = self._table.take_expired(now_s)
+        for call in expired:
+            peer = self._agent.peers[call.worker]
+            self.fail(call, call.timeout_error(had_connection=peer.is_self or bool(peer.link)))
+        self._tell_cancelled(expired)
+        return earliest_s
+
+    def fail(self, call: PendingCall, error: BaseException) -> None:
+        """Completes a call, already taken from the table, with an error."""
+        call.error = error
+        if call.on_done is None:
+            call.finish()
+        else:
+            self._agent.reactor.submit(_run_on_done, call)
+
+    def is_open(self, call: PendingCall) -> bool:
+        """Whether a call waits for its answer."""
+        return self._table.has(call.number)
+
+    def end(self, call: PendingCall, error: BaseException) -> None:
+        """Has a call that was not sent fail with ``error``, unless it has ended already."""
+        if self._table.take(call.number) is not None:
+            self.fail(call, error)
+
+    def cancel(self, call: PendingCall, error: BaseException) -> bool:
+        """Gives up a call: it fails with ``error``. Returns False where it has ended already."""
+        if self._table.take(call.number) is None:
+            return False
+        self.fail(call, error)
+        self._tell_cancelled([call])
+        return True
+
+    def cancel_nested(self, parents: Set[ServedCall]) -> None:
+        """Gives up the calls that were made in the course of some calls of other workers."""
+        nested = self._table.take_where(lambda call: call.parent in parents)
+        for call in nested:
+            self.fail(call, call.orphan_error())
+        self._tell_cancelled(nested)
+
+    def _tell_cancelled(self, calls: list[PendingCall]) -> None:
+        """Tells callees that nobody waits for these calls any more."""
+        numbers: defaultdict[int, list[int]] = defaultdict(list)
+        for call in calls:
+            numbers[call.worker].append(call.number)
+        for worker, cancelled in numbers.items():
+            peer = self._agent.peers[worker]
+            if peer.is_self or peer.link is not None:  # Else they were not sent.
+                self._agent.post_ints(peer, Kind.CANCEL, *cancelled)
+
+    def take_reply(self, frame: Frame, awaited: PendingCall | None) -> bool:
+        """Gives an answer to the call that waits for it; returns False where none does any more.
+
+        Args:
+            frame: The answer.
+            awaited: The call that this thread waits for.
+        """
+        call = self._table.take(frame.id)
+        if call is None:
+            return False
+        call.frame = frame
+        if call is awaited:
+            if call.on_done is not None:
+                call.reader = get_ident()
+            call.finish()
+        elif call.on_done is None:
+            call.finish()
+        else:
+            self._agent.reactor.urgent.append((_run_on_done, call, None))
+        return True
+
+    def fail_of_worker(self, peer: Peer) -> None:
+        """Fails all calls to a worker that was lost."""
+        for call in self._table.take_of_worker(peer.id):
+            self.fail(call, peer.lost_error())
+
+    def fail_all(self, error: NotInitialized) -> None:
+        """Fails all calls, in this thread: the others have ended."""
+        for call in self._table.take_all():
+            call.error = error
+            _run_on_done(call, None)
+
+
+class _UnsentCall(Unsent):
+    """A request that waits for the first connection to its callee."""
+
+    def __init__(self, calls: OpenCalls, call: PendingCall, request: Request) -> None:
+        self._calls = calls
+        self._call = call
+        self._request = request
+
+    def make(self) -> Outgoing:
+        return self._request.message(self._call.number)
+
+    def is_wanted(self) -> bool:
+        return self._calls.is_open(self._call)
+
+    def drop(self, error: Exception | None) -> None:
+        self._request.take_back()
+        if error is not None:
+            self._calls.end(self._call, error)
+
+
+def is_waiting(call: PendingCall) -> bool:
+    """Whether some thread waits for ``call``, and will give back the link that it reads."""
+    for frame in sys._current_frames().values():
+        step: FrameType | None = frame
+        while step is not None:
+            if step.f_code in _WAITING and step.f_locals.get("call") is call:
+                return True
+            step = step.f_back
+    return False
+
+
+_WAITING = {OpenCalls.ask_and_wait.__code__, OpenCalls._ask_and_wait_in_main.__code__}
+
+
+def _run_on_done(call: PendingCall, _: object) -> None:
+    call.finish()
+    if call.on_done is not None:
+        call.on_done(call)

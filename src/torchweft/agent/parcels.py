@@ -1,0 +1,308 @@
+"""Parcels: messages with tensors, between Python objects' bytes and frames.
+
+The layers above say what a message is (a head and a pickled payload) and which tensors were
+taken out of it. Here the tensors get their table, every buffer its channel, and on the other
+side the way back. A message from a worker to itself touches neither bytes nor channels: its
+tensors arrive as they are, by reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchweft import knobs
+from torchweft.agent.agent import Agent, Outgoing
+from torchweft.agent.data_connections import DataConnections
+from torchweft.agent.peers import Peer
+from torchweft.agent.pulling import Borrowing, Pulling, Source
+from torchweft.agent.supplying import read_request
+from torchweft.channel.copying import Copier
+from torchweft.channel.receiving import in_order
+from torchweft.channel.sending import prepare
+from torchweft.channel.table import CMA, SHM, STRIPED, BufferTable, ChannelKind, decode_table
+from torchweft.errors import ProtocolError
+from torchweft.serialize import tensors as tensor_table
+from torchweft.serialize.table import HEADER, SOME_COMPUTED
+from torchweft.wire.frames import Buffer, Frame, encode_frame
+from torchweft.wire.messages import (
+    Kind,
+    ParcelSections,
+    decode_parcel,
+    encode_parcel,
+)
+
+_CLOSE_LIMIT_S = 5.0
+
+
+class Parcel:
+    """A message with tensors, as received.
+
+    Attributes:
+        head: Bytes of the message kind's fixed layout.
+        payload: The pickle; opaque here.
+        table: What describes the tensors; empty where there are none.
+        buffers: The memory of the tensors, as far as it has come.
+        channel_table: How the rest comes; empty once all is here.
+        externals: Other objects taken out of the pickle; only in a message to oneself.
+    """
+
+    __slots__ = (
+        "_tensor_limit",
+        "_tensors",
+        "_worker",
+        "buffers",
+        "channel_table",
+        "externals",
+        "head",
+        "payload",
+        "table",
+    )
+
+    def __init__(
+        self, sections: ParcelSections, buffers: Sequence[Buffer], worker: str, tensor_limit: int
+    ) -> None:
+        self.head, self.payload, self.table, self.channel_table = sections
+        self.externals: Sequence[object] | None = None
+        self.buffers = buffers
+        self._worker = worker
+        self._tensor_limit = tensor_limit
+        self._tensors: list[Tensor] | None = [] if not self.table else None
+
+    @classmethod
+    def local(cls, control: LocalParcel, worker: str) -> Parcel:
+        """Returns a message to oneself, whose tensors need no table."""
+        parcel = cls(ParcelSections(control.head, control.payload, b"", b""), (), worker, 0)
+        parcel._tensors = list(control.tensors)
+        parcel.externals = control.externals
+        return parcel
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the message came from this worker itself."""
+        return self.externals is not None
+
+    @property
+    def some_require_grad(self) -> bool:
+        """Whether some of its tensors required grad at the sender; no for a local message."""
+        return bool(self.table) and tensor_table.some_require_grad(self.table)
+
+    @property
+    def some_are_computed(self) -> bool:
+        """Whether some of its tensors have a graph at the sender; ask after ``tensors``."""
+        # Asked for every message with tensors: one function, not two.
+        return bool(self.table) and bool(self.table[HEADER.size - 1] & SOME_COMPUTED)
+
+    def flags(self) -> list[tensor_table.GradFlags]:
+        """Returns what the autograd layer has to know of each tensor."""
+        return tensor_table.grad_flags(self.table)
+
+    def tensors(self, *, detached: bool) -> list[Tensor]:
+        """Returns the tensors; each owns its memory.
+
+        Args:
+            detached: Whether to return those that required grad at the sender without it.
+        """
+        if self._tensors is not None:
+            return self._tensors
+        return tensor_table.rebuild(
+            self.table,
+            self.buffers,
+            detached=detached,
+            worker=self._worker,
+            limit=self._tensor_limit,
+        )
+
+
+class LocalParcel(NamedTuple):
+    """A message from a worker to itself, in place of a frame's control part."""
+
+    head: bytes
+    payload: bytes
+    tensors: Sequence[Tensor]
+    externals: Sequence[object]
+
+
+class ParcelService:
+    """Seals and opens parcels for one worker.
+
+    Attributes:
+        sources: For every way of buffers that do not follow a message, what fetches them.
+
+    Args:
+        agent: The worker's agent.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._name = agent.info.name
+        self._frame_limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
+        self._tensor_limit = knobs.TENSOR_LIMIT.get()
+        self._copier = Copier(f"weft-{agent.info.name}-copy")
+        self._data = DataConnections(agent)
+        self.sources: dict[ChannelKind, Source] = {
+            CMA: Pulling(agent, self._copier),
+            SHM: Borrowing(agent),
+            STRIPED: self._data,
+        }
+        self._memory = agent.memory
+        self._idle_s = knobs.POOL_IDLE_S.get()
+        self._next_trim_s = 0.0
+        agent.on(Kind.SUPPLY, self._on_supply, inline=True)
+        agent.on_lost(_take_back)
+
+    def close(self, limit_s: float = _CLOSE_LIMIT_S) -> None:
+        """Sends what is waiting, at most for ``limit_s``; ends the threads that move tensors."""
+        self._data.close(limit_s)
+        self._copier.close()
+
+    def tick(self, now_s: float) -> float:
+        """Gives warm memory back that has not been used for a while; a job of the housekeeper."""
+        if now_s >= self._next_trim_s:
+            self._next_trim_s = now_s + self._idle_s / 2
+            self._agent.pool.trim(self._idle_s)
+            if self._memory.pool is not None:
+                self._memory.pool.trim(self._idle_s)
+            for peer in list(self._agent.peers.values()):
+                peer.channels.tidy()
+        return self._next_trim_s
+
+    def seal(
+        self,
+        peer: Peer,
+        kind: Kind,
+        flags: int,
+        number: int,
+        head: bytes,
+        payload: bytes,
+        tensors: Sequence[Tensor],
+        externals: Sequence[object] = (),
+    ) -> Outgoing:
+        """Returns a message for ``Agent.send``.
+
+        Tensors that will be pulled are kept until the peer has them.
+
+        Args:
+            peer: Who will get it.
+            kind: What kind of message it is.
+            flags: Flags of that kind.
+            number: The call that it belongs to, or 0.
+            head: Bytes of that kind's fixed layout.
+            payload: A pickle; opaque here.
+            tensors: The tensors taken out of the pickle, in order.
+            externals: Other objects taken out of it; they travel by reference only, to oneself.
+        """
+        if peer.is_self:
+            local = LocalParcel(head, payload, tensors, externals)
+            return Frame(kind, flags, number, local, ())  # type: ignore[arg-type]
+        if not tensors:
+            return encode_frame(kind, flags, number, encode_parcel(head, payload, b"", b""))
+        if len(tensors) > self._tensor_limit:
+            raise tensor_table.too_many(len(tensors), self._tensor_limit)
+        table, flat = tensor_table.describe(tensors)
+        buffers = [tensor_table.as_memory(tensor) for tensor in flat]
+        prepared = prepare(buffers, peer.channels, peer.held, self._copier, peer.reach_data)
+        if prepared.table:
+            self._agent.offered_bytes += sum(buffer.nbytes for buffer in buffers)
+            self._agent.offered_bytes -= sum(buffer.nbytes for buffer in prepared.following)
+        try:
+            control = encode_parcel(head, payload, table, prepared.table)
+        except ProtocolError:
+            prepared.take_back(peer.channels, peer.held)
+            raise
+        frame = encode_frame(kind, flags, number, control, prepared.following)
+        if prepared.striped:
+            # Last: what cannot be sent after all must not have begun to arrive.
+            self._data.send(peer, prepared.token, prepared.striped, waits=kind == Kind.REPLY)
+        return frame
+
+    def read(self, frame: Frame) -> Parcel:
+        """Takes a received message apart, without fetching anything.
+
+        Raises:
+            ProtocolError: The message is malformed.
+        """
+        control = frame.control
+        if isinstance(control, LocalParcel):
+            return Parcel.local(control, self._name)
+        return Parcel(decode_parcel(control), frame.buffers, self._name, self._tensor_limit)
+
+    def fetch(self, peer: Peer, parcel: Parcel) -> None:
+        """Fetches the tensors that did not come with the message. May block; not for readers.
+
+        Raises:
+            ProtocolError: The message is malformed.
+            SerializationError: It has more tensors than this worker accepts.
+            WorkerLost: The sender was lost before its tensors could be fetched.
+        """
+        if parcel.channel_table:
+            if len(parcel.table) > self._tensor_limit * tensor_table.SMALLEST_BYTES:
+                self._check_count(peer, parcel)
+            parcel.buffers = self._fetch(peer, parcel)
+            parcel.channel_table = b""
+
+    def open(self, peer: Peer, frame: Frame) -> Parcel:
+        """Reads a message and fetches its tensors; see ``read`` and ``fetch``."""
+        parcel = self.read(frame)
+        if parcel.channel_table:
+            self.fetch(peer, parcel)
+        return parcel
+
+    def discard(self, peer: Peer, parcel: Parcel) -> None:
+        """Lets the sender of a message that nobody will read go of its tensors."""
+        if parcel.channel_table:
+            table = self._read_table(parcel)
+            for kind in _fetched_kinds(table):
+                self._source(peer, kind).drop(peer, table)
+
+    def _check_count(self, peer: Peer, parcel: Parcel) -> None:
+        count = tensor_table.count_of(parcel.table)
+        if count > self._tensor_limit:
+            self.discard(peer, parcel)
+            raise tensor_table.too_many(count, self._tensor_limit, self._name)
+
+    def _read_table(self, parcel: Parcel) -> BufferTable:
+        sizes = [len(buffer) for buffer in parcel.buffers]
+        return decode_table(parcel.channel_table, sizes, self._frame_limit_bytes)
+
+    def _fetch(self, peer: Peer, parcel: Parcel) -> Sequence[Buffer]:
+        table = self._read_table(parcel)
+        fetched = {
+            kind: self._source(peer, kind).fetch(peer, table) for kind in _fetched_kinds(table)
+        }
+        return in_order(table, parcel.buffers, fetched)
+
+    def _on_supply(self, peer: Peer, frame: Frame) -> None:
+        """Sends, behind a message, buffers that did not get to the peer the way they were to.
+
+        Inline: it must not wait for a free thread.
+        """
+        token, kind = read_request(frame.control)
+        buffers: Sequence[memoryview]
+        if kind == STRIPED:
+            buffers = self._data.take_kept(peer, token)
+        else:
+            buffers = peer.held.release(token) or ()
+            reason = f"worker {peer.name!r} cannot read this process's memory"
+            peer.channels.disable(CMA, reason)
+        self._agent.post(peer, encode_frame(Kind.REPLY, 0, frame.id, b"", buffers))
+
+    def _source(self, peer: Peer, kind: ChannelKind) -> Source:
+        source = self.sources.get(kind)
+        if source is None:
+            raise ProtocolError(f"worker {peer.name!r} sends by {kind.name}, unasked")
+        return source
+
+
+def _take_back(peer: Peer) -> None:
+    """Takes back what a lost worker has or is offered."""
+    peer.held.close()
+    peer.channels.lose()
+
+
+def _fetched_kinds(table: BufferTable) -> list[ChannelKind]:
+    # What cannot fail comes first: nothing that was lent is forgotten when another way fails.
+    present = {entry.kind for entry in table.entries}
+    return [kind for kind in (SHM, CMA, STRIPED) if kind in present]

@@ -1,0 +1,83 @@
+"""The agent's part in buffers that the receiver fetches: one source for every way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torchweft.agent.agent import Agent
+from torchweft.agent.peers import Peer
+from torchweft.agent.supplying import ask_for_supply
+from torchweft.channel.cma import PullError
+from torchweft.channel.copying import Copier
+from torchweft.channel.receiving import pull_buffers
+from torchweft.channel.table import CMA, SHM, BufferTable
+from torchweft.wire.frames import Buffer
+from torchweft.wire.messages import Kind
+
+
+class Source(Protocol):
+    """Fetches the buffers that come one way."""
+
+    def fetch(self, peer: Peer, table: BufferTable) -> Sequence[Buffer]:
+        """Returns those buffers of ``table`` that come this way, in order. May block.
+
+        What fails is tried another way in here; the sender is told not to use this one again.
+
+        Raises:
+            ProtocolError: The sender says what cannot be.
+            WorkerLost: The sender was lost before its buffers could be fetched.
+        """
+
+    def drop(self, peer: Peer, table: BufferTable) -> None:
+        """Has the sender get its memory back: nobody will fetch these buffers."""
+
+
+class Borrowing:
+    """Buffers that the sender has put into its shared memory, which is mapped here.
+
+    Args:
+        agent: The worker's agent.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def fetch(self, peer: Peer, table: BufferTable) -> Sequence[Buffer]:
+        borrowed = peer.channels.borrowed()
+        buffers = [borrowed.take(entry) for entry in table.of_kind(SHM)]
+        self._agent.pulled_bytes += sum(len(buffer) for buffer in buffers)
+        return buffers
+
+    def drop(self, peer: Peer, table: BufferTable) -> None:
+        borrowed = peer.channels.borrowed()
+        for entry in table.of_kind(SHM):
+            borrowed.refuse(entry)
+
+
+class Pulling:
+    """Buffers that are copied out of the sender's memory, which the sender keeps until then.
+
+    Where that fails the sender is asked to stream them, and offers this way no more.
+
+    Args:
+        agent: The worker's agent.
+        copier: Does the copies.
+    """
+
+    def __init__(self, agent: Agent, copier: Copier) -> None:
+        self._agent = agent
+        self._copier = copier
+
+    def fetch(self, peer: Peer, table: BufferTable) -> Sequence[Buffer]:
+        try:
+            pulled = pull_buffers(table, peer.channels, self._agent.pool, self._copier)
+        except PullError as error:
+            sizes = [entry.size_bytes for entry in table.of_kind(CMA)]
+            return ask_for_supply(self._agent, peer, table.token, CMA, sizes, error)
+        self._agent.pulled_bytes += sum(len(buffer) for buffer in pulled)
+        self.drop(peer, table)
+        return pulled
+
+    def drop(self, peer: Peer, table: BufferTable) -> None:
+        self._agent.post_ints(peer, Kind.PULLED, table.token)

@@ -1,0 +1,475 @@
+"""The shell of the reference protocol: the owned values, and the machine's events and actions.
+
+See ``docs/protocols/references.md`` for the protocol. A finalizer may run at any point of any
+thread, also inside the lock of this module; so it only appends to a queue, which the housekeeper
+empties a little later. Messages of the protocol are collected for the same short while and go
+out as one frame a peer.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import threading
+import time
+from _thread import allocate_lock
+from collections import defaultdict, deque
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from torchweft import knobs
+from torchweft.agent.agent import Agent
+from torchweft.agent.peers import Peer
+from torchweft.errors import NotInitialized, OwnerLost, ReferenceGone, WeftError
+from torchweft.ids import ReferenceId
+from torchweft.protocol import references as protocol
+from torchweft.wire.frames import Frame, encode_frame
+from torchweft.wire.messages import HandedReference, Kind
+from torchweft.wire.references import Message, decode, encode
+
+_log = logging.getLogger("torchweft")
+
+
+class OwnedValue:
+    """A value that this worker owns, perhaps still being made.
+
+    It becomes a value or an error once; who waits, waits for that.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_lock",
+        "_ready",
+        "error",
+        "guard",
+        "is_being_made",
+        "value",
+        "was_asked_for",
+    )
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.is_being_made = self.was_asked_for = False
+        self.guard: Any = None
+        """Reports the error if nobody looks at it."""
+        self._callbacks: list[Callable[[OwnedValue], None]] | None = []
+        self._lock = allocate_lock()
+        self._ready = allocate_lock()
+        self._ready.acquire()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is a value or an error by now."""
+        return self._callbacks is None
+
+    def resolve(self, value: Any, error: BaseException | None = None) -> None:
+        """Makes it a value or an error, once, and calls back those who wait."""
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, None
+            if callbacks is None:
+                return
+            self.value, self.error = value, error
+        self._ready.release()
+        for callback in callbacks:
+            callback(self)
+
+    def give_up(self, error: BaseException) -> None:
+        """Makes it an error for those who block in ``wait``; nobody is called back."""
+        with self._lock:
+            if self._callbacks is None:
+                return
+            self._callbacks = None
+            self.error = error
+        self._ready.release()
+
+    def when_ready(self, callback: Callable[[OwnedValue], None]) -> None:
+        """Calls ``callback`` with this, now or as soon as it is ready."""
+        with self._lock:
+            if self._callbacks is not None:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def forget(self, callback: Callable[[OwnedValue], None]) -> bool:
+        """Takes back ``when_ready``; returns False where it has come to be called already."""
+        with self._lock:
+            if self._callbacks is None or callback not in self._callbacks:
+                return False
+            self._callbacks.remove(callback)
+            return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until ready or for ``timeout_s``; returns whether it is ready."""
+        if not self._ready.acquire(timeout=-1 if math.isinf(timeout_s) else max(timeout_s, 0)):
+            return False
+        self._ready.release()
+        return True
+
+
+class ReferenceKeeper:
+    """All remote references of one worker: those it holds and the values it owns. Thread-safe.
+
+    Args:
+        agent: The worker's agent; the keeper handles its ``REFERENCES`` messages.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._machine = protocol.References(agent.me.id, knobs.REFERENCE_RESEND_S.get())
+        self._batch_s = knobs.REFERENCE_BATCH_S.get()
+        self._lock = threading.Lock()
+        self._values: dict[ReferenceId, OwnedValue] = {}
+        self._handles: defaultdict[ReferenceId, int] = defaultdict(int)
+        self._confirmed: set[ReferenceId] = set()
+        self._dead: dict[ReferenceId, WeftError] = {}
+        self._sites: dict[ReferenceId, tuple[CodeType, int, str]] = {}
+        self._outgoing: defaultdict[int, list[Message]] = defaultdict(list)
+        self._orphans: list[tuple[OwnedValue, WeftError]] = []
+        self._ended: deque[ReferenceId] = deque()
+        self._due_s = math.inf
+        self._remind_s = math.inf
+        self.before_flush: Callable[[], None] = lambda: None
+        """Sends what others must hear before the messages of the protocol."""
+        agent.parts[ReferenceKeeper] = self
+        agent.on(Kind.REFERENCES, self._on_message, inline=True)
+        agent.on_lost(self.peer_lost)
+
+    # Values of this worker
+
+    def own(self, value: Any) -> ReferenceId:
+        """Takes up a value of this worker and returns a new reference to it, with one handle."""
+        owned = OwnedValue()
+        owned.resolve(value)
+        with self._lock:
+            reference = self._machine.owned()
+            self._values[reference] = owned
+            self._handles[reference] += 1
+        return reference
+
+    def create_here(self) -> tuple[ReferenceId, OwnedValue]:
+        """Returns a reference, with one handle, to a value that is yet to be made here."""
+        owned = OwnedValue()
+        with self._lock:
+            reference = self._machine.owned()
+            self._values[reference] = owned
+            self._handles[reference] += 1
+        return reference, owned
+
+    def created(self, reference: ReferenceId) -> OwnedValue | None:
+        """Notes that another worker's call to make a value has arrived.
+
+        Returns:
+            Where to put the value; None if it is not to be made (again).
+        """
+        with self._lock:
+            if not self._machine.created(reference):
+                return None
+            owned = self._values.get(reference)
+            if owned is None:
+                owned = OwnedValue()
+                # A call to oneself finds nothing where its reference has been dropped meanwhile.
+                if reference.creator != self._me:
+                    self._values[reference] = owned
+            owned.is_being_made = True
+        self._settle()
+        return owned
+
+    def value_of(self, reference: ReferenceId, *, is_use: bool = True) -> OwnedValue:
+        """Returns what this worker owns under ``reference``, perhaps still to be made.
+
+        Args:
+            reference: The reference.
+            is_use: Whether an error in place of the value is told to somebody.
+
+        Raises:
+            ReferenceGone: The value was released.
+        """
+        with self._lock:
+            owned = self._values.get(reference)
+            if owned is None:
+                if not self._machine.is_awaited(reference):
+                    raise ReferenceGone(
+                        f"the value of {reference} was released; keep a reference to it alive"
+                    )
+                # Asked for before the call that makes it has come: calls have no order.
+                owned = self._values[reference] = OwnedValue()
+            if is_use:
+                owned.was_asked_for = True
+                if owned.guard is not None:
+                    owned.guard.was_seen = True
+            return owned
+
+    # References of this worker
+
+    def creating(self, owner: Peer) -> ReferenceId:
+        """Names a value that a call to ``owner`` will make; counts one handle."""
+        with self._lock:
+            reference = self._machine.creating(owner.id)
+            self._handles[reference] += 1
+        return reference
+
+    def not_created(self, reference: ReferenceId) -> None:
+        """Takes back ``creating``: the call could not be sent."""
+        with self._lock:
+            self._machine.not_created(reference)
+        self._settle()
+
+    def note_site(self, reference: ReferenceId, site: tuple[CodeType, int, str]) -> None:
+        """Remembers where in the program, by code and line, and by what a reference was made."""
+        self._sites[reference] = site
+
+    def end_handle(self, reference: ReferenceId) -> None:
+        """Notes that a handle is gone. For finalizers: it only enqueues."""
+        self._ended.append(reference)
+        self._nudge()
+
+    def hand_on(self, reference: ReferenceId, to: Peer) -> HandedReference:
+        """Begins to hand ``reference`` to worker ``to``; the result travels in the message."""
+        with self._lock:
+            return HandedReference(reference, self._machine.hand_on(reference, to.id))
+
+    def undeliverable(self, handed: HandedReference, to: Peer) -> None:
+        """Takes back ``hand_on``: the message could not be sent."""
+        with self._lock:
+            self._machine.undeliverable(handed.reference, handed.token, to.id)
+        self._settle()
+
+    def received(self, handed: HandedReference, sender: Peer) -> bool:
+        """Notes a reference that came in a message; returns whether it counts as a handle."""
+        owner = handed.reference.owner
+        if owner not in self._agent.peers:
+            self.peer_lost(self._agent.members.departed(owner))
+        with self._lock:
+            is_counted = self._machine.received(handed.reference, handed.token, sender.id)
+            if is_counted:
+                self._handles[handed.reference] += 1
+        self._settle()
+        return is_counted
+
+    def came_home(self, reference: ReferenceId) -> bool:
+        """Notes a reference to a value of this worker in a call, by a caller that keeps its own.
+
+        Returns:
+            Whether it counts as a handle.
+        """
+        with self._lock:
+            is_counted = self._machine.came_home(reference)
+            if is_counted:
+                self._handles[reference] += 1
+        self._settle()
+        return is_counted
+
+    def refused(self, handed: HandedReference, sender: Peer) -> None:
+        """Notes a reference in a message that nobody will read."""
+        with self._lock:
+            self._machine.refused(handed.reference, handed.token, sender.id)
+        self._settle()
+
+    def is_owned(self, reference: ReferenceId) -> bool:
+        """Whether somebody refers to a value of this worker."""
+        return reference in self._values
+
+    def is_confirmed(self, reference: ReferenceId) -> bool:
+        """Whether the owner has said that it counts this worker as a user."""
+        return reference in self._confirmed or reference.owner == self._agent.me.id
+
+    def check_alive(self, reference: ReferenceId) -> None:
+        """Raises what happened to the value, if it is lost or was released."""
+        error = self._dead.get(reference)
+        if error is not None:
+            # A copy: this one is kept, and would keep the frames that it passes when raised.
+            raise copy.copy(error)
+
+    # Shutdown
+
+    def close(self) -> None:
+        """Fails those who wait here for a value that is not made: this worker leaves."""
+        gone = NotInitialized(f"worker {self._agent.info.name!r} shut down before the value came")
+        with self._lock:
+            waiting = [owned for owned in self._values.values() if not owned.is_ready]
+        for owned in waiting:
+            owned.give_up(gone)
+
+    def begin_settling(self) -> None:
+        """Drops all handles; what is left afterwards, when settled, is a leak."""
+        self._drain_ended()
+        with self._lock:
+            self._machine.drop_all()
+        self._settle()
+        self.flush()
+
+    def is_settled(self) -> bool:
+        """Whether nothing waits for an answer of another worker."""
+        with self._lock:
+            return self._machine.is_settled() and not self._outgoing
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many values are owned and how many references of others are held."""
+        with self._lock:
+            held = sum(1 for leak in self._machine.leaks() if leak.reference.owner != self._me)
+            return {"owned": len(self._values), "held": held}
+
+    def census(self) -> protocol.Census:
+        """Returns how many references there are, and how far they have come."""
+        with self._lock:
+            return self._machine.census()
+
+    def report_held(self) -> list[str]:
+        """Returns a line for every value of another worker to which there are handles here."""
+        self._drain_ended()
+        with self._lock:
+            leaks = self._machine.leaks()
+        held = [leak for leak in leaks if leak.handles and leak.reference.owner != self._me]
+        return [f"{leak.reference} made at {self._site(leak.reference)}" for leak in held]
+
+    def report_leaks(self) -> list[str]:
+        """Returns a line for every reference that something still keeps alive."""
+        with self._lock:
+            leaks = self._machine.leaks()
+        return [
+            f"{leak.reference} made at {self._site(leak.reference)}: "
+            f"{leak.handles} handles, {leak.handovers} messages, users {list(leak.users)}"
+            for leak in leaks
+        ]
+
+    def _site(self, reference: ReferenceId) -> str:
+        site = self._sites.get(reference)
+        return f"{site[0].co_filename}:{site[1]}" if site else "another worker"
+
+    def describe(self, reference: ReferenceId) -> str:
+        """Returns what a reference is to its user: what made it, and where."""
+        site = self._sites.get(reference)
+        if site is None:
+            creator = self._agent.peers.get(reference.creator)
+            return "an RRef" if creator is None else f"an RRef of worker {creator.name!r}"
+        maker = f" by {site[2]}" if site[2] else ""
+        return f"the RRef made{maker} at {self._site(reference)}"
+
+    def describe_use(self, reference: ReferenceId, method: str) -> str:
+        """Returns the name of a call of a method on a reference, for messages."""
+        return f"{method}() of {self.describe(reference)}"
+
+    # Events and actions
+
+    @property
+    def _me(self) -> int:
+        return self._agent.me.id
+
+    def _on_message(self, peer: Peer, frame: Frame) -> None:
+        messages = decode(frame.control)
+        with self._lock:
+            for message in messages:
+                self._machine.message(peer.id, message)
+        self._settle()
+
+    def peer_lost(self, peer: Peer) -> None:
+        """Gives up what a lost worker held and what it owned."""
+        with self._lock:
+            self._machine.peer_lost(peer.id)
+            self._outgoing.pop(peer.id, None)
+            orphans = [
+                owned
+                for reference, owned in self._values.items()
+                if reference.creator == peer.id and not owned.is_being_made
+            ]
+        self._settle()
+        for owned in orphans:
+            owned.resolve(None, peer.lost_error())
+
+    def tick(self, now_s: float) -> float:
+        """Does what is due; a job of the housekeeper."""
+        if min(self._due_s, self._remind_s) > now_s:
+            return min(self._due_s, self._remind_s)
+        # First: a handle that ends from here on has it called again.
+        self._due_s = math.inf
+        self._drain_ended()
+        with self._lock:
+            self._machine.tick(now_s)
+            is_waiting = not self._machine.is_settled()
+        self._settle()
+        self.flush()
+        # What was just sent may have to be sent again.
+        self._remind_s = now_s + 1.0 if is_waiting else math.inf
+        return min(self._due_s, self._remind_s)
+
+    def _drain_ended(self) -> None:
+        with self._lock:
+            while self._ended:
+                reference = self._ended.popleft()
+                self._machine.handle_dropped(reference)
+                self._handles[reference] -= 1
+                if not self._handles[reference]:
+                    self._forget(reference)
+        self._settle()
+
+    def _forget(self, reference: ReferenceId) -> None:
+        """Lets go of what is only of use to handles of this worker."""
+        del self._handles[reference]
+        self._confirmed.discard(reference)
+        self._dead.pop(reference, None)
+        if reference not in self._values:
+            self._sites.pop(reference, None)
+
+    def _settle(self) -> None:
+        """Carries out what the machine asks for."""
+        with self._lock:
+            actions = self._machine.take_actions()
+            released = [value for action in actions if (value := self._act(action)) is not None]
+            has_outgoing = bool(self._outgoing)
+            orphans, self._orphans = self._orphans, []
+        if has_outgoing:
+            self._nudge()
+        for owned, error in orphans:
+            owned.resolve(None, error)
+        # Outside the lock: the end of a value may run any code.
+        del actions
+        released.clear()
+
+    def _act(self, action: protocol.Action) -> OwnedValue | None:
+        if isinstance(action, protocol.Send):
+            self._outgoing[action.to].append(action.message)
+        elif isinstance(action, protocol.ReleaseValue):
+            self._sites.pop(action.reference, None)
+            return self._values.pop(action.reference, None)
+        elif isinstance(action, protocol.Confirmed):
+            if action.reference in self._handles:
+                self._confirmed.add(action.reference)
+        elif isinstance(action, protocol.ValueGone):
+            gone = ReferenceGone(f"{action.reference} has no value any more")
+            self._dead[action.reference] = gone
+            owned = self._values.pop(action.reference, None)
+            if owned is not None:
+                self._orphans.append((owned, gone))
+        elif isinstance(action, protocol.OwnerLost):
+            self._dead[action.reference] = self.owner_lost(action.reference)
+        return None
+
+    def owner_lost(self, reference: ReferenceId) -> OwnerLost:
+        """Returns the error of a reference whose owner is lost."""
+        lost = self._agent.peers[reference.owner].lost
+        assert lost is not None
+        return OwnerLost(
+            f"the value of {reference} is lost with its owner: {lost}",
+            worker=lost.worker,
+            since=lost.since,
+            cause=lost.cause,
+        )
+
+    def _nudge(self) -> None:
+        due_s = time.monotonic() + self._batch_s
+        if due_s < self._due_s:
+            self._due_s = due_s
+            if self._agent.housekeeper is not None:
+                self._agent.housekeeper.nudge(self._due_s)
+
+    def flush(self) -> None:
+        """Sends the messages collected so far."""
+        self.before_flush()
+        with self._lock:
+            outgoing, self._outgoing = self._outgoing, defaultdict(list)
+        for to, messages in outgoing.items():
+            frame = encode_frame(Kind.REFERENCES, 0, 0, encode(messages))
+            self._agent.post(self._agent.peers[to], frame)

@@ -1,0 +1,86 @@
+"""A rendezvous store in which only the holders of the group's secret can write anything of use.
+
+PyTorch's stores let in whoever reaches them. Who writes to one could have the workers connect to
+somebody in the middle, who passes on the proofs of both sides. So what a worker writes is signed
+with the secret, along with the key that it stands under, and nothing else is read. Whether a value
+is that of *this* run is for the reader to see. Counters, and whether a key is there, are not
+protected: with them, somebody can keep workers from finding each other, and no more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchweft.errors import RendezvousError
+from torchweft.secret import Secret
+
+_PREFIX = b"signed:"
+_SIGNATURE_BYTES = 64  # in hexadecimal
+
+
+class SignedStore:
+    """Signs what it writes to another store, and reads what is signed.
+
+    Args:
+        store: A ``torch.distributed.Store``.
+        secret: The group's. None: nothing is signed, and what is signed is refused.
+    """
+
+    def __init__(self, store: Any, secret: Secret | None) -> None:
+        self._store = store
+        self._key = None if secret is None else secret.derive("rendezvous")
+        self.add = store.add
+        self.check = store.check
+        self.wait = store.wait
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, self._signed(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key.
+
+        Raises:
+            RendezvousError: No holder of the secret has written it there.
+        """
+        return self._checked(key, bytes(self._store.get(key)))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Sets a key that is not there; returns what is there then. Raises as ``get``."""
+        if expected:
+            raise ValueError("a signed value cannot be compared")
+        there = self._store.compare_set(key, "", self._signed(key, desired))
+        return self._checked(key, bytes(there))
+
+    def _signed(self, key: str, value: str | bytes) -> str:
+        text = value if isinstance(value, str) else value.decode()
+        if self._key is None:
+            return text
+        signature = self._key.sign(key.encode(), text.encode()).hex()
+        return f"{_PREFIX.decode()}{signature}{text}"
+
+    def _checked(self, key: str, written: bytes) -> bytes:
+        is_signed = written.startswith(_PREFIX)
+        if self._key is None:
+            if is_signed:
+                raise RendezvousError(
+                    f"what the rendezvous store has of {key!r} is signed with a secret, and this "
+                    "worker has none; give all workers of the group the same (WEFT_SECRET_FILE)"
+                )
+            return written
+        signature, value = _split(written[len(_PREFIX) :])
+        if is_signed and self._key.verify(signature, key.encode(), value):
+            return value
+        raise RendezvousError(
+            f"what the rendezvous store has of {key!r} was not written with the secret of this "
+            "worker: some worker of the group has another secret or none (WEFT_SECRET_FILE), or a "
+            "stranger has reached the store"
+        )
+
+
+def _split(content: bytes) -> tuple[bytes, bytes]:
+    """Returns a signature and what it is of; one that is none is of nothing."""
+    try:
+        signature = bytes.fromhex(content[:_SIGNATURE_BYTES].decode())
+    except ValueError:
+        signature = b""
+    return signature, content[_SIGNATURE_BYTES:]

@@ -1,0 +1,141 @@
+"""The modes of PyTorch that a thread has: those that a call leaves behind must not meet the next.
+
+Recording of gradients, inference mode, autocast, modes for torch functions, hooks for saved
+tensors and a default device belong to a thread. The threads of a worker serve one call after the
+other, so each of them is *untouched* when a task begins, and each coroutine has its own modes.
+
+What belongs to the process is the program's own affair: the default dtype, deterministic
+algorithms, anomaly detection, the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchweft.transport.interrupts import call
+
+_native: Any = torch._C
+_EXPECTED: dict[str, object] = {
+    "is_grad_enabled": True,
+    "is_inference_mode_enabled": False,
+    "_is_any_autocast_enabled": False,
+    "_len_torch_function_stack": 0,
+    "_len_torch_dispatch_stack": 0,
+}
+# Older versions of torch do not tell whether there are hooks for saved tensors: they stay there.
+_top_hooks: Callable[[], Any] = partial(
+    getattr(_native._autograd, "_top_saved_tensors_default_hooks", lambda _: None), False
+)
+_default: Any = torch._GLOBAL_DEVICE_CONTEXT
+READERS: tuple[Callable[[], object], ...] = (
+    *(getattr(_native, name) for name in _EXPECTED),
+    _top_hooks,
+)
+UNTOUCHED = (*_EXPECTED.values(), None)
+"""What they return if a thread has no modes: ``tuple(map(call, READERS))`` takes 0.3 us."""
+
+
+def _has_autocast(kind: str) -> bool:
+    try:
+        torch.is_autocast_enabled(kind)
+    except RuntimeError:  # This version of torch does not know it.
+        return False
+    return True
+
+
+_KINDS = "cpu cuda xpu mps hpu mtia xla ipu privateuseone"
+_AUTOCAST_KINDS = tuple(kind for kind in _KINDS.split() if _has_autocast(kind))
+_for_good: list[Any] = []
+"""What ends inference mode on a thread where whoever began it never will."""
+
+
+def tidy() -> None:
+    """Ends all modes that this thread has."""
+    _take_default_device()
+    _take_stacks()
+    _end_autocast()
+    if torch.is_inference_mode_enabled():
+        _for_good.append(_without_inference())
+    torch._C._set_grad_enabled(True)
+
+
+class Modes:
+    """The modes of a coroutine that is suspended, taken from its thread until ``put_back``."""
+
+    def __init__(self) -> None:
+        self._device = _take_default_device()
+        self._stacks = _take_stacks()
+        # Brings back the recording of gradients, inference mode and autocast, too.
+        self._guard = _without_inference()
+        self._nesting = _end_autocast()
+
+    def put_back(self) -> None:
+        """Gives them to this thread, which must be the same and untouched."""
+        self._guard.__exit__(None, None, None)
+        for _ in range(self._nesting):
+            torch.autocast_increment_nesting()
+        functions, dispatchers, hooks = self._stacks
+        for pack, unpack in reversed(hooks):
+            _native._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        for mode in reversed(functions):
+            _native._push_on_torch_function_stack(mode)
+        for mode in reversed(dispatchers):
+            _native._push_on_torch_dispatch_stack(mode)
+        _put_default_device(self._device)
+
+
+def take_away() -> Modes | None:
+    """Takes the modes that this thread has; returns them, or None where it is untouched."""
+    return None if tuple(map(call, READERS)) == UNTOUCHED else Modes()
+
+
+def _without_inference() -> Any:
+    guard = _native._InferenceMode(False)
+    guard.__enter__()
+    return guard
+
+
+def _take_default_device() -> Any:
+    """Takes the default device of this thread; its mode is on the stack as well."""
+    context = getattr(_default, "device_context", None)
+    _put_default_device(None)
+    return context
+
+
+def _put_default_device(context: Any) -> None:
+    if context is not None:
+        _default.device_context = context
+    elif hasattr(_default, "device_context"):
+        # Not None in its place: torch.get_default_device of older versions cannot read that.
+        del _default.device_context
+
+
+def _take_stacks() -> tuple[list[Any], list[Any], list[Any]]:
+    """Empties the stacks of modes and hooks; returns what was on them, the last first."""
+    functions, dispatchers, hooks = [], [], []
+    while _native._len_torch_function_stack():
+        functions.append(_native._pop_torch_function_stack())
+    while _native._len_torch_dispatch_stack():
+        dispatchers.append(_native._pop_torch_dispatch_stack(None))
+    while (top := _top_hooks()) is not None:
+        _native._autograd._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    return functions, dispatchers, hooks
+
+
+def _end_autocast() -> int:
+    """Switches autocast off; returns how deep in blocks of it this thread was."""
+    if _native._is_any_autocast_enabled():
+        for kind in _AUTOCAST_KINDS:
+            if torch.is_autocast_enabled(kind):
+                torch.set_autocast_enabled(kind, False)
+    depth: int = torch.autocast_increment_nesting() - 1
+    while torch.autocast_decrement_nesting() > 0:
+        pass
+    if depth:
+        torch.clear_autocast_cache()  # The next to end a block would keep what is in it.
+    return depth

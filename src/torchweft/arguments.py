@@ -1,0 +1,81 @@
+"""Checks of arguments, whose errors name the argument, what it is, and what it should be."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+
+UNSET_TIMEOUT = -1.0
+"""A time limit that is left to the worker."""
+
+_SHOWN_LENGTH = 60
+_SECONDS = "pass a number of seconds, or 0 for no limit"
+
+
+def kind_of(value: object) -> str:
+    """Returns the type of a value with its article, for messages."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def wrong_type(name: str, value: object, fix: str) -> ArgumentTypeError:
+    """Returns the error of an argument whose type cannot work."""
+    text = repr(value) if isinstance(value, (str, bytes, int, float)) else ""
+    shown = f"{text}, " if text and len(text) <= _SHOWN_LENGTH else ""
+    return ArgumentTypeError(f"{name} is {shown}{kind_of(value)}; {fix}")
+
+
+def checked_int(name: str, value: Any) -> int:
+    """Returns an argument as an integer.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise wrong_type(name, value, "pass an integer") from None
+
+
+def limit_of(timeout: Any, default_s: float, name: str = "timeout") -> float:
+    """Returns the time limit that an argument means, in seconds; infinity for none.
+
+    Args:
+        timeout: Seconds; 0 for no limit, ``UNSET_TIMEOUT`` for the default.
+        default_s: The default.
+        name: Name of the argument.
+
+    Raises:
+        ArgumentTypeError: It is no number.
+        ConfigurationError: It is negative, or not a number.
+    """
+    try:
+        if timeout == UNSET_TIMEOUT:
+            return default_s
+        if timeout > 0:
+            return timeout  # type: ignore[no-any-return]
+        if timeout == 0:
+            return math.inf
+    except TypeError:
+        raise wrong_type(name, timeout, _SECONDS) from None
+    raise ConfigurationError(f"{name} is {timeout!r}; {_SECONDS}")
+
+
+def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """Returns the end of a message about an unknown name: the nearest of ``names``, if it is near.
+
+    Args:
+        name: The unknown name.
+        names: The known ones.
+        prefix: How all of them begin, which makes none of them nearer.
+    """
+    ends = [each.removeprefix(prefix) for each in names]
+    close = difflib.get_close_matches(name.removeprefix(prefix), ends, 1)
+    return f"; did you mean {prefix + close[0]!r}?" if close else ""

@@ -1,0 +1,259 @@
+"""What users call: ``context``, ``backward``, ``grad`` and ``get_gradients``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Literal, overload
+
+from torch import Tensor
+
+from torchweft.agent.current import current
+from torchweft.arguments import kind_of
+from torchweft.autograd.captures import checked_inputs
+from torchweft.autograd.contexts import current_id, set_current_id
+from torchweft.autograd.engine import Engine
+from torchweft.autograd.modes import PassMode
+from torchweft.autograd.roots import roots_of
+from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
+from torchweft.serialize.tracebacks import without_own_frames
+
+
+class context:
+    """Opens a distributed autograd context for a ``with`` block, and yields its number.
+
+    Within the block, calls of this thread or task, and what the callees call in turn, are recorded.
+    The context is a context variable: tasks of ``asyncio`` and ``asyncio.to_thread`` take it along,
+    and ``pool.submit(contextvars.copy_context().run, function)`` does. Calls of other threads are
+    recorded outside of it; ``backward`` goes through them as well.
+    ``backward`` goes along them. The context has gradients of its own, on every worker that took
+    part: contexts that run side by side never mix, and nothing has to be set to zero. On leaving
+    the block, all workers let go of it.
+
+    Example::
+
+        with torchweft.autograd.context() as context_id:
+            loss = rpc.rpc_sync("server", forward, args=(batch,)).sum()
+            torchweft.autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+    """
+
+    def __enter__(self) -> int:
+        self._engine: Engine = current().part(Engine)
+        self._id = self._engine.contexts.open()
+        self._previous = current_id()
+        set_current_id(self._id)
+        return self._id
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        set_current_id(self._previous)
+        self._engine.release(self._id)
+
+
+@overload
+def backward(
+    context_id: int,
+    roots: Sequence[Tensor],
+    retain_graph: bool = False,
+    *,
+    create_graph: bool = False,
+    grad_tensors: Sequence[Tensor | None] | None = None,
+    mode: Literal["smart", "fast"] = "smart",
+) -> None: ...
+
+
+@overload
+def backward(
+    context_id: Tensor | Sequence[Tensor],
+    *,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    grad_tensors: Sequence[Tensor | None] | None = None,
+) -> None: ...
+
+
+@without_own_frames
+def backward(
+    context_id: int | Tensor | Sequence[Tensor],
+    roots: Sequence[Tensor] | None = None,
+    retain_graph: bool = False,
+    *,
+    create_graph: bool = False,
+    grad_tensors: Sequence[Tensor | None] | None = None,
+    mode: Literal["smart", "fast"] = "smart",
+) -> None:
+    """Backpropagates from ``roots`` through all workers that took part. Blocks until done.
+
+    In a context, gradients of leaves are added up in it, each on the worker where the leaf lives;
+    ``.grad`` is not touched. Read them with ``get_gradients``, or pass the context to
+    ``torchweft.optim.DistributedOptimizer.step``.
+
+    Outside of any context, as ``backward(loss)``, they are added to ``.grad`` of the leaves, on
+    all workers, as in one process. Results of calls keep their graphs for as long as they live.
+    An argument that is a leaf arrives as a leaf of its own, so gradients come back for arguments
+    that were computed, and for whatever the functions use on their workers.
+
+    Args:
+        context_id: The context that is to have the gradients; or the roots, for the context that
+            is open here, and ``.grad`` where there is none.
+        roots: Tensors of this worker that require grad; scalars, where no gradient is given.
+        retain_graph: Whether to keep the graphs for another pass.
+        create_graph: Whether the gradients are to have a graph, through all workers, so that
+            they can be differentiated in turn, within the context; keeps the graphs as well.
+        grad_tensors: The gradient at each root; None for that of a scalar, which is one.
+        mode: Either name means the same: gradients go ahead as in the FAST mode of
+            ``torch.distributed.autograd``, and results that were not used are found out where
+            they keep gradients waiting, so that it is right for every program.
+
+    Raises:
+        ArgumentTypeError: An argument is of the wrong type.
+        ConfigurationError: ``create_graph`` outside of any context.
+        AutogradError: A root cannot be one, or the pass failed; names the worker and the operation.
+    """
+    if mode not in ("smart", "fast"):
+        raise ConfigurationError(f"mode is {mode!r}; it must be 'smart' or 'fast'")
+    is_anywhere = roots is None
+    if roots is None:
+        roots, context_id = _only_roots(context_id), current_id()
+    check_context_id(context_id)  # type: ignore[arg-type]
+    engine: Engine = current().part(Engine)
+    how = PassMode(retain_graph or create_graph, create_graph)
+    if is_anywhere and not context_id:
+        if create_graph:
+            raise ConfigurationError(
+                "create_graph=True needs a context, in which the gradients have their graph: open "
+                "`with torchweft.autograd.context() as context_id:` around the calls"
+            )
+        engine.run_into_grad(roots_of(roots, grad_tensors), how)
+    elif create_graph or grad_tensors is not None:
+        engine.run(context_id, roots_of(roots, grad_tensors), how)  # type: ignore[arg-type]
+    else:
+        engine.backward(context_id, roots, retain_graph=retain_graph)  # type: ignore[arg-type]
+
+
+def _only_roots(given: int | Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    if isinstance(given, Sequence):
+        return given
+    raise ArgumentTypeError(
+        f"incompatible function arguments: backward({given!r}) has nothing to start from; write "
+        "backward(context_id, [loss]) for a context, or backward(loss)"
+    )
+
+
+def check_context_id(context_id: int) -> None:
+    """Raises ArgumentTypeError if something is no number of a context."""
+    try:
+        operator.index(context_id)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"incompatible function arguments: context_id is {kind_of(context_id)}; pass the "
+            "number that 'with torchweft.autograd.context() as context_id' gives"
+        ) from None
+
+
+@without_own_frames
+def grad(
+    context_id: int,
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of tensors of this worker, through all workers. Blocks until done.
+
+    As ``torch.autograd.grad``: nothing is added to ``.grad``, to the context or to anything on
+    another worker, so a function that another worker has called may use it within its inner
+    loop, in the context of the call (see ``current_context_id``).
+
+    Args:
+        context_id: The context in which the outputs were computed.
+        outputs: Tensors of this worker.
+        inputs: Tensors of this worker that the outputs depend on, leaves or not.
+        grad_outputs: The gradient at each output; None for that of a scalar, which is one.
+        retain_graph: Whether to keep the graphs for another pass; by default ``create_graph``.
+            If not, more of them is freed than by torch: whatever may lead to an input.
+        create_graph: Whether the gradients are to have a graph, through all workers, so that
+            they can be differentiated in turn, to any order, within the context.
+        allow_unused: Whether an input that no output depends on has None for its gradient.
+
+    Returns:
+        A gradient for each input.
+
+    Raises:
+        ArgumentTypeError: An argument is of the wrong type.
+        AutogradError: An argument cannot work, an input was not used, or the pass failed; names
+            the worker and the operation.
+    """
+    check_context_id(context_id)
+    if isinstance(outputs, Tensor):
+        outputs = [outputs]
+    if isinstance(grad_outputs, Tensor):
+        grad_outputs = [grad_outputs]
+    engine: Engine = current().part(Engine)
+    roots = roots_of(outputs, grad_outputs, what="output")
+    retain = create_graph if retain_graph is None else retain_graph
+    mode = PassMode(retain, create_graph, for_inputs=True)
+    wanted = checked_inputs(inputs)
+    return all_used(engine.gradients_of(context_id, roots, wanted, mode), allow_unused)
+
+
+def all_used(found: Sequence[Tensor | None], allow_unused: bool) -> tuple[Tensor, ...]:
+    """Returns gradients of inputs as a tuple.
+
+    Raises:
+        AutogradError: One is None, and that is not allowed.
+    """
+    for place, gradient in enumerate(found):
+        if gradient is None and not allow_unused:
+            raise AutogradError(
+                f"One of the differentiated Tensors appears to not have been used in the graph: "
+                f"inputs[{place}]; pass allow_unused=True if None is what you want for it"
+            )
+    return tuple(found)  # type: ignore[arg-type]
+
+
+def current_context_id() -> int:
+    """Returns the number of the context that the running code is recorded in.
+
+    In a function that another worker has called, that is the context of the call.
+
+    Raises:
+        AutogradError: There is none.
+    """
+    context_id = current_id()
+    if not context_id:
+        raise AutogradError(
+            "no autograd context is open here: call this within `with "
+            "torchweft.autograd.context()`, or in a function that was called from within one"
+        )
+    return context_id
+
+
+@without_own_frames
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """Returns the gradients that a context holds on this worker, by leaf tensor.
+
+    Args:
+        context_id: A context that is open.
+
+    Raises:
+        AutogradError: There is no such context here.
+    """
+    check_context_id(context_id)
+    engine: Engine = current().part(Engine)
+    return engine.contexts.get(context_id).get_gradients()
+
+
+def is_available() -> bool:
+    """Whether distributed autograd can be used: always."""
+    return True

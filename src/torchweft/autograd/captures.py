@@ -1,0 +1,246 @@
+"""The gradients at certain places of the graph: what ``grad`` asks of a pass.
+
+A pass for certain tensors need not go on behind them, unless others of them are there. What is
+there is not known here as a whole: the graph goes through other workers. But whatever comes back
+from another worker comes through a message that this one sent before it received the one through
+which the way leads on: messages that were sent later cannot matter. So it is enough to look at
+the graph of this worker, and at the order of its messages; that errs on the side of taking a way
+for one that leads to a tensor.
+
+Rules of the file: a pass ends at a tensor that is asked for, or goes through it where others may
+be behind it. It also ends at what has been replaced, since its graph was lost with a worker: a
+pass of its own goes on from the replacement, when the gradient is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from torchweft.autograd.contexts import Context, ReceiveRecord, SendRecord
+from torchweft.autograd.gradients import Sink, sum_of
+from torchweft.autograd.roots import Roots
+from torchweft.autograd.walk import End, Place, Stop
+from torchweft.errors import ArgumentTypeError, AutogradError
+
+
+class Captures:
+    """Collects the gradients at some places over the passes that are needed for it.
+
+    Args:
+        context: What this worker has recorded.
+        inputs: Tensors of this worker that require grad.
+        replaced: For places in the graph, tensors from which to go on in their stead.
+        for_inputs: Whether nothing but the gradients of ``inputs`` is wanted.
+
+    Attributes:
+        stops: The nodes at which passes end.
+        cuts: Those behind which there is something on this worker: the engine must be kept from
+            them, for it goes on through a node if anything that it is asked for lies behind.
+        passed: The places of inputs that passes go through.
+        ends: Where walks end on this worker: at the stops, and at received messages.
+        first_send: How many messages were sent before the first that leads to an input.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        inputs: Sequence[Tensor],
+        replaced: Mapping[Place, Tensor] | None = None,
+        for_inputs: bool = True,
+    ) -> None:
+        # Edges to Python nodes alone do not keep the graph alive.
+        self._inputs = inputs
+        self._replaced = replaced or {}
+        self._places = [place_of(tensor) for tensor in inputs]
+        self._gradients: dict[Place, Tensor] = {}
+        self._graph = _History(context)
+        stops = _stops_at(self._places, inputs)
+        self.first_send = self._graph.first_send_to(stops) if for_inputs else 0
+        self._nexts = self._graph.nexts_after(self.first_send)
+        through = self._with_others_behind(stops)
+        self.passed = [place for place in dict.fromkeys(self._places) if place[0] in through]
+        self._kept = stops.keys() | {node for node, _ in self._replaced}
+        self.stops = {node: stop for node, stop in stops.items() if node not in through}
+        self.stops.update((node, Stop(node, False)) for node, _ in self._replaced)
+        self.cuts = {node for node, _ in self._replaced if node not in self._graph.receive_of}
+        self.ends: dict[Node, End] = {
+            node: receive
+            for node, receive in self._graph.receive_of.items()
+            if receive.sends_before > self.first_send or not for_inputs
+        }
+        self.ends.update(self.stops)
+
+    def _with_others_behind(self, nodes: Collection[Node]) -> set[Node]:
+        """Returns those of ``nodes`` that may lead to others of them."""
+        nexts = self._nexts
+        seeds = [target for node in nodes for target in nexts(node)]
+        if not any(node in nodes for node in _walk(seeds, set(), nexts)):
+            return set()
+        return {
+            node
+            for node in nodes
+            if any(target in nodes for target in _walk(nexts(node), set(), nexts))
+        }
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is more to do than one pass."""
+        return bool(self._replaced)
+
+    def sink_beside(self, sink: Sink) -> Sink:
+        """Returns what keeps the gradients at the places, and gives those of leaves to ``sink``."""
+
+        def add_all(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
+            others = []
+            for key, gradient in pairs:
+                place = place_of(key) if isinstance(key, Tensor) else key
+                if place[0] in self._kept:
+                    self._add(place, gradient)
+                else:
+                    others.append((key, gradient))
+            if others:
+                sink(others, borrowed)
+
+        return add_all
+
+    def _add(self, place: Place, gradient: Tensor) -> None:
+        earlier = self._gradients.get(place)
+        self._gradients[place] = gradient if earlier is None else sum_of(earlier, gradient)
+
+    def further_roots(self) -> Iterator[Roots]:
+        """Yields where to go on, pass by pass."""
+        pending = {node for node, _ in self._replaced}
+        behind = {
+            node: set(_walk(self._nexts(node), set(), self._nexts)) & pending for node in pending
+        }
+        while pending:
+            # Whatever leads to them has added to their gradients before.
+            nodes = pending.difference(*[behind[node] for node in pending])
+            assert nodes, "a graph leads to what was there before it"
+            pending -= nodes
+            given = [place for place in self._gradients if place[0] in nodes]
+            if given:
+                gradients = tuple([self._gradients[place] for place in given])
+                edges = tuple([get_gradient_edge(self._replaced[place]) for place in given])
+                yield Roots(edges, gradients, (self._inputs, self._replaced))
+
+    def results(self) -> list[Tensor | None]:
+        """Returns the gradient of each input; None where there is none."""
+        return [self._gradients.get(place) for place in self._places]
+
+
+class _History:
+    """What one worker knows of the graph of a context.
+
+    Args:
+        context: What it has recorded.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.receive_of: dict[Node, ReceiveRecord] = dict(context.receive_of)
+        self._sends = context.sends()
+
+    def first_send_to(self, wanted: Collection[Node]) -> int:
+        """Returns how many messages were sent before the first that leads to one of ``wanted``."""
+        visited: set[Node] = set()
+        for place, send in enumerate(self._sends):
+            nodes = _walk(_nodes_of(send), visited, self._nexts_here)
+            if any(node in wanted for node in nodes):
+                return place
+        return len(self._sends)
+
+    def _nexts_here(self, node: Node) -> Iterable[Node]:
+        """Returns what ``node`` leads to on this worker, before the next message."""
+        return () if node in self.receive_of else _next_nodes(node)
+
+    def nexts_after(self, first_send: int) -> Callable[[Node], Iterable[Node]]:
+        """Returns what tells where a node may lead to, also by way of other workers.
+
+        Args:
+            first_send: Of the messages that were sent, these many do not matter.
+        """
+
+        def nexts(node: Node) -> Iterable[Node]:
+            receive = self.receive_of.get(node)
+            if receive is None:
+                return _next_nodes(node)
+            sends = self._sends[first_send : receive.sends_before]
+            return [target for send in sends for target in _nodes_of(send)]
+
+        return nexts
+
+
+def receives_before(context: Context, roots: Roots) -> list[ReceiveRecord]:
+    """Returns the received messages to which roots may lead, also by way of other workers."""
+    history = _History(context)
+    nodes = _walk([edge.node for edge in roots.edges], set(), history.nexts_after(0))
+    return [history.receive_of[node] for node in nodes if node in history.receive_of]
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Returns where in the graph a tensor is."""
+    node, output_nr, *_ = get_gradient_edge(tensor)
+    return node, output_nr
+
+
+def _stops_at(places: Iterable[Place], inputs: Iterable[Tensor]) -> dict[Node, Stop]:
+    hooked = {
+        node
+        for (node, _), tensor in zip(places, inputs, strict=True)
+        if tensor._backward_hooks  # Unlike a sum, they must not be called on parts.
+    }
+    return {node: Stop(node, node in hooked) for node, _ in places}
+
+
+def _nodes_of(send: SendRecord) -> list[Node]:
+    return [edge.node for edge in send.edges]
+
+
+def _next_nodes(node: Node) -> list[Node]:
+    return [target for target, _ in node.next_functions if target is not None]
+
+
+def _walk(
+    seeds: Iterable[Node], visited: set[Node], nexts: Callable[[Node], Iterable[Node]]
+) -> Iterator[Node]:
+    """Yields all nodes that ``seeds`` lead to, with them, as far as not in ``visited``."""
+    stack = list(seeds)
+    while stack:
+        node = stack.pop()
+        if node not in visited:
+            visited.add(node)
+            yield node
+            stack.extend(nexts(node))
+
+
+def checked_inputs(inputs: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Returns the tensors whose gradients are wanted, as a list.
+
+    Raises:
+        ArgumentTypeError: Something is no tensor.
+        AutogradError: There are none, or one does not require grad.
+    """
+    if isinstance(inputs, Tensor):
+        inputs = [inputs]
+    try:
+        checked = list(inputs)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"inputs is a {type(inputs).__name__}; pass a tensor or a list of tensors"
+        ) from error
+    if not checked:
+        raise AutogradError(
+            "'inputs' argument cannot be empty: pass the tensors whose gradients you want"
+        )
+    for place, tensor in enumerate(checked):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentTypeError(f"inputs[{place}] is a {type(tensor).__name__}, not a tensor")
+        if not tensor.requires_grad:
+            raise AutogradError(
+                f"One of the differentiated Tensors does not require grad: inputs[{place}], of "
+                f"shape {tuple(tensor.shape)}; call requires_grad_() on it before it is used"
+            )
+    return checked

@@ -1,0 +1,180 @@
+"""The messages of a backward pass as bytes.
+
+The frame has the number of the pass as its number, and the mode of the pass in its flags.
+Gradients are a head and, behind it, compact values or (as a parcel) tensors; all other messages
+are a tag and 64-bit integers. ``Failed`` has two byte strings behind them, whose lengths are among
+the integers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torchweft.autograd.modes import PassMode, mode_of
+from torchweft.errors import ProtocolError
+from torchweft.protocol.backward import (
+    Abort,
+    Discover,
+    Failed,
+    Gradients,
+    Message,
+    Progress,
+    Report,
+    Settled,
+)
+from torchweft.wire.frames import Buffer
+from torchweft.wire.messages import decode_ints, encode_ints
+
+COMPACT = 2
+"""Flag of a frame, beside those of the mode of its pass."""
+
+_HEAD = struct.Struct("<qqqqIIII")
+_HEAD_INTEGERS = 3
+_PROGRESS_INTEGERS = 4
+_FAILED_HEAD_BYTES = 8 * (_HEAD_INTEGERS + 3)
+
+
+class PassName(NamedTuple):
+    """Says which pass a message belongs to.
+
+    Attributes:
+        context_id: The context.
+        pass_id: Number of the pass in the group; the worker that leads it is in the high bits.
+        oldest_id: Passes of the same leader in the context with lower numbers are over.
+        mode: How the pass is run.
+    """
+
+    context_id: int
+    pass_id: int
+    oldest_id: int
+    mode: PassMode
+
+
+def encode_head(name: PassName, message: Gradients, recorded_id: int = 0) -> bytes:
+    """Returns what goes before the gradients themselves.
+
+    Args:
+        name: The pass.
+        message: The message.
+        recorded_id: The number under which the gradients were recorded as a message of the
+            context in their turn; 0 where they have no graph.
+    """
+    progress = message.progress
+    ids = (name.context_id, name.oldest_id, message.message_id, recorded_id)
+    if progress is None:
+        return _HEAD.pack(*ids, 0, 0, 0, 0)
+    counts, told = _parts_of(progress)
+    return _HEAD.pack(*ids, *counts) + encode_ints(*told)
+
+
+def _parts_of(progress: Progress) -> tuple[tuple[int, int, int, int], list[int]]:
+    walked, executed = progress.walked, progress.executed
+    answered, reached = progress.answered, progress.reached
+    counts = (len(walked), len(executed), len(answered), len(reached))
+    return counts, walked + executed + answered + reached
+
+
+def decode_head(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Gradients, int, int]:
+    """Reads what ``encode_head`` wrote.
+
+    Returns:
+        The pass, the message without its gradients, the number under which these were recorded,
+        and where they begin.
+
+    Raises:
+        ProtocolError: It is malformed.
+    """
+    if len(data) < _HEAD.size:
+        raise ProtocolError(f"gradients have a head of {len(data)} bytes, too few")
+    context_id, oldest_id, message_id, recorded_id, *counts = _HEAD.unpack_from(data)
+    name = PassName(context_id, pass_id, oldest_id, mode_of(flags))
+    count = sum(counts)
+    if not count:
+        return name, Gradients(message_id, ()), recorded_id, _HEAD.size
+    end = _HEAD.size + 8 * count
+    if len(data) < end:
+        raise ProtocolError("the head of gradients does not add up to its length")
+    progress = _progress_of(counts, struct.unpack_from(f"<{count}q", data, _HEAD.size))
+    return name, Gradients(message_id, (), progress), recorded_id, end
+
+
+def _progress_of(counts: list[int] | tuple[int, ...], ids: tuple[int, ...]) -> Progress:
+    lists: list[list[int]] = []
+    at = 0
+    for count in counts:
+        if not 0 <= count <= len(ids) - at:
+            raise ProtocolError("the progress of a backward pass does not add up to its length")
+        lists.append(list(ids[at : at + count]))
+        at += count
+    if at != len(ids):
+        raise ProtocolError("the progress of a backward pass does not add up to its length")
+    return Progress(*lists)
+
+
+def encode(name: PassName, message: Message) -> bytes:
+    """Returns any other message as bytes; the error of a ``Failed`` is bytes already."""
+    head = (_TAGS[type(message)], name.context_id, name.oldest_id)
+    if isinstance(message, Failed):
+        operation = message.operation.encode()
+        assert isinstance(message.error, bytes)
+        sizes = (message.worker, len(operation), len(message.error))
+        return encode_ints(*head, *sizes) + operation + message.error
+    if isinstance(message, Discover):
+        return encode_ints(*head, *message.message_ids)
+    if isinstance(message, Report):
+        counts, ids = _parts_of(message.progress)
+        return encode_ints(*head, *counts, *ids)
+    return encode_ints(*head)
+
+
+def decode(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Message]:
+    """Reads what ``encode`` wrote.
+
+    Raises:
+        ProtocolError: It is malformed.
+    """
+    tag = int.from_bytes(data[:8], "little")
+    integers = decode_ints(data[:_FAILED_HEAD_BYTES] if tag == _FAILED else data)
+    reader = _READERS.get(tag)
+    if reader is None or len(integers) < _HEAD_INTEGERS:
+        raise ProtocolError(f"{len(data)} bytes with tag {tag} are no message of a backward pass")
+    name = PassName(integers[1], pass_id, integers[2], mode_of(flags))
+    return name, reader(integers[_HEAD_INTEGERS:], data)
+
+
+def _read_failed(integers: tuple[int, ...], data: Buffer) -> Failed:
+    if len(data) < _FAILED_HEAD_BYTES:
+        raise ProtocolError("the report of a failed backward pass is too short")
+    worker, operation_bytes, error_bytes = integers
+    texts = bytes(data[_FAILED_HEAD_BYTES:])
+    is_negative = operation_bytes < 0 or error_bytes < 0
+    if is_negative or len(texts) != operation_bytes + error_bytes:
+        raise ProtocolError("the report of a failed backward pass does not add up to its length")
+    operation = texts[:operation_bytes].decode(errors="replace")
+    return Failed(worker, operation, texts[operation_bytes:])
+
+
+def _read_report(integers: tuple[int, ...], _: Buffer) -> Report:
+    if len(integers) < _PROGRESS_INTEGERS:
+        raise ProtocolError("the report of a backward pass is too short")
+    counts, ids = integers[:_PROGRESS_INTEGERS], integers[_PROGRESS_INTEGERS:]
+    return Report(_progress_of(counts, ids))
+
+
+_DISCOVER, _SETTLED, _REPORT, _FAILED, _ABORT = range(1, 6)
+_TAGS: dict[type, int] = {
+    Discover: _DISCOVER,
+    Settled: _SETTLED,
+    Report: _REPORT,
+    Failed: _FAILED,
+    Abort: _ABORT,
+}
+_READERS: dict[int, Callable[[tuple[int, ...], Buffer], Message]] = {
+    _DISCOVER: lambda integers, _: Discover(integers),
+    _SETTLED: lambda integers, _: Settled(),
+    _REPORT: _read_report,
+    _FAILED: _read_failed,
+    _ABORT: lambda integers, _: Abort(),
+}

@@ -1,0 +1,313 @@
+"""Runs the part of a graph that some live sends reach, as far as their gradients have arrived.
+
+What the rules are and why they are right is in ``docs/protocols/autograd.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from torchweft.autograd.contexts import ReceiveRecord
+from torchweft.autograd.gradients import UNDEFINED, Gradient, Sink, sum_of
+from torchweft.autograd.local_engine import gradients_at
+from torchweft.autograd.modes import PassMode
+from torchweft.autograd.single import run_node
+from torchweft.autograd.walk import End, Group, Partition, Reached, receives_behind, targets_of
+from torchweft.errors import ProtocolError
+from torchweft.protocol.backward import Progress
+
+
+class Live(NamedTuple):
+    """A send, or the roots (number 0): where in the graph its gradients go."""
+
+    message_id: int
+    edges: tuple[GradientEdge, ...]
+
+
+class Answer(NamedTuple):
+    """The gradients of a received message, complete."""
+
+    receive: ReceiveRecord
+    gradients: list[Gradient]
+
+
+class Component:
+    """Sends that share nodes or placeholders, and all that they reach.
+
+    Which of the sends are live shows only in time. Until all of them are known to be, or it is
+    settled that the others are not, nothing of the component runs.
+
+    Args:
+        sends: The sends, live or not.
+        reached: What they reach together.
+        ends: Where the graph ends, by node.
+        sink: Takes the gradients of leaves.
+        mode: How the pass is run.
+    """
+
+    def __init__(
+        self,
+        sends: Sequence[Live],
+        reached: Reached,
+        ends: Mapping[Node, End],
+        sink: Sink,
+        mode: PassMode,
+    ) -> None:
+        self._sends = sends
+        self._reached = reached
+        self._ends = ends
+        self._sink = sink
+        self._mode = mode
+        self._place_of = {send.message_id: place for place, send in enumerate(sends)}
+        self._all = (1 << len(sends)) - 1
+        self._live = 0
+        self._arrived = 0
+        self._news: list[int] = []
+        self._visited: set[Node] = set()
+        self._live_receives: set[int] = set()
+        self._pending: dict[Node, dict[int, Tensor]] = {}
+        self._used_edges: list[GradientEdge] = []
+        self._is_all_used = True
+        self._is_some_undefined = False
+        self._partition: Partition | None = None
+        self._has_run = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether everything has run; ask after ``advance``."""
+        return self._has_run
+
+    def announce(self, message_id: int) -> None:
+        """Notes that a send is live."""
+        place = self._place_of[message_id]
+        if not self._live >> place & 1:
+            self._live |= 1 << place
+            self._news.append(message_id)
+
+    def arrive(self, message_id: int, gradients: Iterable[Gradient]) -> None:
+        """Takes the gradients of one send, which is live.
+
+        Raises:
+            ProtocolError: If the pass has no use for them.
+        """
+        place = self._place_of[message_id]
+        if self._arrived >> place & 1:
+            raise ProtocolError(f"gradients of message {message_id} came without being due")
+        self.announce(message_id)
+        self._arrived |= 1 << place
+        for edge, gradient in zip(self._sends[place].edges, gradients, strict=True):
+            if gradient is None:
+                self._is_all_used = False
+            else:
+                self._used_edges.append(edge)
+                self._keep(edge.node, edge.output_nr, None if gradient is UNDEFINED else gradient)
+
+    def _keep(self, node: Node, output_nr: int, gradient: Tensor | None) -> None:
+        """Adds to what waits at a node; without a gradient, it is noted that the node is to run."""
+        if node in self._reached.cuts:
+            if gradient is not None:
+                self._sink([((node, output_nr), gradient)], [gradient])  # type: ignore[list-item]
+            return
+        at_node = self._pending.setdefault(node, {})
+        if gradient is None:
+            self._is_some_undefined = True
+            return
+        earlier = at_node.get(output_nr)
+        at_node[output_nr] = gradient if earlier is None else sum_of(earlier, gradient)
+
+    def advance(self, is_settled: bool, progress: Progress) -> list[Answer]:
+        """Runs what is ready, if that answers a message or ends the component.
+
+        Args:
+            is_settled: Whether all live sends have been announced.
+            progress: Takes what became of messages by that.
+        """
+        if self._has_run:
+            return []
+        progress.walked += self._news
+        newly_reached = self._newly_reached()
+        if is_settled:
+            self._arrived |= self._all & ~self._live
+        answers = self._run_ready() if is_settled or self._live == self._all else []
+        if self._arrived == self._all:
+            self._has_run = True
+            progress.executed += self._live_sends()
+        answered = [receive.message_id for receive, _ in answers]
+        progress.answered += answered
+        progress.reached += [number for number in newly_reached if number not in answered]
+        return answers
+
+    def _live_sends(self) -> list[int]:
+        return [number for number, place in self._place_of.items() if self._live >> place & 1]
+
+    def _newly_reached(self) -> set[int]:
+        """Returns the receives that no live send before the latest ones reached."""
+        news, self._news = self._news, []
+        if not news or not self._reached.receives:
+            return set()
+        if self._live == self._all:
+            found = self._reached.receives
+        else:
+            edges = [edge for number in news for edge in self._sends[self._place_of[number]].edges]
+            found = receives_behind(edges, self._ends, self._visited)
+        fresh = {record.message_id for record in found.values()} - self._live_receives
+        self._live_receives |= fresh
+        return fresh
+
+    def _run_ready(self) -> list[Answer]:
+        is_in_pieces = self._partition is not None or self._is_some_undefined
+        if self._arrived == self._all and not is_in_pieces and not self._reached.cuts:
+            return self._run(self._whole())
+        if not self._reached.receives and self._arrived != self._all:
+            return []
+        if self._partition is None:
+            self._partition = self._partitioned()
+        return self._advance_partition(self._partition)
+
+    def _whole(self) -> Group:
+        return Group(self._all, self._reached.leaves, self._answerable(self._reached.receives))
+
+    def _answerable(self, receives: Mapping[Node, ReceiveRecord]) -> dict[Node, ReceiveRecord]:
+        """Leaves out what only sends lead to that are not live: nobody waits for an answer."""
+        live = self._live_receives
+        return {node: record for node, record in receives.items() if record.message_id in live}
+
+    def _partitioned(self) -> Partition:
+        seeds = [(1 << place, send.edges) for place, send in enumerate(self._sends)]
+        return Partition(seeds, self._ends, self._reached.leaves)
+
+    def _advance_partition(self, partition: Partition) -> list[Answer]:
+        answers_any = any(
+            group.receives and not group.signature & ~self._arrived for group in partition.groups
+        )
+        if not answers_any and self._arrived != self._all:
+            return []
+        groups = partition.take_ready(self._arrived)
+        ready = Group(self._arrived)
+        for group in groups:
+            ready.leaves.update(group.leaves)
+            ready.receives.update(self._answerable(group.receives))
+        if partition.groups or self._reached.cuts:
+            for node in partition.before_cut(groups, self._arrived, self._reached.cuts):
+                self._run_alone(node)
+        if self._is_some_undefined:
+            self._run_undefined(partition.in_order(groups))
+        return self._run(ready)
+
+    def _run_undefined(self, nodes: Iterable[Node]) -> None:
+        """Runs those of ready nodes that the engine would not come by, for want of a gradient.
+
+        Args:
+            nodes: What is ready, a node always before those it leads to.
+        """
+        by_engine: set[Node | None] = set()
+        for node in nodes:
+            gradients = self._pending.get(node)
+            if gradients or node in by_engine:
+                by_engine.update([target for target, _ in node.next_functions])
+            elif gradients is not None:
+                self._run_alone(node)
+
+    def _run_alone(self, node: Node) -> None:
+        gradients = self._pending.pop(node, None)
+        if gradients is None:
+            return
+        passed = [place for place in self._reached.passed if place[0] == node]
+        if passed:  # Before hooks, as the engine has it.
+            pairs = pairs_of(passed, [gradients.get(output_nr) for _, output_nr in passed])
+            self._sink(pairs, [gradient for _, gradient in pairs])
+        results = run_node(node, gradients, self._mode.create_graph)
+        for (target, target_nr), gradient in zip(node.next_functions, results, strict=True):
+            if target is not None:
+                self._keep(target, target_nr, gradient)
+
+    def _is_ready(self, node: Node) -> bool:
+        return self._partition is None or not self._partition.signature_of(node) & ~self._arrived
+
+    def _run(self, ready: Group) -> list[Answer]:
+        """Runs the nodes of a group; they must lead to no node that is not ready."""
+        roots = self._take_roots()
+        for edge, _ in roots:
+            if edge.node in self._reached.leaves:  # A parameter that was sent as it is.
+                ready.leaves[edge.node] = self._reached.leaves[edge.node]
+        targets, variables = targets_of(ready.leaves, self._reached.passed)
+        targets += [GradientEdge(node, 0) for node in ready.receives]
+        captured = self._grad(roots, targets)
+        for_leaves, for_messages = captured[: len(variables)], captured[len(variables) :]
+        borrowed = [gradient for _, gradient in roots]
+        borrowed += [gradient for gradient in for_messages if gradient is not None]
+        self._sink(pairs_of(variables, for_leaves), borrowed)
+        return answers_of(ready.receives, for_messages, self._used)
+
+    def _used(self) -> Collection[Node]:
+        """Returns the placeholders that gradients lead to, be they undefined."""
+        if self._is_all_used and self._arrived == self._all == self._live:
+            return self._reached.receives
+        return receives_behind(self._used_edges, self._ends, set())
+
+    def _take_roots(self) -> list[tuple[GradientEdge, Tensor]]:
+        ready = [node for node in self._pending if self._is_ready(node)]
+        return [
+            (GradientEdge(node, output_nr), gradient)
+            for node in ready
+            for output_nr, gradient in self._pending.pop(node).items()
+        ]
+
+    def _grad(
+        self, roots: Sequence[tuple[GradientEdge, Tensor]], targets: Sequence[GradientEdge]
+    ) -> Sequence[Tensor | None]:
+        if not roots or not targets:
+            return [None] * len(targets)
+        edges, gradients = zip(*roots, strict=True)
+        retain, create = self._mode.retain_graph, self._mode.create_graph
+        return gradients_at(targets, edges, gradients, retain_graph=retain, create_graph=create)
+
+
+def pairs_of(
+    variables: Iterable[Any], gradients: Iterable[Tensor | None]
+) -> list[tuple[Any, Tensor]]:
+    """Returns leaves with their gradients, as far as there are any."""
+    return [
+        (variable, gradient)
+        for variable, gradient in zip(variables, gradients, strict=True)
+        if gradient is not None
+    ]
+
+
+def answers_of(
+    receives: Mapping[Node, ReceiveRecord],
+    gradients: Iterable[Tensor | None],
+    used: Callable[[], Collection[Node]],
+) -> list[Answer]:
+    """Returns the gradients of messages.
+
+    Args:
+        receives: The messages by their placeholders.
+        gradients: What has come to each placeholder.
+        used: Called where some have none; returns the placeholders that were used.
+    """
+    answers: dict[int, Answer] = {}
+    without: list[Node] = []
+    for (node, receive), gradient in zip(receives.items(), gradients, strict=True):
+        if gradient is None:
+            without.append(node)
+        if len(receive.nodes) == 1:
+            answers[receive.message_id] = Answer(receive, [gradient])
+            continue
+        answer = answers.get(receive.message_id)
+        if answer is None:
+            nothing: list[Gradient] = [None] * len(receive.nodes)
+            answer = answers[receive.message_id] = Answer(receive, nothing)
+        answer.gradients[receive.nodes.index(node)] = gradient
+    if without:
+        used_nodes = used()
+        for node in without:
+            if node in used_nodes:
+                receive = receives[node]
+                gradients_of = answers[receive.message_id].gradients
+                gradients_of[receive.nodes.index(node)] = UNDEFINED
+    return list(answers.values())

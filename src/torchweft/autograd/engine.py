@@ -1,0 +1,471 @@
+"""The shell of the backward pass: messages in and out, and who runs what on which thread.
+
+What comes for a pass is put into its inbox by the thread that reads it. One thread at a time
+takes all that is there, runs what became ready, and sends what follows: of a pass that a thread
+of this worker leads, that thread; of any other, a task of the reactor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from torchweft import knobs
+from torchweft.agent.agent import Agent
+from torchweft.agent.parcels import ParcelService
+from torchweft.agent.peers import Peer
+from torchweft.agent.waits import OpenWait, names_of
+from torchweft.autograd.captures import Captures
+from torchweft.autograd.codec import PassName
+from torchweft.autograd.contexts import Contexts
+from torchweft.autograd.ddp import AVERAGING, watch
+from torchweft.autograd.envelopes import Envelopes
+from torchweft.autograd.failures import operation_of
+from torchweft.autograd.gradients import Gradients
+from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.listening import Listener
+from torchweft.autograd.modes import PassMode
+from torchweft.autograd.outside import OutsideRecords
+from torchweft.autograd.parts import LOST, LedPart, Part
+from torchweft.autograd.roots import Roots
+from torchweft.errors import AutogradError, NotInitialized, WorkerLost
+from torchweft.ids import scoped_id, worker_of
+from torchweft.protocol import backward as protocol
+from torchweft.protocol.backward import (
+    Abort,
+    Apply,
+    Close,
+    Complete,
+    Fail,
+    Failed,
+    Participant,
+    Send,
+    Tell,
+)
+from torchweft.protocol.tombstones import Tombstones
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import Kind, decode_ints
+
+_REMEMBERED_PASSES = 4096
+
+_LOOK_S = 0.5
+"""How often who leads a pass looks whether the worker has shut down."""
+
+
+class Engine:
+    """Distributed autograd of one worker. Thread-safe.
+
+    Args:
+        agent: The worker's agent; the engine handles its autograd messages.
+        parcels: Seals and opens the gradients.
+    """
+
+    def __init__(self, agent: Agent, parcels: ParcelService) -> None:
+        self.contexts = Contexts(agent.me.id)
+        self.outside = OutsideRecords(agent.me.id, self.contexts.message_counter)
+        self.outside.on_ended = self._release_soon
+        self._release_due_s = math.inf
+        self._batch_s = knobs.REFERENCE_BATCH_S.get()
+        self._agent = agent
+        self._envelopes = Envelopes(agent, parcels, self.contexts)
+        self._listener = Listener(agent)
+        self._me = agent.me.id
+        self._pass_numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._parts: dict[int, Part] = {}
+        self._led: dict[int, LedPart] = {}
+        self._passes_of: dict[int, list[int]] = {}
+        self._ended = Tombstones(_REMEMBERED_PASSES)
+        watch()
+        agent.on(Kind.BACKWARD, self._on_message, inline=True)
+        agent.on(Kind.GRADIENTS, self._on_message, inline=True)
+        agent.on(Kind.RELEASE_CONTEXT, self._on_release, inline=True)
+        agent.on(Kind.RELEASE_MESSAGES, self._on_release_messages, inline=True)
+        agent.on_lost(self._on_lost)
+
+    # For users of this worker
+
+    def backward(
+        self, context_id: int, roots: Sequence[Tensor], *, retain_graph: bool = False
+    ) -> None:
+        """Runs a pass from scalars into the context; see ``torchweft.autograd.backward``."""
+        self.run(context_id, roots, PassMode(retain_graph))
+
+    def run(
+        self,
+        context_id: int,
+        roots: Roots | Sequence[Tensor],
+        mode: PassMode,
+        *,
+        gradients: Gradients | None = None,
+        captures: Captures | None = None,
+        retains_here: bool = False,
+    ) -> None:
+        """Runs a backward pass, and blocks until it is over everywhere.
+
+        Args:
+            context_id: The context.
+            roots: Where it starts.
+            mode: How it is run.
+            gradients: Take those of leaves of this worker; by default the context's do.
+            captures: Collect those of certain tensors.
+            retains_here: Whether graphs of this worker must survive, whatever becomes of others.
+        """
+        context = self.contexts.get(context_id)
+        here = mode._replace(retain_graph=True) if retains_here else mode
+        local = LocalPass(context, here, gradients, captures, self.outside)
+        local.start(roots)
+        led = self._begin_to_lead(context_id, mode, local)
+        try:
+            self._lead(led, [self._agent.peers[worker] for worker in context.known_workers])
+        except BaseException as error:
+            self._send_all(led, self._follow_up(led, led.driver.cancel(error)))
+            raise
+        finally:
+            with self._lock:
+                del self._led[led.pass_id], self._parts[led.pass_id]
+            local.close()
+
+    def run_into_grad(self, roots: Roots | Sequence[Tensor], mode: PassMode) -> None:
+        """Runs a pass that belongs to no context, into ``.grad`` of leaves on all workers."""
+        # It has one of its own, so that nothing of the pass is left on any worker afterwards.
+        context_id = self.contexts.open()
+        try:
+            self.run(context_id, roots, mode._replace(into_grad=True))
+        finally:
+            self.release(context_id)
+
+    def gradients_of(
+        self, context_id: int, roots: Roots, inputs: Sequence[Tensor], mode: PassMode
+    ) -> list[Tensor | None]:
+        """Returns the gradients of tensors of this worker; see ``torchweft.autograd.grad``.
+
+        Args:
+            context_id: The context.
+            roots: Where the passes start.
+            inputs: The tensors, which require grad.
+            mode: How the passes are run; ``for_inputs``.
+        """
+        captures = Captures(self.contexts.get(context_id), inputs)
+        self.run_all(context_id, roots, mode, captures)
+        return captures.results()
+
+    def run_all(
+        self,
+        context_id: int,
+        roots: Roots,
+        mode: PassMode,
+        captures: Captures,
+        gradients: Gradients | None = None,
+        retains_here: bool = False,
+    ) -> None:
+        """Runs a pass from roots, and all that go on from where it ended; see ``run``."""
+        if captures.goes_on:  # More than one pass may come by the same nodes.
+            mode = mode._replace(retain_graph=True)
+        for start in itertools.chain([roots], captures.further_roots()):
+            self.run(
+                context_id,
+                start,
+                mode,
+                gradients=gradients,
+                captures=captures,
+                retains_here=retains_here,
+            )
+
+    def release(self, context_id: int, told_by: int | None = None) -> None:
+        """Lets go of a context here, and tells the workers that know it."""
+        for worker in self.contexts.release(context_id):
+            if worker != told_by:
+                self._agent.post_ints(self._agent.peers[worker], Kind.RELEASE_CONTEXT, context_id)
+        with self._lock:
+            passes = self._passes_of.pop(context_id, ())
+            parts = [self._parts.pop(pass_id, None) for pass_id in passes]
+        for part in parts:
+            if part is not None and part.local is not None:
+                part.local.close()
+
+    def count_passes(self) -> int:
+        """Returns how many backward passes are under way here, whoever leads them."""
+        with self._lock:
+            parts = list(self._parts.values())
+        return sum([part.is_under_way for part in parts])
+
+    def open_waits(self) -> list[OpenWait]:
+        """Returns the passes that this worker leads, and in which it waits for others."""
+        with self._lock:
+            passes = list(self._led.values())
+        return [
+            OpenWait(("backward", led.pass_id), led.waits_since_s, partial(self._awaited, led))
+            for led in passes
+            if led.driver.awaited_workers() - {self._me}
+        ]
+
+    def _awaited(self, led: LedPart) -> str:
+        workers = sorted(led.driver.awaited_workers() - {self._me})
+        names = [self._agent.peers[each].name for each in workers]
+        return f"in a backward pass for {names_of(names)}"
+
+    # Leading
+
+    def _begin_to_lead(self, context_id: int, mode: PassMode, local: LocalPass) -> LedPart:
+        with self._lock:
+            pass_id = scoped_id(self._me, next(self._pass_numbers))
+            oldest_id = pass_id
+            for other in self._led.values():
+                if other.name.context_id == context_id:
+                    oldest_id = min(oldest_id, other.pass_id)
+            name = PassName(context_id, pass_id, oldest_id, mode)
+            led = LedPart(self._me, name, local)
+            self._led[pass_id] = self._parts[pass_id] = led
+            return led
+
+    def _lead(self, led: LedPart, others: Sequence[Peer]) -> None:
+        """Does this worker's part, and waits, until the pass is over."""
+        sends = self._follow_up(led, self._work_off(led, ()))
+        while led.outcome is None:
+            if led.inbox or led.local.is_averaging_due:
+                self._send_all(led, sends)
+                if led.outcome is None and led.local.is_averaging_due:
+                    self._send_all(led, self._follow_up(led, self._average(led, led.local)))
+            else:
+                self._send_and_wait(led, sends, others)
+            sends = self._follow_up(led, self._work_off(led, led.take_all()))
+        self._send_all(led, sends)
+        if isinstance(led.outcome, Fail):
+            raise self._failure(led.outcome)
+
+    def _send_and_wait(self, led: LedPart, sends: Sequence[Send], others: Sequence[Peer]) -> None:
+        reading = self._listener.take_over(others)
+        try:
+            self._send_all(led, sends)
+            if reading and led.outcome is None:
+                self._listener.read_until(reading, led.inbox, led.deadline_s())
+        finally:
+            self._listener.give_back(reading)
+        if not led.inbox and led.outcome is None:  # It may have failed to send something.
+            self._wait_for_others(led)
+
+    def _wait_for_others(self, led: LedPart) -> None:
+        """Waits for other threads to fill the inbox."""
+        is_counted = self._agent.reactor.begin_wait()
+        try:
+            while not led.wait(_LOOK_S):
+                if self._agent.reactor.is_closing:
+                    raise NotInitialized("this worker shut down before a backward pass had ended")
+                if time.monotonic() > led.deadline_s():
+                    raise AutogradError("a backward pass took longer than WEFT_BACKWARD_TIMEOUT_S")
+        finally:
+            if is_counted:
+                self._agent.reactor.end_wait()
+
+    def _follow_up(self, led: LedPart, actions: Iterable[protocol.Action]) -> list[Send]:
+        """Carries out what concerns this worker; returns what is to be sent to others."""
+        todo = list(actions)
+        sends: list[Send] = []
+        for action in todo:  # It grows meanwhile.
+            if isinstance(action, Tell):
+                todo += led.driver.progressed(action.progress)
+            elif isinstance(action, Send):
+                if action.to_worker == self._me:
+                    todo += led.to_itself(self._agent.me, action.message)
+                else:
+                    sends.append(action)
+            elif isinstance(action, (Complete, Fail)):
+                led.outcome = action
+        return sends
+
+    def _failure(self, fail: Fail) -> AutogradError:
+        if isinstance(fail.error, bytes):
+            fail = fail._replace(error=self._envelopes.error_of(fail.error))
+        name = self._agent.peers[fail.worker].name
+        if isinstance(fail.error, WorkerLost):
+            name = fail.error.worker or name  # Another worker may have noticed first.
+        return protocol.failure_error(fail, name)
+
+    # Taking part
+
+    def _on_message(self, peer: Peer, frame: Frame) -> None:
+        part = self._parts.get(frame.id) or self._new_part(frame.id)
+        if part is None:
+            self._envelopes.discard(peer, frame)
+        elif part.put((peer, frame)):
+            self._agent.reactor.tasks.append((self._take_part, part, None), peer.id)
+
+    def _new_part(self, pass_id: int) -> Part | None:
+        """Returns this worker's part in a pass, made now; None if it is over or not led."""
+        driver = worker_of(pass_id)
+        with self._lock:
+            is_over = pass_id in self._ended or driver == self._me
+            leader = self._agent.peers.get(driver)
+            if is_over or leader is None or leader.lost is not None:
+                return None
+            return self._parts.setdefault(pass_id, Part(Participant(self._me, driver), pass_id))
+
+    def _take_part(self, part: Part, _: object) -> None:
+        while items := part.take_all():
+            self._send_all(part, self._work_off(part, items))
+            if part.local is not None and part.local.is_averaging_due:
+                self._send_all(part, self._average(part, part.local))
+
+    def _work_off(self, part: Part, items: Iterable[tuple[Peer, object]]) -> list[protocol.Action]:
+        """Takes what has come, runs what became ready, and returns what follows."""
+        actions: list[protocol.Action] = []
+        try:
+            for peer, item in items:
+                actions += self._receive(part, peer, item)
+            if part.local is not None and not part.machine.is_over:
+                actions += part.machine.worked(*part.local.work())
+        except BaseException as error:  # Hooks and functions of the program may raise anything.
+            if isinstance(part, LedPart) and not isinstance(error, Exception):
+                raise  # Ctrl-C, perhaps: this is the caller's own thread.
+            actions += part.machine.failed(operation_of(error), error)
+        return actions
+
+    def _average(self, part: Part, local: LocalPass) -> list[protocol.Action]:
+        """Has DDP average gradients, which may take until others of its ranks get there."""
+        is_counted = self._agent.reactor.begin_wait()
+        try:
+            return part.machine.worked((), local.average())
+        except BaseException as error:
+            if isinstance(part, LedPart) and not isinstance(error, Exception):
+                raise
+            return part.machine.failed(AVERAGING, error)
+        finally:
+            if is_counted:
+                self._agent.reactor.end_wait()
+
+    def _receive(self, part: Part, peer: Peer, item: object) -> list[protocol.Action]:
+        if item is LOST:
+            return part.worker_lost(peer)
+        message = self._read(part, peer, item) if isinstance(item, Frame) else item
+        if isinstance(message, Failed):
+            return part.driver.failed(message) if isinstance(part, LedPart) else []
+        if part.local is None and not isinstance(message, Abort):
+            self._begin(part)
+        others: list[protocol.Action] = []
+        for action in part.machine.receive(peer.id, message):  # type: ignore[arg-type]
+            if type(action) is Apply:
+                part.apply(action.message)
+            else:
+                others.append(action)
+        return others
+
+    def _read(self, part: Part, peer: Peer, frame: Frame) -> protocol.Message:
+        name, message = self._envelopes.open(peer, frame)
+        if part.name is None:
+            part.name = name
+        return message
+
+    def _begin(self, part: Part) -> None:
+        """Prepares for the first message of a pass that another worker leads."""
+        name = part.name
+        assert name is not None
+        context = self.contexts.get_or_create(name.context_id)
+        part.local = LocalPass(context, name.mode, outside=self.outside)
+        with self._lock:
+            self._forget_older(name)
+            self._passes_of.setdefault(name.context_id, []).append(name.pass_id)
+        # Released in between, nobody would let go of this part.
+        self.contexts.get(name.context_id)
+
+    def _forget_older(self, name: PassName) -> None:
+        """Lets go of parts in passes that are over by now, as a later one of their leader says."""
+        passes = self._passes_of.get(name.context_id, [])
+        for pass_id in list(passes):
+            if pass_id < name.oldest_id and worker_of(pass_id) == worker_of(name.pass_id):
+                passes.remove(pass_id)
+                self._parts.pop(pass_id, None)
+                self._ended.add(pass_id)
+
+    def _end(self, part: Part) -> None:
+        """Lets go of a part, done or not; what still comes for the pass is dropped."""
+        with self._lock:
+            self._parts.pop(part.pass_id, None)
+            self._ended.add(part.pass_id)
+            if part.name is not None:
+                passes = self._passes_of.get(part.name.context_id, [])
+                if part.pass_id in passes:
+                    passes.remove(part.pass_id)
+                if not passes:
+                    self._passes_of.pop(part.name.context_id, None)
+        if part.local is not None:
+            part.local.close()
+
+    # Sending
+
+    def _send_all(self, part: Part, actions: Iterable[protocol.Action]) -> None:
+        """Sends messages, those to one worker at once: a write wakes somebody."""
+        by_worker: dict[int, list[protocol.Message]] = {}
+        for action in actions:
+            if isinstance(action, Send):
+                by_worker.setdefault(action.to_worker, []).append(action.message)
+            elif isinstance(action, Close):
+                self._end(part)
+        for worker, messages in by_worker.items():
+            try:
+                self._send(part, self._agent.peers[worker], messages)
+            except Exception as error:
+                failed = part.machine.failed(operation_of(error), error)
+                if isinstance(part, LedPart):
+                    self._send_all(part, self._follow_up(part, failed))
+                else:
+                    self._send_all(part, failed)
+
+    def _send(self, part: Part, peer: Peer, messages: Sequence[protocol.Message]) -> None:
+        assert part.name is not None
+        buffers = self._envelopes.seal(peer, part.name, messages)
+        if type(messages[0]) in (Failed, Abort):
+            self._agent.post(peer, buffers)  # Who is lost need not hear it.
+        else:
+            # Who leads reads the connections meanwhile, and must not wait for the other side to.
+            self._agent.send(peer, buffers, may_block=not isinstance(part, LedPart))
+
+    # The world outside
+
+    def _on_release(self, peer: Peer, frame: Frame) -> None:
+        context_id, *_ = decode_ints(frame.control, least=1)
+        # The end of a graph may run any code, and takes its time.
+        # Not ``submit``: the thread that reads this does it next, no other need wake for it.
+        self._agent.reactor.tasks.append((self.release, context_id, peer.id), peer.id)
+
+    def _release_soon(self) -> None:
+        """Has ``tick`` called soon; finalizers call it."""
+        due_s = time.monotonic() + self._batch_s
+        if due_s < self._release_due_s:
+            self._release_due_s = due_s
+            if self._agent.housekeeper is not None:
+                self._agent.housekeeper.nudge(due_s)
+
+    def tick(self, now_s: float) -> float:
+        """Tells senders of messages that nobody here can use any more; a job."""
+        if self._release_due_s > now_s:
+            return self._release_due_s
+        # First: a message that ends from here on has it called again.
+        self._release_due_s = math.inf
+        for worker, message_ids in self.outside.take_ended().items():
+            peer = self._agent.peers.get(worker)
+            if peer is not None and peer.lost is None:
+                self._agent.post_ints(peer, Kind.RELEASE_MESSAGES, *message_ids)
+        return self._release_due_s
+
+    def _on_release_messages(self, peer: Peer, frame: Frame) -> None:
+        message_ids = decode_ints(frame.control)
+        # As above: the end of a graph may run any code.
+        self._agent.reactor.tasks.append((self._drop_sends, peer.id, message_ids), peer.id)
+
+    def _drop_sends(self, worker: int, message_ids: Sequence[int]) -> None:
+        self.outside.drop_sends(message_ids, worker)
+
+    def _on_lost(self, peer: Peer) -> None:
+        self.outside.worker_lost(peer.id)
+        with self._lock:
+            parts = list(self._parts.values())
+        for part in parts:
+            if part.put((peer, LOST)):
+                self._agent.reactor.submit_task(self._take_part, part)

@@ -1,0 +1,145 @@
+"""Messages of a backward pass as frames, and frames as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from torchweft.agent.agent import Agent
+from torchweft.agent.parcels import Parcel, ParcelService
+from torchweft.agent.peers import Peer
+from torchweft.autograd import codec
+from torchweft.autograd.codec import COMPACT, PassName
+from torchweft.autograd.contexts import PARAMETER, REQUIRES_GRAD, SHARED, Contexts
+from torchweft.autograd.gradients import Gradient
+from torchweft.protocol.backward import Failed, Gradients, Message
+from torchweft.serialize import compact
+from torchweft.serialize.exceptions import pack_error
+from torchweft.serialize.objects import pack, pack_plain
+from torchweft.serialize.reading import TRUSTING, Reader
+from torchweft.serialize.tensors import GradFlags
+from torchweft.wire.frames import Buffer, Frame, encode_frame
+from torchweft.wire.messages import Kind
+
+_SMALL_NUMEL = 1024
+
+
+class Envelopes:
+    """Makes and opens the frames of backward passes, for one worker.
+
+    Gradients with a graph of their own, of a pass that is itself recorded, are recorded as any
+    other message of the context is.
+
+    Args:
+        agent: The worker's agent.
+        parcels: Carries what is too large or too unusual for compact values.
+        contexts: What the worker has recorded.
+    """
+
+    def __init__(self, agent: Agent, parcels: ParcelService, contexts: Contexts) -> None:
+        self._contexts = contexts
+        self._worker_name = agent.info.name
+        self._parcels = parcels
+        self._reader: Reader = agent.parts.get(Reader, TRUSTING)
+
+    def seal(self, peer: Peer, name: PassName, messages: Sequence[Message]) -> list[Buffer]:
+        """Returns what to write for messages to another worker."""
+        buffers: list[Buffer] = []
+        for message in messages:
+            if isinstance(message, Gradients):
+                buffers += self._seal_gradients(peer, name, message)
+                continue
+            if isinstance(message, Failed) and isinstance(message.error, BaseException):
+                is_strict = peer.registration.is_strict
+                message.error = pack_error(message.error, self._worker_name, is_plain=is_strict)
+            control = codec.encode(name, message)
+            buffers += encode_frame(Kind.BACKWARD, name.mode.flags, name.pass_id, control)
+        return buffers
+
+    def _seal_gradients(self, peer: Peer, name: PassName, message: Gradients) -> list[Buffer]:
+        flags = name.mode.flags
+        gradients = [_plain(gradient) for gradient in message.gradients]
+        differentiable: list[Tensor] = []
+        values = compact.encode(gradients, differentiable)
+        if values is not None:
+            recorded_id = self._record(name, differentiable, peer)
+            head = codec.encode_head(name, message, recorded_id)
+            return encode_frame(Kind.GRADIENTS, flags | COMPACT, name.pass_id, head + values)
+        is_strict = peer.registration.is_strict
+        packed = (pack_plain if is_strict else pack)(gradients, main_by_name=True)
+        head = codec.encode_head(name, message, self._record(name, packed.tensors, peer))
+        sealed = self._parcels.seal(
+            peer, Kind.GRADIENTS, flags, name.pass_id, head, packed.payload, packed.tensors
+        )
+        assert not isinstance(sealed, Frame)  # Nobody records messages to oneself.
+        return sealed
+
+    def _record(self, name: PassName, tensors: Sequence[Tensor], peer: Peer) -> int:
+        if not name.mode.create_graph:
+            return 0
+        return self._contexts.get_or_create(name.context_id).record_send(tensors, peer.id)
+
+    def open(self, peer: Peer, frame: Frame) -> tuple[PassName, Message]:
+        """Returns the message in a frame, and its pass. May block: it fetches large gradients.
+
+        Raises:
+            ProtocolError: It is malformed.
+            WorkerLost: The sender was lost before its gradients could be fetched.
+        """
+        flags, control = frame.flags, frame.control
+        if frame.kind == Kind.BACKWARD:
+            return codec.decode(frame.id, flags, control)
+        if flags & COMPACT:
+            name, message, recorded_id, start = codec.decode_head(frame.id, flags, control)
+            places: list[int] = []
+            values = compact.decode(control, start, places)
+            if recorded_id:
+                context = self._contexts.get_or_create(name.context_id)
+                context.place_received(recorded_id, peer.id, values, places)
+            message.gradients = values
+            return name, message
+        parcel = self._parcels.open(peer, frame)
+        name, message, recorded_id, _ = codec.decode_head(frame.id, flags, parcel.head)
+        tensors = parcel.tensors(detached=True)
+        if recorded_id:
+            context = self._contexts.get_or_create(name.context_id)
+            tensors = context.record_receive(recorded_id, peer.id, tensors, flags_in(parcel))
+        gradients = self._reader.unpack(parcel.payload, tensors, ())
+        message.gradients = cast(list[Gradient], gradients)
+        return name, message
+
+    def error_of(self, content: bytes) -> BaseException:
+        """Returns the error in a message that a pass has failed."""
+        return self._reader.unpack_error(content)
+
+    def discard(self, peer: Peer, frame: Frame) -> None:
+        """Has the sender of gradients that nobody needs any more let go of them."""
+        if frame.kind == Kind.GRADIENTS and not frame.flags & COMPACT:
+            self._parcels.discard(peer, self._parcels.read(frame))
+
+
+def flags_in(parcel: Parcel) -> list[int]:
+    """Returns what a parcel tells of its tensors, as ``Context.record_receive`` takes it."""
+    return recorded_flags(parcel.flags())
+
+
+def recorded_flags(flags: Iterable[GradFlags]) -> list[int]:
+    """Returns what the table of a message tells, as ``Context.record_receive`` takes it."""
+    return [
+        REQUIRES_GRAD * each.requires_grad | PARAMETER * each.is_parameter | SHARED * each.is_shared
+        for each in flags
+    ]
+
+
+def _plain(gradient: Gradient) -> Gradient:
+    """Returns a small gradient as one piece of memory; that of a sum is one number, repeated."""
+    if (
+        not isinstance(gradient, Tensor)
+        or gradient.layout is not torch.strided
+        or gradient.is_contiguous()
+    ):
+        return gradient
+    return gradient.contiguous() if gradient.numel() <= _SMALL_NUMEL else gradient

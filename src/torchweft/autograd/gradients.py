@@ -1,0 +1,204 @@
+"""The gradients of one context: which tensor got what so far.
+
+Rules of the file: a stored gradient shares memory with nothing that others may write to, since
+optimizers and clipping work in place; and a sum is made in place only where this table made the
+tensor itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+_storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _uses_of(tensor: Tensor) -> int:
+    return int(_storage_use_count(tensor.untyped_storage()._cdata))  # type: ignore[misc]
+
+
+# Whether the storage object that was made to ask counts as a use depends on torch's version.
+_UNSHARED_USES = _uses_of(torch.empty(1)) if _storage_use_count else 0
+# One more by the tensor that is returned for a part of a sparse one.
+_UNSHARED_USES_OF_PART = _UNSHARED_USES + 1
+
+
+UNDEFINED: Final[Literal[False]] = False
+"""In place of a gradient: the tensor was used, and none came of it. The nodes behind it run, as
+those of torch's engine do. None: the tensor was not used, and nothing behind it runs."""
+
+Gradient = Tensor | Literal[False] | None
+"""Of a tensor of a message."""
+
+
+def sum_of(first: Tensor, second: Tensor) -> Tensor:
+    """Adds two gradients of one tensor into a new one; it is sparse only if both are."""
+    if first.is_sparse and not second.is_sparse:
+        return second + first
+    return first + second
+
+
+def is_private(gradient: Tensor) -> bool:
+    """Tells whether no other tensor shares the memory, and in-place operations are allowed on it.
+
+    Says no when in doubt: a needless copy is only slow.
+    """
+    if gradient.layout is torch.strided:
+        return _is_alone(gradient, _UNSHARED_USES)
+    if gradient.layout is torch.sparse_coo:
+        return _is_alone(gradient._values(), _UNSHARED_USES_OF_PART) and _is_alone(
+            gradient._indices(), _UNSHARED_USES_OF_PART
+        )
+    return False
+
+
+def owned(gradient: Tensor) -> Tensor:
+    """Returns a gradient in memory of its own: as much of it as need be is a copy."""
+    if gradient.requires_grad:
+        return gradient.clone()  # Its graph may have kept it.
+    if is_private(gradient):
+        return gradient
+    if gradient.layout is torch.sparse_coo:
+        values = gradient._values()
+        if _is_alone(values, _UNSHARED_USES_OF_PART):
+            # Those of an embedding: their indices are the input, which the program may overwrite.
+            return _with_own_indices(gradient, values)
+    return gradient.clone()
+
+
+def _with_own_indices(gradient: Tensor, values: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(
+        gradient._indices().clone(),
+        values,
+        gradient.shape,
+        is_coalesced=gradient.is_coalesced(),
+        check_invariants=False,
+    )
+
+
+def _is_alone(tensor: Tensor, unshared_uses: int) -> bool:
+    if _storage_use_count is None or (not tensor.is_contiguous() and 0 in tensor.stride()):
+        return False
+    return _uses_of(tensor) <= unshared_uses
+
+
+def _repeated(ids: list[int]) -> set[int]:
+    """Returns the ids that occur more than once."""
+    if len(set(ids)) == len(ids):
+        return set()
+    return {each for each, count in Counter(ids).items() if count > 1}
+
+
+class Sink(Protocol):
+    """Where the gradients of leaves go."""
+
+    def __call__(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]
+    ) -> object:
+        """Adds the gradients of one engine call; ``borrowed`` ones are used elsewhere too."""
+        ...
+
+
+class Gradients:
+    """Sums up gradients by tensor; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[Tensor, Tensor] = {}
+        self._made_here: set[Tensor] = set()
+
+    def add(self, tensor: Tensor, gradient: Tensor) -> None:
+        """Adds a gradient that others may keep using; the first one is copied if need be."""
+        self.add_all([(tensor, gradient)], borrowed=())
+
+    def add_all(self, pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
+        """Adds the gradients of one engine call.
+
+        Args:
+            pairs: Tensors and their gradients; a tensor may occur more than once.
+            borrowed: Objects that are still used elsewhere; among the gradients, they are copied,
+                as is a gradient of several tensors, for each of them.
+        """
+        pairs = list(pairs)
+        used = {id(gradient) for gradient in borrowed}
+        used |= _repeated([id(gradient) for _, gradient in pairs])
+        with self._lock:
+            for tensor, gradient in pairs:
+                self._add(tensor, gradient, id(gradient) in used)
+
+    def _add(self, tensor: Tensor, gradient: Tensor, is_used: bool) -> None:
+        previous = self._sums.get(tensor)
+        if previous is None:
+            self._sums[tensor] = gradient.clone() if is_used else owned(gradient)
+        elif tensor in self._made_here and not previous.is_sparse:
+            previous += gradient
+        else:
+            self._sums[tensor] = sum_of(previous, gradient)
+            self._made_here.add(tensor)
+
+    def snapshot(self) -> dict[Tensor, Tensor]:
+        """Returns the sums so far; what is added later does not change the tensors returned."""
+        with self._lock:
+            self._made_here.clear()
+            return dict(self._sums)
+
+    def keep(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Adds gradients that others may read but nobody writes to, without copying them."""
+        with self._lock:
+            for tensor, gradient in gradients.items():
+                previous = self._sums.get(tensor)
+                self._sums[tensor] = gradient if previous is None else sum_of(previous, gradient)
+            self._made_here.difference_update(gradients)
+
+    def put(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Replaces the sums of some tensors by gradients that nobody else writes to."""
+        with self._lock:
+            self._sums.update(gradients)
+            self._made_here.difference_update(gradients)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        with self._lock:
+            self._sums.clear()
+            self._made_here.clear()
+
+
+_accumulating = threading.Lock()
+"""Passes may add to ``.grad`` of the same tensors at the same time."""
+
+
+def add_to_grad(
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    borrowed: Iterable[Tensor],
+    create_graph: bool = False,
+) -> None:
+    """Adds gradients to ``.grad`` of leaves, and calls the hooks that wait for that.
+
+    Args:
+        pairs: Leaves and their gradients; a leaf may occur more than once.
+        borrowed: Objects that are still used elsewhere; see ``Gradients.add_all``.
+        create_graph: Whether the gradients have a graph, which ``.grad`` is to have then.
+    """
+    pairs = list(pairs)
+    used = {id(gradient) for gradient in borrowed}
+    used |= _repeated([id(gradient) for _, gradient in pairs])
+    with torch.set_grad_enabled(create_graph):
+        with _accumulating:
+            for tensor, gradient in pairs:
+                previous = tensor.grad
+                if previous is None:
+                    is_used = id(gradient) in used
+                    tensor.grad = gradient.clone() if is_used else owned(gradient)
+                elif create_graph or previous.is_sparse:
+                    tensor.grad = sum_of(previous, gradient)
+                else:
+                    previous += gradient
+        for tensor in dict.fromkeys([tensor for tensor, _ in pairs]):
+            # As ``.grad`` is complete: optimizers that step within backward wait for it.
+            for hook in tuple((tensor._post_accumulate_grad_hooks or {}).values()):
+                hook(tensor)

@@ -1,0 +1,312 @@
+"""A backward pass on one worker: what is live, what has arrived, what may run.
+
+``LocalPass`` is all that the shell needs: it takes gradients and news of what is live, and runs
+what has become ready. One thread at a time may use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from torchweft.autograd.averaging import Averaging, find_averaging
+from torchweft.autograd.captures import Captures
+from torchweft.autograd.component import Component, Live
+from torchweft.autograd.contexts import Context, TensorMeta, enter
+from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
+from torchweft.autograd.leaf_hooks import with_leaf_hooks
+from torchweft.autograd.lone import LoneSend
+from torchweft.autograd.modes import PassMode
+from torchweft.autograd.outside import OutsideRecords
+from torchweft.autograd.placeholders import is_without_memory
+from torchweft.autograd.roots import Roots, roots_of
+from torchweft.autograd.walk import End, Place, Reached, SentGraph, reached_by_one
+from torchweft.autograd.zeros import with_zeros
+from torchweft.errors import AutogradError, ProtocolError
+from torchweft.protocol.backward import ROOTS, Progress
+
+
+class Outgoing(NamedTuple):
+    """Gradients to be sent."""
+
+    to_worker: int
+    message_id: int
+    gradients: Sequence[Gradient]
+
+
+class LocalPass:
+    """One backward pass through the graphs that one worker recorded in a context.
+
+    Args:
+        context: What the worker recorded; what is sent from now on has no part in the pass.
+        mode: How the pass is run.
+        gradients: Take those of leaves; by default the context's do.
+        captures: The tensors of this worker, where it leads a pass for inputs.
+        outside: What this worker recorded outside of contexts.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        mode: PassMode = PassMode(),  # noqa: B008 (it cannot change)
+        gradients: Gradients | None = None,
+        captures: Captures | None = None,
+        outside: OutsideRecords | None = None,
+    ) -> None:
+        self._context = context
+        self._outside = outside
+        self._mode = mode
+        self._ends: Mapping[Node, End] = context.receive_of
+        if outside is not None and captures is None:
+            self._ends = outside.ends_beside(context.receive_of, context.add_known_worker)
+        self._passed: Sequence[Place] = ()
+        self._cuts: Collection[Node] = ()
+        self._skipped = 0
+        self._wanted: Container[Node] | None = () if mode.for_inputs else None
+        self._gradients = context.gradients if gradients is None else gradients
+        self._sink = with_leaf_hooks(add_to_grad if mode.into_grad else self._gradients.add_all)
+        if captures is not None:
+            self._ends = captures.ends
+            self._passed, self._cuts = captures.passed, captures.cuts
+            if mode.for_inputs:
+                self._wanted = captures.stops
+                self._skipped = captures.first_send
+                self._sink = _nowhere
+            self._sink = captures.sink_beside(self._sink)
+        recording = functools.partial(_recorded_in, context.id)
+        self._recording = recording if mode.create_graph else contextlib.nullcontext
+        self._roots: Roots | None = None
+        self._reached_of: dict[int, tuple[Reached, Sequence[Live]]] | None = None
+        self._component_of: dict[int, Component | LoneSend] = {}
+        self._touched: dict[int, Component | LoneSend] = {}
+        self._unfinished: dict[int, Component | LoneSend] = {}
+        self._is_settled = False
+        self._averaging: Averaging | None = None
+
+    def start(self, roots: Roots | Iterable[Tensor]) -> None:
+        """Makes the roots live.
+
+        Args:
+            roots: They, or scalars whose gradients are ones.
+
+        Raises:
+            ArgumentTypeError: If they are no tensors.
+            AutogradError: If a root cannot be backpropagated from.
+        """
+        self._roots = roots = roots if isinstance(roots, Roots) else roots_of(roots)
+        gradients = roots.gradients
+        if not self._mode.create_graph:
+            gradients = tuple([gradient.detach() for gradient in gradients])
+        component = self._touch(ROOTS)
+        with self._recording():
+            component.arrive(ROOTS, gradients)
+
+    def announce(self, message_ids: Iterable[int]) -> None:
+        """Notes that messages which were sent here are live.
+
+        Raises:
+            ProtocolError: If this worker sent no such message in the context.
+        """
+        for message_id in message_ids:
+            self._touch(message_id).announce(message_id)
+
+    def arrive(self, message_id: int, gradients: Sequence[Gradient]) -> None:
+        """Takes the gradients of a message that was sent here; they may not be written to.
+
+        Raises:
+            ProtocolError: If they do not belong to a message that this worker sent.
+        """
+        component = self._touch(message_id)
+        with self._recording():
+            component.arrive(message_id, self._placed(message_id, gradients))
+
+    def settle(self) -> None:
+        """Notes that of all live messages there has been news."""
+        self._is_settled = True
+        self._touched.update(self._unfinished)
+
+    def work(self) -> tuple[list[Outgoing], Progress]:
+        """Runs what is ready.
+
+        Returns:
+            Gradients to send to the senders of messages received here, and what has become of
+            messages since the last time.
+        """
+        progress = Progress()
+        outgoing: list[Outgoing] = []
+        touched, self._touched = self._touched, {}
+        for key, component in touched.items():
+            with self._recording():
+                answers = component.advance(self._is_settled, progress)
+            for receive, gradients in answers:
+                if not self._mode.for_inputs:
+                    gradients = with_zeros(gradients, receive.metas)
+                outgoing.append(Outgoing(receive.from_worker, receive.message_id, gradients))
+            if component.is_finished:
+                self._unfinished.pop(key, None)
+            else:
+                self._unfinished[key] = component
+        if self._averaging is not None:
+            self._averaging.hold_back(progress, self._is_settled, self._component_of)
+        return outgoing, progress
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something that is part of the pass has not run yet."""
+        return bool(self._touched or self._unfinished) or self.is_averaging_due
+
+    @property
+    def is_averaging_due(self) -> bool:
+        """Whether ``average`` has something to do, after what ``work`` returned was sent."""
+        return self._averaging is not None and self._averaging.is_due
+
+    def average(self) -> Progress:
+        """Has DDP average gradients. Blocks until the passes of other ranks come to it as well."""
+        assert self._averaging is not None
+        return self._averaging.run()
+
+    def close(self) -> None:
+        """Ends the pass, done or not: its memory is let go."""
+        if self._averaging is not None:
+            self._averaging.close()
+            self._averaging = None
+        self._reached_of = {}
+        self._component_of, self._touched, self._unfinished = {}, {}, {}
+        self._roots = None
+
+    def _touch(self, message_id: int) -> Component | LoneSend:
+        component = self._component_of.get(message_id)
+        if component is None:
+            component = self._make_component(message_id)
+        self._touched[id(component)] = component
+        return component
+
+    def _make_component(self, message_id: int) -> Component | LoneSend:
+        if self._reached_of is None:
+            self._reached_of = self._walk_all()
+            if not self._mode.for_inputs:
+                self._find_averaging(self._reached_of.values())
+        if message_id not in self._reached_of:
+            raise ProtocolError(
+                f"message {message_id} is not among those sent in autograd context "
+                f"{self._context.id} by worker {self._context.worker}"
+            )
+        reached, sends = self._reached_of[message_id]
+        component: Component | LoneSend
+        if len(sends) == 1 and not reached.cuts:
+            component = LoneSend(sends[0], reached, self._ends, self._sink, self._mode)
+        else:
+            component = Component(sends, reached, self._ends, self._sink, self._mode)
+        for send in sends:
+            self._component_of[send.message_id] = component
+        return component
+
+    def _find_averaging(self, components: Iterable[tuple[Reached, Sequence[Live]]]) -> None:
+        self._averaging = find_averaging(components, self._gradients, self._sink)
+        if self._averaging is None:
+            return
+        if self._mode.into_grad:
+            raise AutogradError(
+                "this pass leads to a module under DistributedDataParallel, and belongs to no "
+                "context: open `with torchweft.autograd.context() as context_id:` around the "
+                "forward pass, and call backward(context_id, [loss]) there"
+            )
+        if self._mode.create_graph:
+            raise AutogradError(
+                "create_graph=True leads to a module under DistributedDataParallel, whose averages "
+                "cannot be differentiated; use the module itself, and average in the last pass"
+            )
+        self._sink = self._averaging.add_all
+
+    def _walk_all(self) -> dict[int, tuple[Reached, Sequence[Live]]]:
+        """Walks from all that was sent, used or not; what shares nodes forms a component."""
+        sends = [Live(record.message_id, record.edges) for record in self._context.sends()]
+        found: dict[int, tuple[Reached, Sequence[Live]]] = {}
+        for send in sends[: self._skipped]:  # They lead to nothing that is wanted.
+            found[send.message_id] = (Reached([0], {}, {}), [send])
+        sends = sends[self._skipped :]
+        if self._outside is not None and not self._mode.for_inputs:
+            sends += [Live(each.message_id, each.edges) for each in self._outside.sends()]
+        if self._roots is not None:
+            sends.append(Live(ROOTS, self._roots.edges))
+        if len(sends) == 1:
+            only = sends[0]
+            reached = self._as_wanted(reached_by_one(only.edges, self._ends))
+            found[only.message_id] = (reached, sends)
+            return found
+        graph = SentGraph(self._ends)
+        for send in sends:
+            graph.add(send.edges)
+        for component in graph.components():
+            reached = self._as_wanted(component)
+            members = [sends[member] for member in reached.members]
+            for send in members:
+                found[send.message_id] = (reached, members)
+        return found
+
+    def _as_wanted(self, reached: Reached) -> Reached:
+        """Leaves out the leaves whose gradients nobody asks for."""
+        wanted = self._wanted
+        if self._cuts:
+            reached = reached._replace(cuts=self._cuts)
+        if wanted is None:
+            return reached
+        leaves = {node: leaf for node, leaf in reached.leaves.items() if node in wanted}
+        hidden = {
+            node: leaf
+            for node, leaf in reached.leaves.items()
+            if node not in leaves and is_without_memory(leaf)
+        }
+        if hidden:
+            own = self._context.leaves_behind_placeholders()
+            # What came in another context: asked for, it raises if the pass comes by.
+            leaves.update({node: leaf for node, leaf in hidden.items() if node not in own})
+        return reached._replace(leaves=leaves, passed=self._passed)
+
+    def _placed(self, message_id: int, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
+        """Returns the gradients checked, and where the tensors were when they were sent."""
+        record = self._context.send(message_id)
+        if record is None and self._outside is not None:
+            record = self._outside.send(message_id)
+        if record is None:
+            raise AutogradError(f"autograd context {self._context.id} ended in a backward pass")
+        metas = record.metas
+        if len(gradients) != len(metas):
+            raise ProtocolError(
+                f"{len(gradients)} gradients came for message {message_id}, "
+                f"which had {len(metas)} tensors that require grad"
+            )
+        return [_placed_as(meta, gradient) for meta, gradient in zip(metas, gradients, strict=True)]
+
+
+@contextlib.contextmanager
+def _recorded_in(context_id: int) -> Iterator[None]:
+    """Records what a pass does, whatever the thread was set to.
+
+    That is what it adds up, and the calls that functions of the user make in their backward.
+    """
+    with torch.enable_grad(), enter(context_id):
+        yield
+
+
+def _placed_as(meta: TensorMeta, gradient: Gradient) -> Gradient:
+    if gradient is None or gradient is UNDEFINED:
+        return gradient
+    if not isinstance(gradient, Tensor):
+        raise ProtocolError(f"a {type(gradient).__name__} came for a gradient")
+    if gradient.shape != meta.shape:
+        raise ProtocolError(
+            f"a gradient of shape {tuple(gradient.shape)} came for a tensor of shape "
+            f"{tuple(meta.shape)}"
+        )
+    return gradient if gradient.device == meta.device else gradient.to(meta.device)
+
+
+def _nowhere(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
+    """Takes gradients that nobody asked for."""

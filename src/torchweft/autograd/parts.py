@@ -1,0 +1,154 @@
+"""What a worker keeps of one backward pass, and the inbox through which all goes that comes."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from typing import Final
+
+from torchweft import knobs
+from torchweft.agent.peers import Peer
+from torchweft.autograd.codec import PassName
+from torchweft.autograd.graph import LocalPass
+from torchweft.protocol.backward import (
+    Abort,
+    Action,
+    Complete,
+    Discover,
+    Driver,
+    Fail,
+    Failed,
+    Gradients,
+    Message,
+    Participant,
+    Settled,
+)
+
+LOST: Final = "lost"
+"""Item that says that a worker was lost. All others are frames, or messages to oneself."""
+
+Item = tuple[Peer, object]
+
+
+class Part:
+    """A worker's part in a pass that another one leads.
+
+    Args:
+        machine: Decides what is sent.
+        pass_id: The pass.
+    """
+
+    def __init__(self, machine: Participant, pass_id: int) -> None:
+        self.machine = machine
+        self.pass_id = pass_id
+        self.name: PassName | None = None
+        self.local: LocalPass | None = None
+        self.inbox: deque[Item] = deque()
+        self._lock = threading.Lock()
+        self._is_at_work = False
+
+    def put(self, item: Item) -> bool:
+        """Puts something into the inbox; returns whether the caller must see that it is read."""
+        with self._lock:
+            self.inbox.append(item)
+            was_at_work, self._is_at_work = self._is_at_work, True
+        return not was_at_work
+
+    def take_all(self) -> list[Item]:
+        """Returns what is in the inbox; if that is nothing, whoever puts something sees to it."""
+        with self._lock:
+            items = list(self.inbox)
+            self.inbox.clear()
+            self._is_at_work = bool(items)
+        return items
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this worker is at work for the pass, or waits for more to do."""
+        return self._is_at_work or (self.local is not None and self.local.is_waiting)
+
+    def apply(self, message: Gradients | Discover | Settled) -> None:
+        """Has the pass on this worker take a message."""
+        local = self.local
+        assert local is not None
+        if isinstance(message, Gradients):
+            local.arrive(message.message_id, message.gradients)
+        elif isinstance(message, Discover):
+            local.announce(message.message_ids)
+        else:
+            local.settle()
+
+    def worker_lost(self, peer: Peer) -> list[Action]:
+        """Notes the loss of a worker."""
+        return self.machine.worker_lost(peer.id, peer.lost)
+
+
+class LedPart(Part):
+    """A worker's part in a pass that one of its threads leads; that thread reads the inbox.
+
+    Args:
+        worker: This worker.
+        name: The pass.
+        local: What is run here, with the roots.
+    """
+
+    name: PassName
+    local: LocalPass
+
+    def __init__(self, worker: int, name: PassName, local: LocalPass) -> None:
+        super().__init__(Participant(worker, worker), name.pass_id)
+        self.name = name
+        self.local = local
+        self.driver = Driver(worker)
+        self.outcome: Complete | Fail | None = None
+        self._signal: threading.Event | None = None
+        self._deadline_s: float | None = None
+        self.waits_since_s = math.inf
+        """When this worker first had nothing to do but to wait, by ``time.monotonic``."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the pass is not over."""
+        return True
+
+    def put(self, item: Item) -> bool:
+        """Puts something into the inbox, and wakes the thread that leads."""
+        self.inbox.append(item)
+        if self._signal is not None:
+            self._signal.set()
+        return False
+
+    def take_all(self) -> list[Item]:
+        """Returns what is in the inbox."""
+        inbox = self.inbox
+        return [inbox.popleft() for _ in range(len(inbox))]
+
+    def deadline_s(self) -> float:
+        """Returns when to give up, by ``time.monotonic``: counted from when this is first asked."""
+        if self._deadline_s is None:
+            self.waits_since_s = time.monotonic()
+            self._deadline_s = self.waits_since_s + knobs.BACKWARD_TIMEOUT_S.get()
+        return self._deadline_s
+
+    def wait(self, limit_s: float) -> bool:
+        """Blocks until something is in the inbox; returns False if the time is up before."""
+        # There first, then a look into the inbox: what comes after the look sets it.
+        signal = self._signal = threading.Event()
+        return bool(self.inbox) or signal.wait(
+            min(max(self.deadline_s() - time.monotonic(), 0.0), limit_s)
+        )
+
+    def to_itself(self, me: Peer, message: Message) -> list[Action]:
+        """Takes a message from this worker to itself; returns what follows at once."""
+        if isinstance(message, Failed):
+            return self.driver.failed(message)
+        if isinstance(message, Abort):  # Nobody looks into the inbox any more.
+            return self.machine.receive(me.id, message)
+        self.put((me, message))
+        return []
+
+    def worker_lost(self, peer: Peer) -> list[Action]:
+        """Notes the loss of a worker."""
+        return self.driver.worker_lost(peer.id, peer.lost) or super().worker_lost(peer)

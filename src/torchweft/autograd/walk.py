@@ -1,0 +1,384 @@
+"""Walks through the graph of one worker: what sends reach, and which of them share nodes.
+
+All walks end at placeholders, where the graph goes on at another worker, at leaves, and at stops:
+nodes behind which a pass has nothing to look for. The loops here run once for each node of the
+user's graph, so they are written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from torchweft.autograd.contexts import ReceiveRecord
+from torchweft.autograd.leaf_hooks import has_leaf_hooks
+
+Next = tuple[Node | None, int]
+Place = tuple[Node, int]
+"""An output of a node."""
+
+
+@final
+class Stop(NamedTuple):
+    """A node at which a pass ends, since the gradients of its outputs are all that is wanted.
+
+    Attributes:
+        node: The node.
+        is_hooked: Whether there are hooks that must see the whole gradient of an output.
+    """
+
+    node: Node
+    is_hooked: bool
+
+    @property
+    def places(self) -> list[Place]:
+        """Its outputs."""
+        count = len(self.node._input_metadata)
+        return [(self.node, output_nr) for output_nr in range(count)]
+
+
+End = ReceiveRecord | Stop
+"""What is known of a node at which a walk ends."""
+
+Leaf = Tensor | Stop
+
+
+class Reached(NamedTuple):
+    """What the members of one component reach; members are numbers that ``add`` returned."""
+
+    members: list[int]
+    leaves: dict[Node, Leaf]
+    receives: dict[Node, ReceiveRecord]
+    """Received messages by those of their placeholders that are reached."""
+    passed: Sequence[Place] = ()
+    """Outputs of nodes, of this component or not, whose gradients are wanted on the way."""
+    cuts: Container[Node] = ()
+    """Stops that the engine would go through, and must not."""
+
+    def message_ids(self) -> list[int]:
+        """Returns the numbers of the received messages."""
+        return list({receive.message_id: None for receive in self.receives.values()})
+
+
+def targets_of(
+    leaves: Mapping[Node, Leaf], passed: Sequence[Place]
+) -> tuple[list[GradientEdge], list[Any]]:
+    """Returns where the gradients of leaves and stops come to, and what each belongs to.
+
+    That is the leaf, or the place of an output of a stop; so it is for what is passed.
+    """
+    targets = [GradientEdge(*place) for place in passed]
+    variables: list[Any] = [*passed]
+    for node, leaf in leaves.items():
+        if type(leaf) is Stop:
+            targets += [GradientEdge(*place) for place in leaf.places]
+            variables += leaf.places
+        else:
+            targets.append(GradientEdge(node, 0))
+            variables.append(leaf)
+    return targets, variables
+
+
+class SentGraph:
+    """The graph behind what was sent; each node is visited once.
+
+    Args:
+        ends: Where walks end, by node; may grow meanwhile.
+    """
+
+    def __init__(self, ends: Mapping[Node, End]) -> None:
+        self._ends = ends
+        self._visitor: dict[Node, int] = {}
+        self._leaf_variables: dict[Node, Leaf] = {}
+        self._leaves: list[dict[Node, Leaf]] = []
+        self._receives: list[dict[Node, ReceiveRecord]] = []
+        self._member_of: dict[int, int] = {}
+        self._parents: list[int] = []
+
+    def add(self, edges: Iterable[GradientEdge]) -> tuple[int, dict[Node, ReceiveRecord]]:
+        """Walks from the edges of one send.
+
+        Returns:
+            The number of this send here, and the placeholders that no earlier walk had reached.
+        """
+        member = len(self._parents)
+        self._parents.append(member)
+        self._leaves.append({})
+        self._receives.append({})
+        self._walk([(edge.node, edge.output_nr) for edge in edges], member)
+        return member, self._receives[member]
+
+    def _walk(self, seeds: Iterable[Next], member: int) -> None:
+        visitor, ends = self._visitor, self._ends
+        stack: list[Node] = []
+        push, pop, visitor_of = stack.append, stack.pop, visitor.get
+        edges = seeds
+        while True:
+            for node, _ in edges:
+                if node is None:
+                    continue
+                earlier = visitor_of(node)
+                if earlier is None:
+                    visitor[node] = member
+                    push(node)
+                elif earlier != member:
+                    self._meet(node, earlier, member)
+            if not stack:
+                return
+            node = pop()
+            edges = node.next_functions
+            if not edges:
+                variable = leaf_variable(node)
+                if variable is not None:
+                    self._visit_leaf(node, variable, member)
+            elif node in ends:
+                end = ends[node]
+                if type(end) is Stop:
+                    self._visit_leaf(node, end, member)
+                else:
+                    self._receives[member][node] = end
+                    self._join(self._member_of.setdefault(end.message_id, member), member)
+                edges = ()
+
+    def _visit_leaf(self, node: Node, leaf: Leaf, member: int) -> None:
+        self._leaf_variables[node] = leaf
+        self._leaves[member][node] = leaf
+
+    def _meet(self, node: Node, earlier: int, member: int) -> None:
+        """Notes that two sends reach ``node``; leaves without hooks do not connect them."""
+        variable = self._leaf_variables.get(node)
+        if variable is not None and not has_hooks(variable, node):
+            self._leaves[member][node] = variable
+            return
+        self._join(earlier, member)
+
+    def _join(self, earlier: int, member: int) -> None:
+        first, second = self._root_of(earlier), self._root_of(member)
+        if first != second:
+            self._parents[max(first, second)] = min(first, second)
+
+    def _root_of(self, member: int) -> int:
+        parents = self._parents
+        while parents[member] != member:
+            parents[member] = parents[parents[member]]
+            member = parents[member]
+        return member
+
+    def components(self) -> list[Reached]:
+        """Groups the sends that share nodes or received messages, directly or through others."""
+        by_root: dict[int, Reached] = {}
+        for member in range(len(self._parents)):
+            reached = by_root.setdefault(self._root_of(member), Reached([], {}, {}))
+            reached.members.append(member)
+            reached.leaves.update(self._leaves[member])
+            reached.receives.update(self._receives[member])
+        return list(by_root.values())
+
+
+def reached_by_one(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> Reached:
+    """Walks from the edges of a send that is the only one."""
+    leaves: dict[Node, Leaf] = {}
+    receives: dict[Node, ReceiveRecord] = {}
+    seen = {edge.node for edge in edges}
+    stack = list(seen)
+    while stack:
+        node = stack.pop()
+        nexts = node.next_functions
+        if not nexts:
+            variable = leaf_variable(node)
+            if variable is not None:
+                leaves[node] = variable
+        elif node in ends:
+            end = ends[node]
+            if type(end) is Stop:
+                leaves[node] = end
+            else:
+                receives[node] = end
+        else:
+            for target, _ in nexts:
+                if target is not None and target not in seen:
+                    seen.add(target)
+                    stack.append(target)
+    return Reached([0], leaves, receives)
+
+
+def receives_behind(
+    edges: Iterable[GradientEdge], ends: Mapping[Node, End], visited: set[Node]
+) -> dict[Node, ReceiveRecord]:
+    """Returns the placeholders that ``edges`` lead to through nodes not yet in ``visited``."""
+    found: dict[Node, ReceiveRecord] = {}
+    stack = [edge.node for edge in edges]
+    while stack:
+        node = stack.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        end = ends.get(node)
+        if type(end) is ReceiveRecord:
+            found[node] = end
+        elif end is None:
+            stack.extend([target for target, _ in node.next_functions if target is not None])
+    return found
+
+
+def leaf_variable(node: Node) -> Tensor | None:
+    """Returns the leaf that ``node`` accumulates into, if it is that kind of node."""
+    variable: Tensor | None = getattr(node, "variable", None)
+    return variable
+
+
+def has_hooks(leaf: Leaf, node: Node) -> bool:
+    """Tells whether the user registered hooks for the gradient of a leaf, or for its ``node``."""
+    if type(leaf) is Stop:
+        return leaf.is_hooked
+    # Those of the second kind are called in passes that add to ``.grad``.
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks) or has_leaf_hooks(node)
+
+
+@dataclass(slots=True)
+class Group:
+    """The nodes with one signature, by what matters of them when they are run.
+
+    Attributes:
+        signature: The sends that reach these nodes, one bit for each.
+        leaves: Leaves that get gradients from nodes of the group; with hooks, those in it.
+        receives: Received messages by their placeholders in the group.
+        nodes: The others, a node always before those it leads to.
+    """
+
+    signature: int
+    leaves: dict[Node, Leaf] = field(default_factory=dict)
+    receives: dict[Node, ReceiveRecord] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+
+
+class Partition:
+    """The nodes that some sends reach, by signature.
+
+    Args:
+        seeds: For each send its bit and its edges.
+        ends: Where the graph ends, by node.
+        leaves: All leaves that the sends reach.
+
+    Attributes:
+        groups: The groups that have not been run.
+    """
+
+    def __init__(
+        self,
+        seeds: Iterable[tuple[int, tuple[GradientEdge, ...]]],
+        ends: Mapping[Node, End],
+        leaves: Mapping[Node, Leaf],
+    ) -> None:
+        seeds = list(seeds)
+        self._ends = ends
+        self._hooked = {node: leaf for node, leaf in leaves.items() if has_hooks(leaf, node)}
+        self._plain = {node: leaf for node, leaf in leaves.items() if node not in self._hooked}
+        self._edges = self._sorted_edges([edge.node for _, edges in seeds for edge in edges])
+        self._signatures = self._signatures_from(seeds)
+        self._place = {node: place for place, node in enumerate(self._edges)}
+        self.groups = self._grouped()
+
+    def signature_of(self, node: Node) -> int:
+        """Returns the sends that reach ``node``; none for a leaf without hooks, always ready."""
+        return self._signatures.get(node, 0)
+
+    def take_ready(self, arrived: int) -> list[Group]:
+        """Removes and returns the groups that may run now."""
+        ready = [group for group in self.groups if not group.signature & ~arrived]
+        self.groups = [group for group in self.groups if group.signature & ~arrived]
+        return ready
+
+    def in_order(self, groups: Iterable[Group]) -> list[Node]:
+        """Returns the inner nodes of ``groups``, a node always before those it leads to."""
+        return sorted((node for group in groups for node in group.nodes), key=self._place.get)  # type: ignore[arg-type]
+
+    def before_cut(
+        self, groups: Iterable[Group], arrived: int, cuts: Container[Node] = ()
+    ) -> list[Node]:
+        """Returns the nodes that lead out of ``groups``, sorted.
+
+        That is to nodes that are not ready, or to some of ``cuts``.
+        """
+        nodes = self.in_order(groups)
+        leading_out: set[Node] = set()
+        for node in reversed(nodes):
+            for target, _ in self._edges[node]:
+                if target is not None and (
+                    target in leading_out or target in cuts or self.signature_of(target) & ~arrived
+                ):
+                    leading_out.add(node)
+                    break
+        return [node for node in nodes if node in leading_out]
+
+    def _sorted_edges(self, seeds: Iterable[Node]) -> dict[Node, tuple[Next, ...]]:
+        """Returns the edges out of each node, a node always before those it leads to."""
+        entered: dict[Node, tuple[Next, ...]] = {}
+        finished: dict[Node, tuple[Next, ...]] = {}
+        stack = [seed for seed in seeds if seed not in self._plain]
+        while stack:
+            node = stack[-1]
+            if node in entered:
+                stack.pop()
+                # A node that several lead to may wait on the stack more than once.
+                finished.setdefault(node, entered[node])
+                continue
+            edges = () if node in self._ends else node.next_functions
+            entered[node] = edges
+            stack.extend(self._unplain(edges, entered))
+        return dict(reversed(finished.items()))
+
+    def _unplain(self, edges: Iterable[Next], entered: Mapping[Node, object]) -> Iterator[Node]:
+        for node, _ in edges:
+            if node is not None and node not in entered and node not in self._plain:
+                yield node
+
+    def _signatures_from(
+        self, seeds: Iterable[tuple[int, tuple[GradientEdge, ...]]]
+    ) -> dict[Node, int]:
+        signatures = dict.fromkeys(self._edges, 0)
+        plain = self._plain
+        for bit, edges in seeds:
+            for edge in edges:
+                if edge.node not in plain:
+                    signatures[edge.node] |= bit
+        for node, nexts in self._edges.items():
+            signature = signatures[node]
+            for target, _ in nexts:
+                if target is not None and target not in plain:
+                    signatures[target] |= signature
+        self._join_messages(signatures)
+        return signatures
+
+    def _join_messages(self, signatures: dict[Node, int]) -> None:
+        """Gives the placeholders of a message one signature: they are answered together."""
+        joint: dict[int, int] = {}
+        ends = [(node, self._ends[node]) for node in self._edges if node in self._ends]
+        receives = [(node, end.message_id) for node, end in ends if type(end) is ReceiveRecord]
+        for node, message_id in receives:
+            joint[message_id] = joint.get(message_id, 0) | signatures[node]
+        for node, message_id in receives:
+            signatures[node] = joint[message_id]
+
+    def _grouped(self) -> list[Group]:
+        groups: dict[int, Group] = {}
+        for node, nexts in self._edges.items():
+            signature = self._signatures[node]
+            group = groups.get(signature)
+            if group is None:
+                group = groups[signature] = Group(signature)
+            end = self._ends.get(node)
+            if type(end) is ReceiveRecord:
+                group.receives[node] = end
+            elif node in self._hooked:
+                group.leaves[node] = self._hooked[node]
+            else:
+                group.nodes.append(node)
+                for target, _ in nexts:
+                    if target is not None and target in self._plain:
+                        group.leaves[target] = self._plain[target]
+        return list(groups.values())

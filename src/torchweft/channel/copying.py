@@ -1,0 +1,187 @@
+"""Copying large memory, where there is a core free together with a helper thread.
+
+Both kinds of copies go this way: out of another process's memory, and into memory shared with
+it. The two threads take pieces in turn, so that neither ever waits long for a thread that got no
+processor. The helper is kept off its caller's core: the scheduler likes to wake a thread where
+its waker runs, and there the two only take turns.
+
+Where no core is free the helper does harm: it holds a piece while it waits for a processor. So
+the caller looks, once it has done the first piece alone: by then whoever had just answered it,
+and goes on looking for the next message for a moment, has gone to sleep.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+from torchweft import knobs
+from torchweft.channel import cma
+from torchweft.channel.cma import address_of
+from torchweft.probe import running_threads, usable_cores
+
+PIECE_BYTES = 2 << 20
+
+Step = Callable[[int, int], None]
+"""Copies one piece, given its offset and size, without holding the interpreter lock."""
+
+
+class _Job:
+    """A large copy from its second piece on; its threads take the pieces in turn."""
+
+    def __init__(self, size_bytes: int, step: Step) -> None:
+        self._size_bytes = size_bytes
+        # It keeps the memory, so that a helper never writes to what an interrupted caller let go.
+        self._step = step
+        # Taking the next number is one step for the interpreter: no two threads get the same.
+        self._offsets = itertools.count(PIECE_BYTES, PIECE_BYTES)
+        self._helper_slot = threading.Lock()
+        self._helper_done = threading.Event()
+        self._helper_error: OSError | None = None
+
+    def run(self) -> None:
+        for offset in self._offsets:
+            missing = self._size_bytes - offset
+            if missing <= 0:
+                return
+            self._step(offset, min(PIECE_BYTES, missing))
+
+    def help(self) -> None:
+        """Takes pieces in the helper thread, unless the job ended before it got here."""
+        if not self._helper_slot.acquire(blocking=False):
+            return
+        try:
+            self.run()
+        except OSError as error:
+            self._helper_error = error
+        finally:
+            self._helper_done.set()
+
+    def finish(self) -> None:
+        """Waits for a helper that has begun; one that has not will find the job taken."""
+        if not self._helper_slot.acquire(blocking=False):
+            self._helper_done.wait()
+        if self._helper_error is not None:
+            raise self._helper_error
+
+
+class Copier:
+    """Copies for one worker, large ranges together with a helper thread.
+
+    The thread starts with the first large copy; ``close`` ends it. Thread-safe.
+
+    Args:
+        name: Name of the helper thread.
+    """
+
+    def __init__(self, name: str = "weft-copy") -> None:
+        self._name = name
+        self._shared_pull_bytes = knobs.SHARED_PULL_BYTES.get()
+        self._shared_copy_bytes = knobs.SHARED_COPY_BYTES.get()
+        self._cores = usable_cores()
+        self._may_share = len(self._cores) > 1
+        self._avoided_core = -1
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._helper: threading.Thread | None = None
+
+    def pull(self, pid: int, address: int, into: memoryview) -> None:
+        """Copies from another process's memory; see ``cma.pull``.
+
+        Raises:
+            PullError: Some of it could not be read; what ``into`` holds is undefined.
+        """
+        if into.nbytes < max(self._shared_pull_bytes, PIECE_BYTES) or not self._may_share:
+            cma.pull(pid, address, into)
+            return
+        target = address_of(into)
+
+        def step(offset: int, size_bytes: int, keep: memoryview = into) -> None:
+            cma.pull_range(pid, address + offset, target + offset, size_bytes)
+
+        self._share(into.nbytes, step)
+
+    def copy(self, source: memoryview, into: memoryview) -> None:
+        """Copies ``source``, contiguous and not empty, to the beginning of ``into``."""
+        size_bytes, start, target = source.nbytes, address_of(source), address_of(into)
+        if size_bytes < max(self._shared_copy_bytes, PIECE_BYTES) or not self._may_share:
+            ctypes.memmove(target, start, size_bytes)
+            return
+
+        def step(
+            offset: int, piece_bytes: int, keep: tuple[memoryview, ...] = (source, into)
+        ) -> None:
+            ctypes.memmove(target + offset, start + offset, piece_bytes)
+
+        self._share(size_bytes, step)
+
+    def close(self) -> None:
+        """Ends the helper thread and waits for it; copies go on without it."""
+        with self._lock:
+            self._may_share = False
+            helper, self._helper = self._helper, None
+        if helper is not None:
+            self._jobs.put(None)
+            helper.join()
+
+    def _share(self, size_bytes: int, step: Step) -> None:
+        step(0, PIECE_BYTES)
+        if not core_is_free():
+            step(PIECE_BYTES, size_bytes - PIECE_BYTES)
+            return
+        self._ready_helper()
+        job = _Job(size_bytes, step)
+        self._jobs.put(job)
+        try:
+            job.run()
+        finally:
+            job.finish()
+
+    def _ready_helper(self) -> None:
+        """Starts the helper if there is none, and keeps it off the core that this thread is on."""
+        core = _current_core()
+        with self._lock:
+            if not self._may_share:
+                return
+            if self._helper is None:
+                helper = threading.Thread(target=self._help, name=self._name, daemon=True)
+                try:
+                    helper.start()
+                except RuntimeError:
+                    return  # The system has no room for it now: this thread copies alone.
+                self._helper = helper
+            if core != self._avoided_core:
+                self._avoided_core = core
+                _restrict(self._helper, self._cores - {core})
+
+    def _help(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.help()
+            del job  # it keeps the memory that it filled
+
+
+def core_is_free() -> bool:
+    """Whether fewer threads than there are cores want to run, this one included, right now."""
+    return 0 < running_threads() < (os.cpu_count() or 1)
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _current_core() -> int:
+    """Returns the core that this thread is on, for now; -1 where the system does not say."""
+    return int(_libc.sched_getcpu()) if hasattr(_libc, "sched_getcpu") else -1
+
+
+def _restrict(thread: threading.Thread, cores: frozenset[int]) -> None:
+    """Has a thread run on some cores only, where that is possible."""
+    if thread.native_id is None or not hasattr(os, "sched_setaffinity"):
+        return
+    try:
+        os.sched_setaffinity(thread.native_id, cores)
+    except OSError:
+        pass  # no such core, or not permitted: the thread is of less use then, but right

@@ -1,0 +1,197 @@
+"""The sender's side: which way each buffer takes, and what must be kept until it was pulled."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torchweft.channel.choice import STREAM, Channels
+from torchweft.channel.cma import address_of
+from torchweft.channel.copying import Copier
+from torchweft.channel.shm.lending import Lender
+from torchweft.channel.table import (
+    CMA,
+    FETCHED,
+    SHM,
+    STRIPED,
+    BufferEntry,
+    ChannelKind,
+    encode_table,
+)
+
+
+class HeldStatistics(NamedTuple):
+    """What a peer has not pulled yet."""
+
+    message_count: int
+    size_bytes: int
+
+
+class HeldTensors:
+    """Keeps the memory that one peer is going to pull, until it says that it has.
+
+    Nothing is copied: whoever writes to that memory before it was pulled changes what the peer
+    gets, as with any send that has not completed. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = itertools.count(1)
+        self._lock = threading.Lock()
+        self._held: dict[int, Sequence[memoryview]] = {}
+        self._size_bytes = 0
+        self._is_closed = False
+
+    def hold(self, buffers: Sequence[memoryview]) -> int:
+        """Keeps ``buffers``; returns the token that ``release`` takes, also if there are none."""
+        token = next(self._tokens)
+        if not buffers:
+            return token
+        size_bytes = _size(buffers)
+        with self._lock:
+            if not self._is_closed:
+                self._held[token] = buffers
+                self._size_bytes += size_bytes
+        return token
+
+    def release(self, token: int) -> Sequence[memoryview] | None:
+        """Lets go of what ``token`` stands for, and returns it; None if that happened already.
+
+        A peer that failed to pull is sent what this returns another way.
+        """
+        with self._lock:
+            buffers = self._held.pop(token, None)
+            if buffers is not None:
+                self._size_bytes -= _size(buffers)
+        return buffers
+
+    def close(self) -> None:
+        """Lets go of everything, now and in future: the peer will pull no more."""
+        with self._lock:
+            self._is_closed = True
+            # Dropped after the lock: the end of a tensor may run any code.
+            dropped, self._held = self._held, {}
+            self._size_bytes = 0
+        dropped.clear()
+
+    def statistics(self) -> HeldStatistics:
+        """Returns how much is held now."""
+        with self._lock:
+            return HeldStatistics(len(self._held), self._size_bytes)
+
+
+def _size(buffers: Sequence[memoryview]) -> int:
+    return sum([buffer.nbytes for buffer in buffers])
+
+
+class Prepared(NamedTuple):
+    """A message's buffers, each given its way.
+
+    Attributes:
+        table: The buffer table for the control part; empty if all buffers follow.
+        following: The buffers that are to follow the control part.
+        striped: The buffers that are to be sent over connections of their own, in order.
+        token: What the message is called wherever its buffers are spoken of; 0 without table.
+        lent: The buffers that are in shared memory.
+    """
+
+    table: bytes
+    following: Sequence[memoryview]
+    striped: Sequence[memoryview] = ()
+    token: int = 0
+    lent: Sequence[BufferEntry] = ()
+
+    def take_back(self, channels: Channels, held: HeldTensors) -> None:
+        """Lets go of what the peer will not fetch: the message is not going to be sent."""
+        held.release(self.token)
+        lender = channels.lender
+        if lender is not None:
+            for entry in self.lent:
+                lender.take_back(entry)
+
+
+def prepare(
+    buffers: Sequence[memoryview],
+    channels: Channels,
+    held: HeldTensors,
+    copier: Copier,
+    reach_data: Callable[[], bool] = lambda: False,
+) -> Prepared:
+    """Chooses a way for every buffer of a message, and puts into shared memory what takes that.
+
+    Args:
+        buffers: Contiguous memory, in the order of the message's tensors.
+        channels: The ways to the peer.
+        held: Keeps what the peer will pull.
+        copier: Copies into shared memory.
+        reach_data: Sees that there are connections for striped buffers, and returns whether
+            there are; may block.
+    """
+    if not buffers:
+        return Prepared(b"", buffers)
+    kinds = [channels.channel_for(buffer.nbytes) for buffer in buffers]
+    if len(buffers) > 1 and kinds.count(STREAM) > 1:
+        kinds = _stripe_together(kinds, buffers, channels)
+    lender = channels.lender
+    if FETCHED.isdisjoint(kinds) and (lender is None or not lender.has_shared):
+        return Prepared(b"", buffers)
+    lent = [None] * len(buffers) if lender is None else _lend(lender, kinds, buffers, copier)
+    kinds = [
+        channels.next_best(SHM, buffer.nbytes) if kind == SHM and entry is None else kind
+        for kind, entry, buffer in zip(kinds, lent, buffers, strict=True)
+    ]
+    if STRIPED in kinds and not reach_data():
+        kinds = [STREAM if kind == STRIPED else kind for kind in kinds]
+    entries = [
+        entry or _entry(kind, buffer)
+        for entry, kind, buffer in zip(lent, kinds, buffers, strict=True)
+    ]
+    token = held.hold(_of_kind(CMA, entries, buffers))
+    following = [
+        buffer for entry, buffer in zip(entries, buffers, strict=True) if entry.kind not in FETCHED
+    ]
+    striped = _of_kind(STRIPED, entries, buffers)
+    in_slabs = [entry for entry in lent if entry is not None]
+    return Prepared(encode_table(token, entries), following, striped, token, in_slabs)
+
+
+def _stripe_together(
+    kinds: list[ChannelKind], buffers: Sequence[memoryview], channels: Channels
+) -> list[ChannelKind]:
+    """Has tensors that are large together travel as large ones do.
+
+    Behind the message they would hold up what follows just as long.
+    """
+    sizes = [buffer.nbytes for kind, buffer in zip(kinds, buffers, strict=True) if kind == STREAM]
+    if channels.channel_for(sum(sizes)) != STRIPED:
+        return kinds
+    return [STRIPED if kind == STREAM else kind for kind in kinds]
+
+
+def _lend(
+    lender: Lender, kinds: Sequence[ChannelKind], buffers: Sequence[memoryview], copier: Copier
+) -> list[BufferEntry | None]:
+    """Lends what the user shares, and what is to be copied into shared memory as far as it fits."""
+    entries: list[BufferEntry | None] = []
+    try:
+        for kind, buffer in zip(kinds, buffers, strict=True):
+            entry = lender.pass_on(buffer)
+            if entry is None and kind == SHM:
+                entry = lender.put(buffer, copier)
+            entries.append(entry)
+    except BaseException:
+        for entry in filter(None, entries):
+            lender.take_back(entry)
+        raise
+    return entries
+
+
+def _entry(kind: ChannelKind, buffer: memoryview) -> BufferEntry:
+    return BufferEntry(kind, buffer.nbytes, address_of(buffer) if kind == CMA else 0)
+
+
+def _of_kind(
+    kind: ChannelKind, entries: Sequence[BufferEntry], buffers: Sequence[memoryview]
+) -> list[memoryview]:
+    return [buffer for entry, buffer in zip(entries, buffers, strict=True) if entry.kind == kind]

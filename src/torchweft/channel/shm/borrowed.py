@@ -1,0 +1,95 @@
+"""The receiver's side of shared memory: tensors that are another process's slabs.
+
+All views of received memory keep the object that exports it (see ``channel.memory``). Its end is
+noted where the lender will look, by a weak reference's callback: a store of one aligned word,
+and nothing else but forgetting the reference.
+
+The store may not pass what this process did to the slab before. It does not: on the way to it the
+last owner of the memory has counted its references down to zero, atomically.
+
+A child that is forked has the mapping as well, and drops its copies of this process's tensors
+when it likes. That ends no loan: the child forgets all of them as it begins.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+from torchweft.channel.shm.layout import SLABS_OFFSET, TICKET_MASK, Area, Bytes, Words
+from torchweft.channel.table import BufferEntry
+from torchweft.errors import ProtocolError
+
+
+class _Lease(weakref.ref[Bytes]):
+    """Watches the exporter of one loan, and knows what to write when it is gone."""
+
+    __slots__ = ("tag", "words")
+    tag: int
+    words: Words
+
+
+# Of the process, as tensors outlive the agent that received them.
+_leases: dict[int, _Lease] = {}
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leases.clear)
+
+
+def _end(lease: weakref.ref[Bytes]) -> None:
+    assert isinstance(lease, _Lease)
+    lease.words[lease.tag & TICKET_MASK] = lease.tag
+    _leases.pop(id(lease), None)
+
+
+class Borrowed:
+    """One peer's shared memory, as mapped here. Thread-safe.
+
+    Args:
+        area: The mapping.
+        peer: Name of the peer, for error messages.
+    """
+
+    def __init__(self, area: Area, peer: str) -> None:
+        self._area = area
+        self._peer = peer
+        self._mapped: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def take(self, entry: BufferEntry) -> memoryview:
+        """Returns the memory of a buffer, writable; the loan ends with its last view.
+
+        Raises:
+            ProtocolError: There are no slabs there.
+        """
+        start, end = entry.place, entry.place + entry.size_bytes
+        if not SLABS_OFFSET <= start < end <= self._area.size_bytes:
+            raise ProtocolError(
+                f"{self._peer} lends bytes {start} to {end} of its shared memory, which has slabs "
+                f"from {SLABS_OFFSET} to {self._area.size_bytes}"
+            )
+        self._map(start, entry.size_bytes)
+        exporter = self._area.memory[start:end]
+        lease = _Lease(exporter, _end)
+        lease.words, lease.tag = self._area.words, entry.tag
+        _leases[id(lease)] = lease
+        return exporter.data
+
+    def refuse(self, entry: BufferEntry) -> None:
+        """Ends the loan of a buffer that nobody will read."""
+        self._area.words[entry.tag & TICKET_MASK] = entry.tag
+
+    def forget_pages(self) -> None:
+        """Assumes no longer that pages once mapped are mapped still: the lender may have shrunk."""
+        with self._lock:
+            self._mapped.clear()
+
+    def _map(self, start: int, size_bytes: int) -> None:
+        """Maps the pages of a slab that has not come before, faster than touch by touch."""
+        with self._lock:
+            if self._mapped.get(start, 0) >= size_bytes:
+                return
+            self._mapped[start] = size_bytes
+        first = start - start % 4096
+        self._area.map_pages(first, start + size_bytes - first)

@@ -1,0 +1,51 @@
+"""Work on a thread of its own, and a future of what comes out of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from torchweft.agent.current import current
+from torchweft.rpc.futures import fail
+
+T = TypeVar("T")
+
+
+def start(work: Callable[[], T], name: str, *, is_awaited: bool) -> torch.futures.Future[T]:
+    """Runs something on a thread of its own; returns a future of its result.
+
+    Args:
+        work: What to run.
+        name: What the thread is called, behind the name of the worker.
+        is_awaited: Whether the process waits for it when it ends.
+    """
+    future: torch.futures.Future[T] = torch.futures.Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            fail(future, without_frames(error))
+        else:
+            future.set_result(result)
+
+    thread = threading.Thread(
+        target=run, name=f"weft-{current().info.name}-{name}", daemon=not is_awaited
+    )
+    thread.start()
+    return future
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """Returns an error, and takes from it and its causes the frames that they have passed.
+
+    No collector looks into a future of PyTorch: what it leads to stays, if it leads back to it.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        BaseException.with_traceback(link, None)
+        link = link.__cause__ or link.__context__
+    return error

@@ -1,0 +1,231 @@
+"""A gate that steps of many trainers go through, so that a snapshot can wait for a moment without.
+
+Trainers that share parameters step when they like. A snapshot taken meanwhile has, of some step,
+what it did on one worker and not what it did on another. So each step goes through the gate; who
+takes a snapshot closes it: no step begins then, and it is closed when those under way have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchweft.agent.agent import Agent
+from torchweft.agent.current import current
+from torchweft.agent.peers import Peer
+from torchweft.errors import CallTimeout, WeftError
+from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, functions, rpc_async, rpc_sync
+from torchweft.rpc.futures import ignore_errors
+
+_Waiting = torch.futures.Future[None]
+
+
+class StepGate:
+    """Lets steps through, but while it is closed.
+
+    Make one on the worker that saves, and send it to those that train::
+
+        gate = torchweft.checkpoint.StepGate()          # the driver; it passes it on in a call
+
+        with gate.step(), torchweft.autograd.context() as context_id:      # a trainer, each step
+            torchweft.autograd.backward(context_id, [loss_of(batch)])
+            optimizer.step(context_id)
+
+        torchweft.checkpoint.save(directory, state, step=step, gate=gate)  # the driver
+
+    A step must not begin another one within it. Steps of a worker that is lost have ended, and
+    what it had closed is open. Thread-safe.
+
+    Attributes:
+        reference: A reference to the gate, to be sent in its place to workers that unpickle
+            nothing; see ``from_reference``.
+    """
+
+    reference: RRef[Any]
+
+    def __init__(self) -> None:
+        gate = _Gate()
+        _watch(current(), gate)
+        self.reference = RRef(gate)
+
+    @classmethod
+    def from_reference(cls, reference: RRef[Any]) -> StepGate:
+        """Returns the gate that another worker has made."""
+        made = cls.__new__(cls)
+        made.reference = reference
+        return made
+
+    @contextlib.contextmanager
+    def step(self, timeout: float = UNSET_RPC_TIMEOUT) -> Iterator[None]:
+        """Begins a step, and ends it with the ``with`` block. Blocks while the gate is closed.
+
+        Args:
+            timeout: Seconds to wait for it to open; 0 for no limit, and by default that of calls.
+
+        Raises:
+            CallTimeout: It stayed closed.
+            WorkerLost: The worker that made the gate is lost.
+        """
+        with self._held(_enter, timeout):
+            yield
+
+    @contextlib.contextmanager
+    def closed(self, timeout: float = UNSET_RPC_TIMEOUT) -> Iterator[None]:
+        """Closes the gate for a ``with`` block. Blocks until no step is under way.
+
+        Args:
+            timeout: Seconds to wait for that; 0 for no limit, and by default that of calls.
+
+        Raises:
+            CallTimeout: A step did not end; says whose.
+            WorkerLost: The worker that made the gate is lost.
+        """
+        with self._held(_close, timeout):
+            yield
+
+    @contextlib.contextmanager
+    def _held(self, begin: Any, timeout: float) -> Iterator[None]:
+        owner, me = self.reference.owner(), current().me.id
+        token = secrets.token_hex(8)
+        try:
+            try:
+                rpc_sync(owner, begin, (self.reference, token, me), timeout=timeout)
+            except CallTimeout as error:
+                raise self._explained(error, begin is _close) from error
+            yield
+        finally:
+            # Nobody waits for it: the next step or snapshot does, if it has to.
+            with contextlib.suppress(WeftError):
+                ignore_errors(rpc_async(owner, _end, (self.reference, token)))
+
+    def _explained(self, error: CallTimeout, is_closing: bool) -> CallTimeout:
+        if not is_closing:
+            what = "the gate is closed: a snapshot is being taken, or waits for a step to end"
+        else:
+            who = rpc_sync(self.reference.owner(), _inside, (self.reference,))
+            what = f"steps are under way on {', '.join(map(repr, who)) or 'no worker any more'}"
+        return CallTimeout(
+            f"timed out after {error.elapsed_s:.1f} s: {what}",
+            worker=error.worker,
+            call=error.call,
+            elapsed_s=error.elapsed_s,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.reference,)
+
+
+def _received(reference: RRef[Any]) -> StepGate:
+    return StepGate.from_reference(reference)
+
+
+class _Gate:
+    """The gate itself, on the worker that made it. Thread-safe.
+
+    Who closes comes before who wants to begin a step: otherwise steps that follow one another
+    closely would never let it be closed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: dict[str, int] = {}
+        self._closers: dict[str, int] = {}
+        self._entering: dict[str, tuple[int, _Waiting]] = {}
+        self._closing: dict[str, _Waiting] = {}
+
+    def enter(self, token: str, who: int) -> _Waiting:
+        """Begins a step, as soon as nobody closes; returns a future of that."""
+        waiting: _Waiting = torch.futures.Future()
+        with self._lock:
+            self._entering[token] = who, waiting
+        self._go_on()
+        return waiting
+
+    def close(self, token: str, who: int) -> _Waiting:
+        """Closes, as soon as no step is under way; returns a future of that."""
+        waiting: _Waiting = torch.futures.Future()
+        with self._lock:
+            self._closers[token] = who
+            self._closing[token] = waiting
+        self._go_on()
+        return waiting
+
+    def end(self, token: str) -> None:
+        """Ends a step or what has closed, also one that has not begun."""
+        with self._lock:
+            for table in (self._steps, self._closers, self._entering, self._closing):
+                table.pop(token, None)
+        self._go_on()
+
+    def inside(self) -> set[int]:
+        """Returns the ids of the workers whose steps are under way."""
+        with self._lock:
+            return set(self._steps.values())
+
+    def lost(self, worker: int) -> None:
+        """Ends all that a lost worker had begun."""
+        with self._lock:
+            begun = {**self._steps, **self._closers}
+            begun |= {token: who for token, (who, _) in self._entering.items()}
+        for token, who in begun.items():
+            if who == worker:
+                self.end(token)
+
+    def _go_on(self) -> None:
+        """Lets all go on that may."""
+        with self._lock:
+            if self._closers:
+                free = [] if self._steps else list(self._closing.values())
+                if free:
+                    self._closing.clear()
+            else:
+                free = [waiting for _, waiting in self._entering.values()]
+                self._steps.update({token: who for token, (who, _) in self._entering.items()})
+                self._entering.clear()
+        # Outside the lock: what follows a future may come back here.
+        for waiting in free:
+            waiting.set_result(None)
+
+
+def _watch(agent: Agent, gate: _Gate) -> None:
+    """Has the gate told of lost workers, for as long as there is a reference to it."""
+    weak = weakref.ref(gate)
+
+    def tell(peer: Peer) -> None:
+        watched = weak()
+        if watched is not None:
+            watched.lost(peer.id)
+
+    agent.on_lost(tell)
+
+
+# What workers call on the one that made the gate.
+
+
+@functions.async_execution
+def _enter(gate: RRef[_Gate], token: str, who: int) -> _Waiting:
+    return gate.local_value().enter(token, who)
+
+
+@functions.async_execution
+def _close(gate: RRef[_Gate], token: str, who: int) -> _Waiting:
+    return gate.local_value().close(token, who)
+
+
+def _end(gate: RRef[_Gate], token: str) -> None:
+    gate.local_value().end(token)
+
+
+def _inside(gate: RRef[_Gate]) -> list[str]:
+    peers = current().peers
+    return sorted(peers[worker].name for worker in gate.local_value().inside())
+
+
+CALLABLES = (_enter, _close, _end, _inside)
+"""What trainers call on the worker that has made a gate."""

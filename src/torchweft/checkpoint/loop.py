@@ -1,0 +1,178 @@
+"""A training loop that goes on from the last snapshot, and saves one every now and then."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchweft.checkpoint import snapshots
+from torchweft.checkpoint.gate import StepGate
+from torchweft.checkpoint.restoring import restore_snapshot
+from torchweft.checkpoint.saving import Workers, check_keep, save_async
+from torchweft.checkpoint.snapshots import Snapshot
+from torchweft.errors import ConfigurationError, SnapshotCorrupt
+from torchweft.rpc import UNSET_RPC_TIMEOUT
+
+_log = logging.getLogger("torchweft")
+RESTART_COUNT = "WEFT_RESTART_COUNT"
+"""How often a supervisor has started this program anew; for the message."""
+
+
+class Resumable:
+    """Yields the steps of a training that are still to be done, and saves between them.
+
+    Made by ``resumable``.
+
+    Attributes:
+        snapshot: The last snapshot: at first the one that was restored, None where there was none.
+        first_step: The first step that is still to be done.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        directory: str,
+        state: dict[str, Any],
+        every: int | None,
+        every_s: float | None,
+        in_background: bool,
+        is_lenient: bool,
+        saving: dict[str, Any],
+    ) -> None:
+        self._steps = steps
+        self._directory = directory
+        self._state = state
+        self._every = every
+        self._every_s = every_s
+        self._in_background = in_background
+        self._saving = saving
+        self._pending: torch.futures.Future[Snapshot] | None = None
+        self.snapshot = self._restore(is_lenient)
+        self.first_step = 0 if self.snapshot is None else self.snapshot.step
+        self._saved_step = self.first_step if self.snapshot else -1
+        self._saved_s = time.monotonic()
+
+    def _restore(self, is_lenient: bool) -> Snapshot | None:
+        timeout, random_states = self._saving["timeout"], self._saving["random_states"]
+        for snapshot in reversed(snapshots.list_snapshots(self._directory)):
+            try:
+                restore_snapshot(
+                    snapshot,
+                    self._state,
+                    strict=True,
+                    random_states=random_states is not False,
+                    timeout=timeout,
+                )
+            except SnapshotCorrupt as error:
+                if not is_lenient:
+                    raise
+                _log.warning("%s", str(error))
+                continue
+            count = os.environ.get(RESTART_COUNT, "0")
+            again = f", restart {count}" if count != "0" else ""
+            _log.info("goes on from step %d, snapshot %s%s", snapshot.step, snapshot.path, again)
+            return snapshot
+        return None
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields the numbers of the steps; a step has been done when the next one is asked for."""
+        for step in range(self.first_step, self._steps):
+            yield step
+            self._raise_earlier()
+            if self._is_due(step + 1):
+                self._begin_save(step + 1)
+        if self._saved_step < self._steps:
+            self._begin_save(self._steps)
+        self._await_save()
+
+    def _is_due(self, done: int) -> bool:
+        if done == self._steps:
+            return False  # The final one follows at once.
+        if self._every is not None and done % self._every == 0:
+            return True
+        return self._every_s is not None and time.monotonic() - self._saved_s >= self._every_s
+
+    def _begin_save(self, done: int) -> None:
+        self._await_save()
+        self._pending = save_async(self._directory, self._state, step=done, **self._saving)
+        self._saved_step = done
+        self._saved_s = time.monotonic()
+        if not self._in_background:
+            self._await_save()
+
+    def _raise_earlier(self) -> None:
+        """Raises what went wrong with a save in the background, as soon as that is known."""
+        if self._pending is not None and self._pending.done():
+            self._await_save()
+
+    def _await_save(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.snapshot = pending.wait()
+
+
+def resumable(
+    steps: int,
+    directory: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    every: int | None = None,
+    every_s: float | None = None,
+    keep: int | None = 2,
+    in_background: bool = False,
+    fall_back: bool = False,
+    gate: StepGate | None = None,
+    random_states: Workers = True,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Resumable:
+    """Returns the steps still to be done, after restoring the last snapshot where there is one.
+
+    A snapshot is saved every so often between two steps, and a last one when all are done. What
+    goes wrong in a step is raised as it is: a ``WorkerLost`` ends the program, a supervisor
+    (``torchweft run --restarts``) starts it anew, and it comes back to this line and goes on::
+
+        state = {"model": model, "optimizer": optimizer, "losses": []}
+        for step in torchweft.checkpoint.resumable(10_000, "runs/1", state, every=100):
+            loss = train_one_step(batches[step])
+            state["losses"].append(loss)
+
+    Leaving the loop by ``break`` saves nothing.
+
+    Args:
+        steps: How many steps the whole training has.
+        directory: Where snapshots are kept; see ``save``.
+        state: What to save and restore; see ``save``.
+        every: Save after so many steps.
+        every_s: Save when so many seconds have passed since the last time.
+        keep: How many snapshots to keep; None for all.
+        in_background: Whether training goes on while a snapshot is written; see ``save_async``.
+        fall_back: Whether to go on from the snapshot before, with a warning, where the last one is
+            damaged.
+        gate: See ``save``.
+        random_states: See ``save``; those that were saved are restored unless this is False.
+        timeout: Seconds that each saving and restoring may take.
+
+    Raises:
+        ConfigurationError: Neither ``every`` nor ``every_s`` is given, or a number cannot be used.
+        CheckpointError: The last snapshot cannot be restored; see ``restore``.
+    """
+    if not isinstance(steps, int) or steps < 0:
+        raise ConfigurationError(f"steps is {steps!r}; pass how many the whole training has")
+    if every is None and every_s is None:
+        raise ConfigurationError(
+            "say when to save: every=100 for every hundred steps, every_s=600 for every ten minutes"
+        )
+    if every is not None and (not isinstance(every, int) or every < 1):
+        raise ConfigurationError(f"every is {every!r}; pass a number of steps, at least 1")
+    if every_s is not None and not every_s > 0:
+        raise ConfigurationError(f"every_s is {every_s!r}; pass a number of seconds above 0")
+    check_keep(keep)
+    saving = {"keep": keep, "gate": gate, "random_states": random_states, "timeout": timeout}
+    return Resumable(
+        steps, os.path.abspath(directory), state, every, every_s, in_background, fall_back, saving
+    )

@@ -1,0 +1,162 @@
+"""The part of a state that one worker owns: taken as a whole, and put back.
+
+Nothing here talks to other workers. A part is a dict of tensors and plain values::
+
+    {
+        "items": {path: {"kind": ..., "state": ...}},
+        "optimizers": {path: {"state": {name of parameter: {...}}, "shared": {...}}},
+        "random": {...} or None,
+        "options": {path: [...]},                # of the driver's part: hyper-parameters by group
+    }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torchweft.checkpoint import kinds, random_states
+from torchweft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE
+from torchweft.checkpoint.naming import parameter_names
+from torchweft.checkpoint.plain import HostCopier
+from torchweft.optim.local import LocalOptimizer, Saved, step_lock
+
+Content = dict[str, Any]
+Options = dict[int, dict[str, Any]]
+Described = dict[str, dict[int, tuple[str, tuple[int, ...]]]]
+"""Names and shapes of the parameters of each optimizer, by their numbers."""
+
+
+class Owned(NamedTuple):
+    """What a worker owns of a state, by path.
+
+    Attributes:
+        remote: What the state has references to.
+        local: What is in the state itself, where this worker has it saved.
+        optimizers: The local optimizers of distributed ones.
+    """
+
+    remote: Mapping[str, Any]
+    local: Mapping[str, Any]
+    optimizers: Mapping[str, LocalOptimizer]
+
+    def values(self) -> dict[str, Any]:
+        """Returns all but the optimizers."""
+        return {**self.remote, **self.local}
+
+    def kinds(self) -> dict[str, str]:
+        """Returns what kinds of things they are.
+
+        Raises:
+            ArgumentTypeError: There is no way to restore one of them.
+        """
+        found = {p: kinds.kind_of(p, v, is_remote=True) for p, v in self.remote.items()}
+        found |= {p: kinds.kind_of(p, v, is_remote=False) for p, v in self.local.items()}
+        return found
+
+
+class Taken(NamedTuple):
+    """A part, and what the driver has to know of it.
+
+    Attributes:
+        content: The part.
+        kinds: What kind of thing each entry is.
+        described: The parameters of the optimizers.
+        options: Their hyper-parameters, by optimizer and group.
+    """
+
+    content: Content
+    kinds: dict[str, str]
+    described: Described
+    options: dict[str, Options]
+
+
+def take(owned: Owned, *, with_random: bool) -> Taken:
+    """Returns a copy of what a worker owns, taken between two steps of its optimizers.
+
+    Raises:
+        ArgumentTypeError: Something cannot be saved; says what.
+    """
+    found = owned.kinds()
+    values = owned.values()
+
+    def taken(*which: str) -> Content:
+        return {
+            path: {"kind": kind, "state": kinds.take(path, kind, values[path])}
+            for path, kind in found.items()
+            if kind in which
+        }
+
+    # An object may ask others for its state, who then wait for this worker's optimizers: no lock.
+    items = taken(OBJECT)
+    with step_lock():
+        items |= taken(MODULE, TENSOR)
+        described = describe(owned)
+        saved = {path: optimizer.content() for path, optimizer in owned.optimizers.items()}
+        optimizers = {
+            path: _named(path, each.state, described[path]) for path, each in saved.items()
+        }
+    items |= taken(GENERATOR, DATA, VALUE)
+    # Last of all: what was called above is the user's code, and may have drawn some.
+    random = random_states.take() if with_random else None
+    content = {"items": items, "optimizers": optimizers, "random": random}
+    options = {path: HostCopier(path).copy(each.options) for path, each in saved.items()}
+    return Taken(content, found, described, options)
+
+
+def describe(owned: Owned) -> Described:
+    """Returns names and shapes of the parameters that the optimizers of a worker step."""
+    values = owned.values()
+    described: Described = {}
+    for path, optimizer in owned.optimizers.items():
+        parameters = optimizer.parameters()
+        names = parameter_names(values, parameters)
+        described[path] = {
+            number: (names[number], tuple(parameter.shape))
+            for number, parameter in parameters.items()
+        }
+    return described
+
+
+def _named(
+    path: str, state: dict[Any, Any], described: dict[int, tuple[str, tuple[int, ...]]]
+) -> Content:
+    copier = HostCopier(path)
+    return {
+        "state": {
+            described[key][0]: copier.copy(value)
+            for key, value in state.items()
+            if key in described
+        },
+        "shared": {key: copier.copy(value) for key, value in state.items() if key not in described},
+    }
+
+
+def put(
+    owned: Owned,
+    content: Content,
+    options: Mapping[str, Options],
+    *,
+    strict: bool,
+) -> None:
+    """Puts a part back: what there is of it.
+
+    Plain values of the state itself are not put: nobody but who has the state can do that.
+
+    Args:
+        owned: What to put it into.
+        content: The part; the state of optimizers is by numbers of parameters, as it is here.
+        options: Hyper-parameters of the optimizers, by path and group.
+        strict: Whether modules must have all that the part has, and no more.
+    """
+    found = owned.kinds()
+    values = owned.values()
+    for path, item in content["items"].items():
+        if found[path] != VALUE:
+            kinds.put(found[path], values[path], item["state"], strict=strict)
+    for path, optimizer in owned.optimizers.items():
+        if path in options:
+            state = content["optimizers"].get(path, {})
+            optimizer.load(Saved(dict(options[path]), state))
+    if content["random"] is not None:
+        random_states.put(content["random"])

@@ -1,0 +1,106 @@
+"""What may stand in a snapshot: tensors and plain values, which no code is needed to read."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchweft.errors import ArgumentTypeError
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_SEQUENCES = (list, tuple, set, torch.Size)
+_MAPPINGS = (dict, OrderedDict, Counter)
+_PLACE = tuple[Any, ...]
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is made of nothing but plain values; tensors are none."""
+    kind = type(value)
+    if kind in _SCALARS or isinstance(value, np.generic):
+        return True
+    if kind in _SEQUENCES:
+        return all(is_plain(item) for item in value)  # type: ignore[attr-defined]
+    if kind in _MAPPINGS:
+        return all(is_plain(k) and is_plain(v) for k, v in value.items())  # type: ignore[attr-defined]
+    return False
+
+
+class HostCopier:
+    """Copies values into memory of their own, tensors into that of the host.
+
+    Tensors that are the same memory, as tied weights are, become one copy. So a copier is for one
+    value, all of which is there for as long as it is at work.
+
+    Args:
+        path: What is copied, for messages.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._copies: dict[_PLACE, Tensor] = {}
+        self._ways: dict[type, Callable[[Any, str], Any]] = {
+            **dict.fromkeys(_SCALARS, lambda value, at: value),
+            **dict.fromkeys([list, tuple, set], self._sequence),
+            **dict.fromkeys(_MAPPINGS, self._mapping),
+            torch.Size: lambda value, at: value,
+        }
+
+    def copy(self, value: Any, at: str = "") -> Any:
+        """Returns a copy of a value.
+
+        Args:
+            value: Tensors and plain values.
+            at: Where it stands, for messages.
+
+        Raises:
+            ArgumentTypeError: There is something else in it; says where.
+        """
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, np.generic):
+            return value.item()
+        way = self._ways.get(type(value))
+        if way is None:
+            raise ArgumentTypeError(
+                f"{self._path}{at} is a {type(value).__module__}.{type(value).__qualname__}, which "
+                "a snapshot cannot hold; give it tensors, numbers, strings, and lists, tuples, "
+                "sets and dicts of them"
+            )
+        return way(value, at)
+
+    def _sequence(self, value: Any, at: str) -> Any:
+        return type(value)(self.copy(item, f"{at}[{place}]") for place, item in enumerate(value))
+
+    def _mapping(self, value: Any, at: str) -> Any:
+        copied = type(value)()
+        for key, item in value.items():
+            copied[self.copy(key, f"{at}, a key,")] = self.copy(item, f"{at}[{key!r}]")
+        return copied
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return _cloned(tensor)
+        place = (
+            tensor.untyped_storage().data_ptr(),
+            tensor.device,
+            tensor.storage_offset(),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        copy = self._copies.get(place)
+        if copy is None:
+            copy = self._copies[place] = _cloned(tensor)
+        return copy
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    own = tensor.detach()
+    return own.clone() if own.device.type == "cpu" else own.cpu()

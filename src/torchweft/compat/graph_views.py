@@ -1,0 +1,139 @@
+"""What PyTorch's tests and tools look at in a context: its messages as nodes of the graph.
+
+PyTorch puts a node of its own at each end of a message. Weft keeps a record of what was sent,
+and placeholders, a real node for each tensor, for what was received. Here both are seen under
+PyTorch's names, all placeholders of a message as the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.autograd.graph import Node
+
+from torchweft.autograd.contexts import Context, ReceiveRecord, SendRecord
+from torchweft.serialize.reducers import TRAVEL
+
+_SEND = "torch::distributed::autograd::SendRpcBackward"
+_RECEIVE = "torch::distributed::autograd::RecvRpcBackward"
+
+Receives = Mapping[Node, ReceiveRecord]
+Edges = tuple[tuple["GraphNode | None", int], ...]
+
+
+def _seen(node: Node, output_nr: int) -> tuple[Node, int]:
+    """Passes by nodes that only take apart a sparse tensor for a message, or put it together."""
+    seen: Any = node
+    while count := seen.metadata.get(TRAVEL, 0):
+        for _ in range(count):
+            seen, output_nr = seen.next_functions[0]
+    return seen, output_nr
+
+
+class GraphNode:
+    """A node of the local graph, as seen on a walk from what was sent.
+
+    It equals the node itself, and has all that the node has. A placeholder has the name of
+    PyTorch's node, and nothing behind it: the graph goes on at another worker.
+
+    Args:
+        node: The node; not one that is passed by.
+        receives: What was received, by placeholder.
+    """
+
+    def __init__(self, node: Node, receives: Receives) -> None:
+        self._node = node
+        self._receives = receives
+
+    def name(self) -> str:
+        """Returns what kind of node it is."""
+        return _RECEIVE if self._node in self._receives else self._node.name()
+
+    @property
+    def next_functions(self) -> Edges:
+        """The nodes that it leads to, each with the number of an output of it."""
+        if self._node in self._receives:
+            return ()
+        return tuple(
+            (None, output_nr) if node is None else _edge(node, output_nr, self._receives)
+            for node, output_nr in self._node.next_functions
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, GraphNode):
+            return self._node == other._node
+        return isinstance(other, Node) and self._node == _edge(other, 0, self._receives)[0]._node
+
+    def __hash__(self) -> int:
+        return hash(self._node)
+
+    def __repr__(self) -> str:
+        return f"<{self.name()} of {self._node!r}>"
+
+
+def _edge(node: Node, output_nr: int, receives: Receives) -> tuple[GraphNode, int]:
+    node, output_nr = _seen(node, output_nr)
+    if node in receives:
+        nodes = receives[node].nodes
+        node, output_nr = nodes[0], nodes.index(node)
+    return GraphNode(node, receives), output_nr
+
+
+class SendNode:
+    """A message that was sent, as a node that leads to where its tensors came from."""
+
+    def __init__(self, record: SendRecord, receives: Receives) -> None:
+        self._record = record
+        self._receives = receives
+
+    def name(self) -> str:
+        """Returns what kind of node it is."""
+        return _SEND
+
+    @property
+    def next_functions(self) -> Edges:
+        """Where the gradients of the tensors go, in their order."""
+        return tuple(
+            _edge(edge.node, edge.output_nr, self._receives) for edge in self._record.edges
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SendNode) and self._record is other._record
+
+    def __hash__(self) -> int:
+        return hash(self._record.message_id)
+
+    def __repr__(self) -> str:
+        return f"<{_SEND} of message {self._record.message_id}>"
+
+
+class DistAutogradContext:
+    """What this worker knows of a context, under PyTorch's names.
+
+    Args:
+        context: The context itself.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def _context_id(self) -> int:
+        return self._context.id
+
+    def _known_worker_ids(self) -> set[int]:
+        return set(self._context.known_workers)
+
+    def _send_functions(self) -> dict[int, SendNode]:
+        receives = self._context.receive_of
+        return {record.message_id: SendNode(record, receives) for record in self._context.sends()}
+
+    def _recv_functions(self) -> dict[int, GraphNode]:
+        receives = self._context.receive_of
+        return {
+            record.message_id: GraphNode(record.nodes[0], receives)
+            for record in self._context.receives()
+        }

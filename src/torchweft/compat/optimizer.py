@@ -1,0 +1,83 @@
+"""The names of ``torch.distributed.optim.optimizer``, meaning Weft.
+
+There is no optimizer in TorchScript here: a local one steps in Python, whatever its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchweft.autograd import get_gradients
+from torchweft.optim import DistributedOptimizer, eager
+from torchweft.optim.groups import GroupPart
+from torchweft.optim.local import LocalOptimizer, step_lock
+from torchweft.rpc import RRef
+
+__all__ = ["DistributedOptimizer"]
+
+
+class _LocalOptimizer:
+    """An optimizer over parameters of this worker that steps with the gradients of a context.
+
+    Args:
+        optim_cls: Its class.
+        local_params_rref: References to the parameters.
+        args: What else the class takes, after the parameters.
+        kwargs: The same, by keyword.
+
+    Attributes:
+        optim: The optimizer itself.
+    """
+
+    optim: Optimizer
+
+    def __init__(
+        self,
+        optim_cls: type[Optimizer],
+        local_params_rref: Iterable[RRef[Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        references = list(local_params_rref)
+        part = GroupPart(0, {}, list(range(len(references))), references)
+
+        def make(groups: list[dict[str, Any]]) -> Optimizer:
+            self.optim = eager.make(optim_cls, groups, args, kwargs)
+            return self.optim
+
+        self._local = LocalOptimizer(make, [part], step_lock())
+
+    def step(self, autograd_ctx_id: int) -> None:
+        """Steps the parameters that have gradients in a context; their ``.grad`` stays as it is."""
+        self._local.step(get_gradients(autograd_ctx_id), {})
+
+
+def _new_local_optimizer(
+    optim_cls: type[Optimizer],
+    local_params_rref: Iterable[RRef[Any]],
+    *args: Any,
+    **kwargs: Any,
+) -> RRef[_LocalOptimizer]:
+    return RRef(_LocalOptimizer(optim_cls, local_params_rref, *args, **kwargs))
+
+
+def _local_optimizer_step(local_optim_rref: RRef[_LocalOptimizer], autograd_ctx_id: int) -> None:
+    local_optim_rref.local_value().step(autograd_ctx_id)
+
+
+def _wait_for_all(rpc_futs: Sequence[torch.futures.Future[Any]]) -> list[Any]:
+    """Waits for every future, also after one has failed; then raises the last failure."""
+    results: list[Any] = []
+    failure: Exception | None = None
+    for future in rpc_futs:
+        try:
+            results.append(future.wait())
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return results

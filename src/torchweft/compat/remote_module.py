@@ -1,0 +1,307 @@
+"""The names of ``torch.distributed.nn.api.remote_module``, meaning Weft.
+
+The remote module of ``torchweft.nn`` can do more than PyTorch's. What PyTorch refuses and programs
+may expect to be refused is refused here too, but only where the program itself asks: a larger
+module that has a remote one as a part goes on reaching it in ``train``, ``state_dict`` or
+``modules``.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+import torchweft.nn
+from torchweft.compat import scriptable
+from torchweft.compat.rpc import api
+from torchweft.errors import ConfigurationError, SerializationError
+from torchweft.nn import owner
+from torchweft.nn.chain import Chain
+from torchweft.nn.refusals import refuse
+from torchweft.rpc import RRef, get_worker_info
+from torchweft.serialize.reducers import register_reducer
+
+__all__ = ["RemoteModule"]
+
+_ON_OWNER = "call it where the module is: get_module_rref().rpc_sync().{name}(...)"
+_REFUSED = {
+    **dict.fromkeys(["apply", "load_state_dict"], _ON_OWNER),
+    **dict.fromkeys(["register_forward_hook", "register_forward_pre_hook"], _ON_OWNER),
+    "modules": "its owner alone has them",
+    "extra_repr": "repr() says where it is",
+}
+"""What ``torchweft.nn.RemoteModule`` allows and PyTorch does not, by name, and the alternative."""
+
+
+class _SerializedRemoteModule(NamedTuple):
+    """What of a remote module is sent."""
+
+    on: str
+    device: str
+    is_device_map_set: bool
+    is_scriptable: bool
+    generated_methods: Sequence[Callable[..., Any]]
+    module_rref: RRef[nn.Module]
+
+
+_REMOTE_MODULE_PICKLED_ATTRIBUTES = _SerializedRemoteModule._fields
+_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING = (
+    *vars(nn.Module()),
+    "forward_async",
+    "forward",
+    "_interface",
+)
+_GENERATED = (torchweft.nn.RemoteModule.forward_async, torchweft.nn.RemoteModule.forward)
+
+
+@refuse(_REFUSED)
+class _RemoteModule(torchweft.nn.RemoteModule):
+    """A module on another worker, as ``torch.distributed.nn.RemoteModule`` has it.
+
+    Args:
+        remote_device: The worker, and the device there if it is not the CPU: ``"ps"``,
+            ``"ps/cuda:0"``, ``"rank:1"``, ``"rank:1/cpu"``.
+        module_cls: The class of the module, or a function that makes one on the owner.
+        args: Positional arguments for it.
+        kwargs: Keyword arguments for it.
+        _module_interface_cls: A ``@torch.jit.interface`` with the module's ``forward``. The module
+            is then scripted on its owner, and ``torch.jit.script`` takes the remote module as
+            well: scripted code calls it like any module that implements the interface.
+
+    Attributes:
+        is_device_map_set: Whether the options of ``init_rpc`` map devices for the worker.
+        is_scriptable: Whether ``torch.jit.script`` takes it.
+        generated_methods: The functions behind ``forward_async`` and ``forward``.
+
+    Raises:
+        ConfigurationError: An argument cannot work.
+        RuntimeError: There is no such device.
+        UnknownWorker: There is no such worker.
+        Exception: Whatever the constructor of the module raised.
+    """
+
+    is_device_map_set: bool
+    is_scriptable: bool
+    generated_methods: Sequence[Callable[..., Any]]
+    _interface: Any
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        _module_interface_cls: Any = None,
+    ) -> None:
+        _check_form(remote_device)
+        if _module_interface_cls is None:
+            super().__init__(remote_device, module_cls, args, kwargs)
+            return
+        scriptable.read_signature(_module_interface_cls)
+        make = functools.partial(_make_scripted, module_cls)
+        super().__init__(remote_device, make, args, kwargs)
+        self._make_scriptable(_module_interface_cls)
+
+    def __init_subclass__(cls) -> None:
+        register_reducer(cls, _remote_module_reducer)
+
+    @classmethod
+    def init_from_module_rref(
+        cls, remote_device: str, module_rref: RRef[Any], _module_interface_cls: Any = None
+    ) -> _RemoteModule:
+        """Returns a remote module for a module that exists already.
+
+        Args:
+            remote_device: The worker that owns it, and its device there. Another worker than the
+                owner is warned about, and has no effect.
+            module_rref: A reference to it.
+            _module_interface_cls: A ``@torch.jit.interface`` with its ``forward``.
+        """
+        _check_form(remote_device)
+        worker, device = torchweft.nn.placement.read_placement(remote_device)
+        made = cls.from_module_rref(module_rref, device)
+        assert isinstance(made, _RemoteModule)
+        if get_worker_info(worker) != module_rref.owner():
+            warnings.warn(
+                f"remote_device {remote_device!r} names another worker than {made.on!r}, where "
+                "the module is; the remote module calls it where it is",
+                stacklevel=2,
+            )
+        if _module_interface_cls is not None:
+            scriptable.read_signature(_module_interface_cls)
+            made._make_scriptable(_module_interface_cls)
+        return made
+
+    def _bind(self, module_rref: RRef[nn.Module], device: str) -> None:
+        super()._bind(module_rref, device)
+        self.is_device_map_set = _has_device_map(self.on)
+        self.is_scriptable = False
+        self.generated_methods = _GENERATED
+        self._interface = None
+        self._install_generated_methods()
+
+    def _install_generated_methods(self) -> None:
+        # Not bound to this object, which would then refer to itself and, with the reference in
+        # it, live until the garbage collector comes by.
+        chain = Chain(self.module_rref, self.device)
+        vars(self).update(forward_async=chain.forward_async, forward=chain)
+
+    # TorchScript
+
+    def _make_scriptable(self, interface: Any) -> None:
+        self.is_scriptable = True
+        self._interface = interface
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Returns what ``torch.jit.script`` compiles in place of this module."""
+        interface = getattr(self, "_interface", None)
+        if interface is None:
+            raise ConfigurationError(
+                "this RemoteModule has no TorchScript interface; make it with "
+                "_module_interface_cls=..., or, where it was received, anew with "
+                "init_from_module_rref(..., _module_interface_cls=...)"
+            )
+        return scriptable.stand_in(interface, Chain(self.module_rref, self.device))
+
+    # What PyTorch refuses to whoever asks the module itself; a module around it may ask.
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Raises ConfigurationError, but to a module that this one is a part of."""
+        if memo is None:
+            _raise_not_supported("named_modules")
+        found: Iterator[tuple[str, nn.Module]]
+        found = nn.Module.named_modules(self, memo, prefix, remove_duplicate)
+        return found
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Raises ConfigurationError, but to a module that this one is a part of."""
+        if args or destination is None:
+            _raise_not_supported("state_dict")
+        return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def parameters(self, recurse: bool = True) -> NoReturn:
+        """Raises ConfigurationError: ``remote_parameters`` returns references to them."""
+        raise ConfigurationError(
+            "Method ``parameters`` not supported for RemoteModule. Please use "
+            "``remote_parameters`` instead."
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({torchweft.nn.RemoteModule.extra_repr(self)})"
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when "
+            "using RPC; to keep what the module has learned, save the state_dict of "
+            "get_module_rref().to_here()"
+        )
+
+
+def _raise_not_supported(name: str) -> NoReturn:
+    raise ConfigurationError(f"Method ``{name}`` not supported for RemoteModule")
+
+
+def _give_defaults() -> None:
+    """Gives the class what ``nn.Module`` gives instances: a received one has nothing else.
+
+    Nothing can be registered in a remote module, so its collections stay empty.
+    """
+    for name, value in vars(nn.Module()).items():
+        setattr(_RemoteModule, name, MappingProxyType(value) if isinstance(value, dict) else value)
+
+
+_give_defaults()
+
+
+def _check_form(remote_device: object) -> None:
+    """Refuses what PyTorch refuses, with the types and the words that programs may expect."""
+    if not isinstance(remote_device, str):
+        return
+    worker, slash, device = remote_device.partition("/")
+    if not worker or "/" in device:
+        raise ConfigurationError(
+            f"Could not parse remote_device: {remote_device}. The valid format is "
+            "'<workername>/<device>' or 'rank:<rank>/<device>', the device may be left out"
+        )
+    if slash:
+        torch.device(device)
+
+
+def _has_device_map(worker: str) -> bool:
+    agent = api._get_current_rpc_agent() if api._is_current_rpc_agent_set() else None
+    # The agent of a back-end that a program registered may know nothing of device maps.
+    find = getattr(agent, "_get_device_map", None)
+    return find is not None and bool(find(get_worker_info(worker)))
+
+
+def _make_scripted(module_cls: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    made = _create_module(module_cls, args, kwargs, owner.HOST)
+    return torch.jit.script(made)
+
+
+def _create_module(
+    module_cls: Callable[..., nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: str,
+) -> nn.Module:
+    return owner.make(module_cls, args, kwargs, device)
+
+
+def _param_rrefs(module_rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
+    return owner.parameters(module_rref, recurse)
+
+
+# How it travels
+
+
+def _remote_module_reducer(module: _RemoteModule) -> tuple[Any, ...]:
+    known = {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING}
+    for name in vars(module).keys() - known:
+        warnings.warn(
+            f"The new attribute ``{name}`` of RemoteModule is ignored during RPC pickling: the "
+            "receiver's remote module goes without",
+            stacklevel=2,
+        )
+    sent = {name: getattr(module, name) for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES}
+    # The interface stays behind: a class that is compiled here need not be there.
+    sent["is_scriptable"] = False
+    return _remote_module_receiver, (*sent.values(), module.training)
+
+
+def _remote_module_receiver(*attributes: Any) -> RemoteModule:
+    """Makes a remote module of what was sent of one: its attributes, and whether it trains."""
+    count = len(_REMOTE_MODULE_PICKLED_ATTRIBUTES)
+    sent = _SerializedRemoteModule(*attributes[:count])
+    made = RemoteModule.__new__(RemoteModule)
+    vars(made).update(sent._asdict())
+    made._install_generated_methods()
+    if attributes[count:] == (False,):
+        made.training = False
+    return made
+
+
+register_reducer(_RemoteModule, _remote_module_reducer)
+
+
+class RemoteModule(_RemoteModule):
+    """A module on another worker; see ``_RemoteModule``."""
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(remote_device, module_cls, args, kwargs)

@@ -1,0 +1,126 @@
+"""The names of ``torch.distributed.rpc``, meaning Weft.
+
+``__all__`` is as short as PyTorch's; programs find the other names here all the same.
+"""
+
+# ruff: noqa: F401
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torchweft.compat import autograd as dist_autograd
+from torchweft.compat.rpc import (
+    _utils,
+    api,
+    backend_registry,
+    constants,
+    functions,
+    internal,
+    joining,
+    options,
+    rref_proxy,
+    server_process_global_profiler,
+)
+from torchweft.compat.rpc.absent import (
+    RemoteProfilerManager,
+    _cleanup_python_rpc_handler,
+    _destroy_rref_context,
+    _disable_jit_rref_pickle,
+    _disable_server_process_global_profiler,
+    _enable_jit_rref_pickle,
+    _enable_server_process_global_profiler,
+    _invoke_remote_builtin,
+    _invoke_remote_python_udf,
+    _invoke_remote_torchscript,
+    _invoke_rpc_builtin,
+    _invoke_rpc_python_udf,
+    _invoke_rpc_torchscript,
+    _server_process_global_profile,
+    _set_profiler_node_id,
+)
+from torchweft.compat.rpc.agents import RpcAgent, TensorPipeAgent
+from torchweft.compat.rpc.api import (
+    AllGatherStates,
+    _all_gather,
+    _barrier,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _get_current_rpc_agent,
+    _is_current_rpc_agent_set,
+    _reset_current_rpc_agent,
+    _rref_context_get_debug_info,
+    _set_and_start_rpc_agent,
+    _set_rpc_timeout,
+    _use_rpc_pickler,
+    _wait_all_workers,
+    enable_gil_profiling,
+    get_rpc_timeout,
+    get_worker_info,
+    shutdown,
+)
+from torchweft.compat.rpc.backend_registry import (
+    BackendValue,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+from torchweft.compat.rpc.calls import _wait_all, remote, rpc_async, rpc_sync
+from torchweft.compat.rpc.constants import (
+    _DEFAULT_INIT_METHOD,
+    _DEFAULT_NUM_WORKER_THREADS,
+    _DEFAULT_RPC_TIMEOUT_SEC,
+    _UNSET_RPC_TIMEOUT,
+)
+from torchweft.compat.rpc.joining import (
+    _get_debug_info,
+    _init_rpc_backend,
+    _validate_rpc_args,
+    init_rpc,
+)
+from torchweft.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from torchweft.compat.rpc.references import PyRRef, RRef
+from torchweft.ids import WorkerInfo
+
+__all__ = [
+    "AllGatherStates",
+    "BackendType",
+    "BackendValue",
+    "RRef",
+    "TensorPipeRpcBackendOptions",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "get_worker_info",
+    "init_backend",
+    "init_rpc",
+    "is_available",
+    "register_backend",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+logger = logging.getLogger("torchweft")
+
+_is_tensorpipe_available = True
+"""Whether there is a back-end of that name, which programs look up before they ask for it."""
+
+# What other modules replace while the program runs is looked up there each time.
+_ELSEWHERE = {"BackendType": backend_registry, "rendezvous_iterator": joining}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ELSEWHERE:
+        return getattr(_ELSEWHERE[name], name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ELSEWHERE])
+
+
+def is_available() -> bool:
+    """Whether RPC can be used here: always."""
+    return True

@@ -1,0 +1,170 @@
+"""The agent as programs see it: this worker, with the methods of PyTorch's agents."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+import torchweft.rpc
+from torchweft.agent import current as current_agent
+from torchweft.agent.agent import Agent
+from torchweft.agent.references import ReferenceKeeper
+from torchweft.compat.rpc.lateness import LatenessMeter
+from torchweft.errors import CallTimeout
+from torchweft.ids import WorkerInfo
+from torchweft.rpc.departing import Departing
+from torchweft.rpc.leaving import Leaving
+
+_POLL_S = 0.002
+
+
+def reference_info() -> dict[str, str]:
+    """Returns how many references this worker has to do with, as text.
+
+    A value that only this worker refers to counts for nothing.
+    """
+    census = current_agent.current().part(ReferenceKeeper).census()
+    return {
+        "num_owner_rrefs": str(census.shared),
+        "num_forks": str(census.users),
+        "num_pending_users": str(census.unconfirmed),
+        "num_pending_children": str(census.handovers),
+        "num_pending_futures": str(census.unanswered),
+    }
+
+
+class RpcAgent:
+    """The worker that this process has become by ``torchweft.rpc.init_rpc``.
+
+    Args:
+        options: The options that it was given.
+    """
+
+    def __init__(self, options: Any = None) -> None:
+        self._agent: Agent = current_agent.current()
+        self._options = options
+        self._may_drop_references = False
+        self._lateness: LatenessMeter | None = None
+        self.held_at_end: list[str] = []
+        """Lines about references that the program had at the end without leave to drop them."""
+
+    # The group
+
+    @property
+    def is_static_group(self) -> bool:
+        """Whether all workers join and leave together."""
+        return not self._agent.members.is_open
+
+    def get_worker_info(self, worker_name: Any = None) -> WorkerInfo:
+        """Returns name and rank of a worker, given by either, or of this one."""
+        return self._agent.info if worker_name is None else self._agent.find(worker_name).info
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Returns all workers of the group, by rank."""
+        return [peer.info for peer in self._agent.members.present()]
+
+    @property
+    def store(self) -> Any:
+        """The store through which the workers found each other."""
+        return self._agent.parts[Store]
+
+    def _get_backend_options(self) -> Any:
+        return self._options
+
+    def _get_device_map(self, dst: WorkerInfo) -> dict[Any, Any]:
+        return dict(getattr(self._options, "device_maps", {}).get(dst.name, {}))
+
+    # What it does at present
+
+    def enable_gil_profiling(self, flag: bool) -> None:
+        """Begins or ends to measure how long threads wait for the interpreter."""
+        if flag and self._lateness is None:
+            self._lateness = LatenessMeter(f"weft-{self._agent.info.name}-lateness")
+        elif not flag and self._lateness is not None:
+            self._lateness.close()
+            self._lateness = None
+
+    def get_metrics(self) -> dict[str, str]:
+        """Returns how busy this worker is, as text.
+
+        ``agent.gil_average_wait_time_us`` is there while ``enable_gil_profiling`` is on: how late
+        a thread goes on that has something to do, see ``LatenessMeter``.
+        """
+        reactor = self._agent.reactor
+        metrics = {
+            "agent.thread_pool_size": str(reactor.limit),
+            "agent.num_idle_threads": str(max(reactor.limit - reactor.running, 0)),
+            "agent.client_active_calls": str(len(self._agent.calls)),
+            "agent.server_active_calls": str(max(reactor.busy, 0)),
+        }
+        lateness = self._lateness
+        if lateness is not None:
+            metrics["agent.gil_average_wait_time_us"] = f"{lateness.average_us():.3f}"
+        return metrics
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Returns how busy this worker is, and what it has exchanged, as text."""
+        traffic = self._agent.traffic()
+        return {
+            **self.get_metrics(),
+            "agent.bytes_sent": str(traffic.bytes_sent),
+            "agent.bytes_received": str(traffic.bytes_received),
+        }
+
+    # The end
+
+    def sync(self) -> None:
+        """Blocks until all workers have called this."""
+        torchweft.rpc.barrier()
+
+    def drop_references(self) -> None:
+        """Gives leave to drop what the program still refers to, when nobody needs it any more."""
+        self._may_drop_references = True
+
+    def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
+        """Blocks until the calls of this worker have ended.
+
+        Args:
+            shutdown: Whether to wait for those of the whole group, and to have all references
+                dropped. All workers must ask for that. In an open group it is this worker's calls
+                and references, and it leaves; see ``torchweft.rpc.shutdown``.
+            timeout: Seconds to wait at most; 0 for no limit.
+
+        Raises:
+            CallTimeout: The calls had not ended in time.
+            ShutdownError: Not every worker has taken part; says which and why.
+        """
+        problem = None
+        if not shutdown:
+            self._await_calls(timeout)
+        elif self.is_static_group:
+            leaving = self._agent.part(Leaving)
+            problem = leaving.wait(timeout, notes_held=not self._may_drop_references)
+            self.held_at_end = leaving.held
+        else:
+            problem = self._agent.part(Departing).wait(timeout)
+        if problem is not None:
+            raise problem
+
+    def _await_calls(self, timeout: float) -> None:
+        start_s = time.monotonic()
+        while len(self._agent.calls):
+            if timeout and time.monotonic() > start_s + timeout:
+                raise CallTimeout(
+                    f"timed out in join after {timeout:.2f} seconds: calls of this worker have "
+                    "not ended",
+                    elapsed_s=time.monotonic() - start_s,
+                )
+            time.sleep(_POLL_S)
+
+    def shutdown(self) -> None:
+        """Ends this worker at once; calls that wait for it fail."""
+        self.enable_gil_profiling(False)
+        if current_agent.is_set() and current_agent.current() is self._agent:
+            torchweft.rpc.shutdown(graceful=False)
+
+
+class TensorPipeAgent(RpcAgent):
+    """The agent of back-end ``TENSORPIPE``, which is Weft."""

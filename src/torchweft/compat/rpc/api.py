@@ -1,0 +1,238 @@
+"""Calls, references and what goes with them, under the names of ``torch.distributed.rpc.api``.
+
+Programs and tests replace names of this module: what is looked up here when it is used stays so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torchweft.rpc
+from torchweft.agent import current as current_agent
+from torchweft.compat.rpc import agents, gathering
+from torchweft.compat.rpc.agents import RpcAgent
+from torchweft.compat.rpc.calls import _thread_local_var, _wait_all, remote, rpc_async, rpc_sync
+from torchweft.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from torchweft.compat.rpc.gathering import AllGatherStates
+from torchweft.compat.rpc.internal import _internal_rpc_pickler
+from torchweft.compat.rpc.references import PyRRef, RRef
+from torchweft.errors import ConfigurationError, NotInitialized, ShutdownError, WorkerLost
+from torchweft.ids import WorkerInfo
+from torchweft.rpc.gathering import Ways
+
+__all__ = [
+    "AllGatherStates",
+    "PyRRef",
+    "RRef",
+    "WorkerInfo",
+    "_thread_local_var",
+    "_wait_all",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+_ignore_rref_leak = True
+"""Whether ``shutdown`` says nothing of references that nobody gave leave to drop."""
+
+_default_pickler = _internal_rpc_pickler
+_agent: Any = None
+
+_MOST_NAMED = 16
+
+
+def _is_current_rpc_agent_set() -> bool:
+    return _agent is not None
+
+
+def _get_current_rpc_agent() -> Any:
+    if _agent is None:
+        raise NotInitialized(
+            "Current RPC agent is not set! Did you initialize the RPC framework "
+            "(e.g. by calling `rpc.init_rpc`)?"
+        )
+    return _agent
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    global _agent
+    _agent = agent
+
+
+def _reset_current_rpc_agent() -> None:
+    global _agent
+    _agent = None
+
+
+def _init_rpc_states(agent: Any) -> None:
+    # A back-end may have set it already.
+    if not _is_current_rpc_agent_set():
+        _set_and_start_rpc_agent(agent)
+
+
+def _require_initialized(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not _is_current_rpc_agent_set():
+            raise NotInitialized(
+                "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+            )
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(pickler: Any) -> Iterator[None]:
+    global _default_pickler
+    _default_pickler = pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+# Options and information
+
+
+def get_rpc_timeout() -> float:
+    """Returns the default timeout of calls; see ``torchweft.rpc.get_rpc_timeout``."""
+    return torchweft.rpc.get_rpc_timeout()
+
+
+def _set_rpc_timeout(timeout: float) -> None:
+    if timeout < 0:
+        raise ConfigurationError(f"a timeout of {timeout} s cannot work; pass 0 for no limit")
+    current_agent.current().default_timeout_s = timeout or math.inf
+
+
+@_require_initialized
+def get_worker_info(worker_name: Any = None) -> WorkerInfo:
+    """Returns name and rank of a worker, or of this one; see ``torchweft.rpc.get_worker_info``."""
+    return torchweft.rpc.get_worker_info(worker_name)
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Begins or ends to measure how long threads wait for the interpreter.
+
+    The measurement is in ``get_debug_info`` of the current agent.
+    """
+    _get_current_rpc_agent().enable_gil_profiling(flag)
+
+
+@_require_initialized
+def _rref_context_get_debug_info() -> dict[str, str]:
+    return agents.reference_info()
+
+
+# Together with other workers
+
+
+@_require_initialized
+def _all_gather(
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    ways = Ways("_all_gather", _gather_to_leader, _broadcast_to_followers)
+    return gathering.all_gather(obj, worker_names, timeout, ways)
+
+
+def _gather_to_leader(
+    sequence_id: Any, worker_name: str, obj: Any, worker_names: Any = None
+) -> None:
+    gathering.brought(sequence_id, worker_name, obj)
+
+
+def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
+    gathering.told(sequence_id, objects_map)
+
+
+@_require_initialized
+def _barrier(worker_names: Iterable[str]) -> None:
+    # No names mean all workers, as for `_all_gather`.
+    torchweft.rpc.barrier(set(worker_names) or None, timeout=0)
+
+
+@_require_initialized
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    _all_gather(None, timeout=timeout)
+
+
+# The end
+
+
+def _delete_all_user_and_unforked_owner_rrefs(timeout: Any = None) -> None:
+    """Gives leave to drop all references of this worker.
+
+    They are dropped when no call of the group can need them any more: by the ``join`` that follows
+    in ``shutdown``, which waits until all owners have heard of it.
+    """
+    agent = _get_current_rpc_agent()
+    if isinstance(agent, RpcAgent):
+        agent.drop_references()
+
+
+@_require_initialized
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leaves the group; see ``torchweft.rpc.shutdown``.
+
+    Args:
+        graceful: Whether to wait for the others. Without, calls that wait for this worker fail.
+        timeout: Seconds to wait at most for all to come here, and again for all calls to end; 0
+            for no limit.
+
+    Raises:
+        ShutdownError: It did not end as it should, a worker was lost, or references were left that
+            may not be dropped; says which. This worker has left all the same.
+        CallTimeout: Some did not come in time. This worker has left all the same.
+    """
+    agent = _get_current_rpc_agent()
+    try:
+        if graceful and isinstance(agent, RpcAgent):
+            if agent.is_static_group:
+                _await_all(timeout)
+                _delete_all_user_and_unforked_owner_rrefs()
+            agent.join(shutdown=True, timeout=timeout)
+        elif graceful and hasattr(agent, "join"):  # of a back-end that the program has added
+            agent.join(shutdown=True, timeout=timeout)
+        elif graceful:
+            torchweft.rpc.shutdown(timeout=timeout)
+    finally:
+        _finalize_shutdown()
+
+
+def _await_all(timeout: float) -> None:
+    try:
+        _wait_all_workers(timeout)
+    except WorkerLost as error:
+        raise ShutdownError(
+            f"shut down without every worker: {error}", missing=(error.worker,)
+        ) from None
+
+
+def _finalize_shutdown() -> None:
+    agent = _get_current_rpc_agent()
+    try:
+        if hasattr(agent, "shutdown"):
+            agent.shutdown()
+        torchweft.rpc.shutdown(graceful=False)  # Whatever the agent has left.
+        if not _ignore_rref_leak:
+            _check_leaks(getattr(agent, "held_at_end", ()))
+    finally:
+        _reset_current_rpc_agent()
+
+
+def _check_leaks(held: Iterable[str]) -> None:
+    lines = list(held)
+    if lines:
+        more = f"; and {len(lines) - _MOST_NAMED} more" if len(lines) > _MOST_NAMED else ""
+        raise ShutdownError(
+            f"Leaking RRefs: {'; '.join(lines[:_MOST_NAMED])}{more}. Drop them before shutdown, or "
+            "set rpc.api._ignore_rref_leak"
+        )

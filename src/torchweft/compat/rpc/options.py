@@ -1,0 +1,17 @@
+"""Options of a worker under the names of PyTorch's."""
+
+from torchweft.rpc.tensorpipe import BackendOptions as RpcBackendOptions
+from torchweft.rpc.tensorpipe import (
+    TensorPipeRpcBackendOptions,
+    _to_device,
+    _to_device_list,
+    _to_device_map,
+)
+
+__all__ = [
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "_to_device",
+    "_to_device_list",
+    "_to_device_map",
+]

@@ -1,0 +1,40 @@
+"""What references ask of the workers that own their values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import torchweft.rpc
+from torchweft.agent.current import current
+from torchweft.compat.rpc import profiling
+from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.ids import ReferenceId
+from torchweft.rpc.functions import async_execution
+from torchweft.rpc.outcomes import WhenReady
+from torchweft.rpc.worker import Worker
+
+
+@async_execution
+def when_made(reference: tuple[int, int, int]) -> torch.futures.Future[None]:
+    """Answers when a value of this worker has been made, or cannot be made."""
+    made: torch.futures.Future[None] = torch.futures.Future()
+    owned = current().part(Worker).references.value_of(ReferenceId(*reference), is_use=False)
+    owned.when_ready(lambda _: made.set_result(None))
+    return made
+
+
+def _rref_typeof_on_owner(reference: torchweft.rpc.RRef[Any]) -> Any:
+    """Answers with the type of a value of this worker, when it has been made."""
+    owned = current().part(Worker).references.value_of(reference.id)
+    return WhenReady(owned, lambda value: (_rref_typeof_on_owner, type(value)), reference)
+
+
+def ask_type(
+    reference: torchweft.rpc.RRef[Any], timeout: float = UNSET_RPC_TIMEOUT
+) -> torch.futures.Future[Any]:
+    """Asks the owner of a value for its type."""
+    return profiling.call_async(
+        reference.owner(), _rref_typeof_on_owner, (reference,), None, timeout
+    )

@@ -1,0 +1,272 @@
+"""``RRef`` with what programs for ``torch.distributed.rpc`` use of it beyond the documented API.
+
+Every reference of a worker that ``torchweft.compat.rpc.init_rpc`` has made is one of these. Nothing
+is asked of the owner unless the program does: only a ``remote`` with a time limit of its own, which
+is the limit for making the value, is watched from the start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+import torchweft.rpc
+from torchweft.agent import current as current_agent
+from torchweft.agent.agent import Agent
+from torchweft.agent.references import ReferenceKeeper
+from torchweft.compat.rpc import owners
+from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.compat.rpc.rref_proxy import RRefProxy
+from torchweft.errors import (
+    CallTimeout,
+    InjectedFault,
+    NotInitialized,
+    NotOwner,
+    ReferenceGone,
+    SerializationError,
+)
+from torchweft.ids import ReferenceId, WorkerInfo
+from torchweft.rpc.futures import fail
+
+__all__ = ["PyRRef", "RRef"]
+
+T = TypeVar("T")
+AnyFuture = torch.futures.Future[Any]
+
+_POLL_S = 0.001
+_NOT_MADE_HERE = -1
+_local_ids = itertools.count()
+"""Numbers what this process makes: PyTorch shows references by such numbers."""
+
+
+class RRef(torchweft.rpc.RRef[T]):
+    """A reference to a value on some worker; see ``torchweft.rpc.RRef``.
+
+    Args:
+        value: A value of this worker, which thereby becomes its owner.
+        type_hint: Accepted for compatibility; Weft needs no type.
+    """
+
+    __slots__ = ("_created", "_fork_id", "_local_id", "_profiled", "_type")
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        if not current_agent.is_set():
+            raise NotInitialized(
+                "Current RPC agent is not set! Did you initialize the RPC framework "
+                "(e.g. by calling `rpc.init_rpc`)? Only a worker can own referenced values"
+            )
+        super().__init__(value, type_hint)
+
+    def _bind(
+        self, keeper: ReferenceKeeper, reference: ReferenceId, *, is_new: bool, maker: str = ""
+    ) -> None:
+        super()._bind(keeper, reference, is_new=is_new, maker=maker)
+        self._local_id = next(_local_ids) if is_new else _NOT_MADE_HERE
+        is_user = not is_new or reference.creator != reference.owner
+        self._fork_id = next(_local_ids) if is_user else _NOT_MADE_HERE
+        self._created: AnyFuture | None = None
+        self._type: AnyFuture | None = None
+        self._profiled: AnyFuture | None = None
+
+    # The value
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """Returns a copy of the value; see ``torchweft.rpc.RRef.to_here``.
+
+        Raises:
+            CallTimeout: The value was not made within the limit of the ``remote`` that was to
+                make it, or did not arrive within this one.
+            ReferenceGone: The group has been shut down.
+        """
+        self._check_current("to_here() on it")
+        self._check_created()
+        return super().to_here(timeout)
+
+    def local_value(self) -> T:
+        """Returns the value itself, on its owner; see ``torchweft.rpc.RRef.local_value``."""
+        agent = self.agent()
+        if not self.is_owner():
+            rref_id, fork_id = self._ids(agent)
+            raise NotOwner(
+                f"For UserRRef(rref_id={rref_id}, fork_id={fork_id}), can't call localValue() on "
+                f"user {_shown(agent.info)}. Call it on owner {_shown(self.owner())}, or use "
+                "to_here() for a copy"
+            )
+        return super().local_value()
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner counts this worker as a user of the value.
+
+        PyTorch begins a call when the references among its arguments are confirmed, Weft at once.
+        So that a program finds what it expects, this waits for a reference that came in a
+        message, at most the worker's time limit; one made here is only looked at.
+        """
+        if self._local_id == _NOT_MADE_HERE:
+            self._await_confirmation()
+        return super().confirmed_by_owner()
+
+    def _await_confirmation(self) -> None:
+        limit_s = time.monotonic() + self.agent().default_timeout_s
+        self._keeper.flush()
+        while not super().confirmed_by_owner() and time.monotonic() < limit_s:
+            self._keeper.check_alive(self.id)
+            time.sleep(_POLL_S)
+
+    # How its making goes
+
+    def _get_future(self) -> AnyFuture:
+        """Returns a future that is done when the owner has made the value, or failed to.
+
+        An error of the function is for those who use the value. The future's own error is that
+        the time limit of ``remote`` has passed; where that had none of its own, the worker's
+        limit, counted from the first time that this is called.
+        """
+        if self._created is None:
+            self._watch_creation(UNSET_RPC_TIMEOUT)
+        assert self._created is not None
+        return self._created
+
+    def _watch_creation(self, timeout: float) -> None:
+        """Has the owner say when the value is made."""
+        self._created = torchweft.rpc.rpc_async(
+            self.owner(), owners.when_made, ((*self.id,),), None, timeout
+        )
+
+    def _fail_creation(self, error: Exception) -> None:
+        """Notes that the call that was to make the value was not sent."""
+        self._created = torch.futures.Future()
+        fail(self._created, error)
+
+    def _check_created(self) -> None:
+        """Raises where the value is known not to have been made in time."""
+        if self._created is None or not self._created.done():
+            return
+        try:
+            self._created.wait()
+        except (CallTimeout, InjectedFault) as error:
+            raise type(error)(
+                f"RRef creation on worker {self.owner_name()!r} was given up, and there may be no "
+                f"value: {error}",
+                worker=error.worker,
+                call=error.call,
+                elapsed_s=error.elapsed_s,
+            ) from None
+        except Exception:
+            return  # Whatever else happened, using the value says it.
+
+    def _get_profiling_future(self) -> AnyFuture:
+        """Returns the future that ends the profiler's event of the ``remote``."""
+        return self._get_future() if self._profiled is None else self._profiled
+
+    def _set_profiling_future(self, future: AnyFuture) -> None:
+        self._profiled = future
+
+    # Its type
+
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """Returns the type of the value; asks the owner at most once.
+
+        Args:
+            timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker.
+            blocking: Whether to wait for it; otherwise a future of it is returned.
+
+        Raises:
+            CallTimeout: The value was not made in time.
+            Exception: Whatever the function that was to make the value raised.
+        """
+        future = self._type
+        if future is None or (future.done() and _has_failed(future)):
+            future = self._type = self._ask_type(timeout)
+        return future.wait() if blocking else future
+
+    def _ask_type(self, timeout: float) -> AnyFuture:
+        if not self.is_owner():
+            return owners.ask_type(self, timeout)
+        # A class of this process must not go through a pickle, which may copy it.
+        future: AnyFuture = torch.futures.Future()
+        limit_s = self.agent().default_timeout_s if timeout < 0 else timeout or math.inf
+        try:
+            future.set_result(type(self._wait_for_value(limit_s)))
+        except Exception as error:
+            fail(future, error)
+        return future
+
+    # Calls on the value
+
+    def _proxy(self, way: str, timeout: float) -> RRefProxy:
+        return RRefProxy(self, way, timeout)
+
+    # Travelling
+
+    def check_travels(self) -> Agent:
+        """Raises where the reference cannot be handed on; otherwise returns the agent."""
+        self._check_current("fork an UserRRef")
+        self._check_created()
+        return self.agent()
+
+    def _serialize(self) -> NoReturn:
+        """Raises: a reference travels in calls only, which count it."""
+        self.check_travels()
+        raise SerializationError(
+            "an RRef cannot be serialized by itself: its receiver has to be counted by the owner; "
+            "pass it in the arguments of a call, or return it"
+        )
+
+    @staticmethod
+    def _deserialize(data: object) -> NoReturn:
+        """Raises: see ``_serialize``."""
+        raise SerializationError("an RRef can only be received in a call or its result")
+
+    def _check_current(self, what: str) -> None:
+        try:
+            self.agent()
+        except (NotInitialized, ReferenceGone):
+            raise ReferenceGone(
+                f"{self} has no value any more, for its group has been shut down. Cannot call "
+                f"{what} after deletion."
+            ) from None
+
+    # Text
+
+    def _ids(self, agent: Agent) -> tuple[str, str]:
+        """Returns the numbers of the reference and of this use of it, as PyTorch shows them.
+
+        What another worker made shows Weft's number instead, with that of the owner.
+        """
+        creator, owner, number = self.id
+        peer = agent.peers[creator]
+        local_id = f"{owner}.{number}" if self._local_id == _NOT_MADE_HERE else str(self._local_id)
+        return _unique_id(peer.info.id, local_id), _unique_id(agent.info.id, str(self._fork_id))
+
+    def __str__(self) -> str:
+        try:
+            agent = self.agent()
+        except (NotInitialized, ReferenceGone):
+            return repr(self)
+        rref_id, fork_id = self._ids(agent)
+        if self.is_owner():
+            return f"OwnerRRef({rref_id})"
+        return f"UserRRef(RRefId = {rref_id}, ForkId = {fork_id})"
+
+
+PyRRef = RRef
+
+
+def _unique_id(worker: int, local_id: str) -> str:
+    return f"GloballyUniqueId(created_on={worker}, local_id={local_id})"
+
+
+def _shown(info: WorkerInfo) -> str:
+    return f"WorkerInfo(id={info.id}, name={info.name})"
+
+
+def _has_failed(future: AnyFuture) -> bool:
+    try:
+        future.wait()
+    except Exception:
+        return True
+    return False

@@ -1,0 +1,62 @@
+"""Proxies of references, as PyTorch's behave."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchweft.compat.rpc import calls
+from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.errors import SerializationError
+from torchweft.rpc.proxies import Proxy
+
+if TYPE_CHECKING:
+    from torchweft.compat.rpc.references import RRef
+
+__all__ = ["RRefProxy"]
+
+_SCRIPTED = (torch.jit.ScriptModule, torch._C.ScriptModule)
+
+
+class RRefProxy(Proxy):
+    """Calls the methods of a referenced value on the worker that owns it.
+
+    PyTorch first asks the owner for the type of the value, and so knows the methods. Here a call
+    for a result goes out at once, and a method that does not exist is its error. A ``remote`` has
+    no result that could say so: for it, the owner is asked too. That costs one more round trip,
+    and the time until the value is made, for the first ``remote`` of each reference.
+
+    Args:
+        rref: The reference.
+        rpc_api: ``rpc_sync``, ``rpc_async`` or ``remote``, the function or what Weft calls it:
+            what a method returns.
+        rpc_timeout: Seconds for each call; negative for the default, 0 for no limit.
+    """
+
+    def __init__(
+        self, rref: RRef[Any], rpc_api: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT
+    ) -> None:
+        super().__init__(rref, _WAYS.get(rpc_api, rpc_api), rpc_timeout)
+        self._rref = rref
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        if self._way == "remote":
+            self._check_has(name)
+        result = super()._call(name, *args, **kwargs)
+        if self._way == "async":
+            calls.note_future(result)
+        elif self._way == "remote" and self._timeout > 0:
+            result._watch_creation(self._timeout)
+        return result
+
+    def _check_has(self, name: str) -> None:
+        try:
+            value_type = self._rref._get_type(self._timeout)
+        except SerializationError:
+            return  # A class that cannot travel; whoever uses the result hears what is wrong.
+        if not issubclass(value_type, _SCRIPTED):
+            getattr(value_type, name)
+
+
+_WAYS = {calls.rpc_sync: "sync", calls.rpc_async: "async", calls.remote: "remote"}

@@ -1,0 +1,80 @@
+"""Names for the numbers that travel: workers, calls, references, contexts and messages."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple, NewType
+
+from torchweft.errors import ConfigurationError
+
+WorkerId = NewType("WorkerId", int)
+"""A worker's rank in its group, from 0."""
+
+CallId = NewType("CallId", int)
+"""Counts the calls that one worker makes; unique for that worker only."""
+
+ContextId = NewType("ContextId", int)
+"""A distributed autograd context; the worker that opened it is in the high bits."""
+
+MessageId = NewType("MessageId", int)
+"""A recorded message of an autograd context; its sender is in the high bits."""
+
+_WORKER_NAME = re.compile("[A-Za-z0-9_:-]{1,127}")
+
+WORKER_SHIFT = 48
+"""Bits that a per-worker counter may use in an id that is unique for the whole group."""
+
+
+def scoped_id(worker: int, counter: int) -> int:
+    """Makes an id that is unique in the group out of a counter that is unique on ``worker``."""
+    return (worker << WORKER_SHIFT) | counter
+
+
+def worker_of(scoped: int) -> WorkerId:
+    """Returns the worker that made ``scoped``."""
+    return WorkerId(scoped >> WORKER_SHIFT)
+
+
+def check_worker_name(name: object) -> None:
+    """Raises ConfigurationError for what cannot be the name of a worker."""
+    if not isinstance(name, str) or not _WORKER_NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"{name!r} is no name for a worker. Worker name must match [A-Za-z0-9_:-]*, "
+            "must be non-empty and shorter than 128 characters"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Names one worker of the group.
+
+    Attributes:
+        name: The name that the worker passed to ``init_rpc``; unique in the group. At least one
+            and fewer than 128 letters, digits, underscores, colons and dashes.
+        id: Its rank, from 0.
+
+    Raises:
+        ConfigurationError: The name has other characters, or too many.
+    """
+
+    name: str
+    id: int
+
+    def __post_init__(self) -> None:
+        check_worker_name(self.name)
+
+    def __str__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+class ReferenceId(NamedTuple):
+    """Names one remotely referenced value.
+
+    ``number`` counts, from 0 and without gaps, the values that ``creator`` asked ``owner`` to
+    make; the owner can thus tell a value that is gone from one whose creation is still on the way.
+    """
+
+    creator: int
+    owner: int
+    number: int

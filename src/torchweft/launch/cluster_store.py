@@ -1,0 +1,79 @@
+"""The store in which the workers of a cluster meet: a file in a private directory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+# PyTorch's own types leave these out, as a build may lack them.
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from torchweft.errors import LaunchError
+
+WATCH_S = 0.05
+"""How often a wait looks whether it still makes sense."""
+
+_GROUP_PREFIX = re.compile(r"^weft/\d+/")
+
+
+class ClusterStore(Store):
+    """Passes everything on to another store, which belongs to one group only.
+
+    It differs in two ways. It waits in short steps, as PyTorch's stores wait in one piece that
+    neither a dead worker nor Ctrl-C cuts short. And it drops the number that ``init_rpc`` puts
+    before its keys: that counts the groups of *this process*, so a caller in its second cluster
+    would have another number than the workers, for whom it is the first.
+
+    Keep a reference to it for as long as it is used: a store of PyTorch that is put around it
+    holds on to its C++ half only.
+
+    Args:
+        store: Where the keys are kept.
+        failure: Returns what makes waiting useless, or None.
+    """
+
+    def __init__(
+        self, store: Any, failure: Callable[[], LaunchError | None] = lambda: None
+    ) -> None:
+        super().__init__()
+        self._store = store
+        self._failure = failure
+
+    def set(self, key: str, value: str) -> None:
+        """Sets a key."""
+        self._store.set(_plain(key), value)
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key, which is there."""
+        return bytes(self._store.get(_plain(key)))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return bool(self._store.check([_plain(key) for key in keys]))
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta.max) -> None:
+        """Waits until all keys are there.
+
+        Raises:
+            RuntimeError: They did not come in time, or a worker has ended.
+        """
+        plain = [_plain(key) for key in keys]
+        left_s = timeout.total_seconds()
+        while True:
+            failure = self._failure()
+            if failure is not None:
+                raise failure
+            step_s = min(WATCH_S, left_s)
+            try:
+                self._store.wait(plain, timedelta(seconds=max(step_s, 0.001)))
+                return
+            except RuntimeError:
+                left_s -= step_s
+                if left_s <= 0:
+                    raise
+
+
+def _plain(key: str) -> str:
+    return _GROUP_PREFIX.sub("", key)

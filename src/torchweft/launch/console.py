@@ -1,0 +1,180 @@
+"""Writes the output of many workers to one place, each line behind its worker's name.
+
+On a terminal an unfinished line (a prompt, a progress bar) is shown once it has stood for a
+moment, and is written anew when it goes on; as soon as another worker writes, it is left as it
+is and a fresh line is begun. Into a file or a pipe only whole lines are written.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol
+
+COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
+"""Terminal colours that workers take in turn; red is left to errors."""
+
+CLEAR_LINE = b"\r\x1b[K"
+
+
+class Sink(Protocol):
+    """A place that text is written to."""
+
+    def write(self, data: bytes) -> None:
+        """Writes all of ``data`` and flushes it."""
+
+    def is_terminal(self) -> bool:
+        """Whether a person sees the text as it is written."""
+
+
+class BinarySink:
+    """Writes to one binary stream, byte for byte."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes) -> None:
+        """Writes all of ``data`` and flushes it."""
+        self._stream.write(data)
+        self._stream.flush()
+
+    def is_terminal(self) -> bool:
+        """Whether a person sees the text as it is written."""
+        return self._stream.isatty()
+
+
+class InterpreterSink:
+    """Writes to what ``sys.stdout`` or ``sys.stderr`` is at the time: a notebook replaces them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def write(self, data: bytes) -> None:
+        """Writes all of ``data`` and flushes it."""
+        stream = getattr(sys, self._name)
+        stream.write(data.decode(errors="replace"))
+        stream.flush()
+
+    def is_terminal(self) -> bool:
+        """Whether a person sees the text as it is written."""
+        return bool(getattr(sys, self._name).isatty())
+
+
+class PromptSink:
+    """Writes beside an interactive prompt: below it, and the prompt is shown again after."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def write(self, data: bytes) -> None:
+        """Writes all of ``data`` and flushes it."""
+        if _is_at_prompt():
+            data = CLEAR_LINE + data.rstrip(b"\n") + b"\n" + _prompt()
+        self._sink.write(data)
+
+    def is_terminal(self) -> bool:
+        """Whether a person sees the text as it is written."""
+        # Unfinished lines would fight with the prompt for the cursor: show whole lines only.
+        return False
+
+
+@dataclass(frozen=True)
+class Label:
+    """What stands before a worker's lines.
+
+    Attributes:
+        name: The worker's name.
+        index: Its place among the workers, which picks its colour.
+        width: Columns that the longest name of the run takes.
+    """
+
+    name: str
+    index: int
+    width: int
+
+    def render(self, *, in_colour: bool) -> bytes:
+        """Returns the bytes to write before a line."""
+        padding = " " * (self.width - len(self.name) + 1)
+        if not in_colour:
+            return f"[{self.name}]{padding}".encode()
+        colour = COLOURS[self.index % len(COLOURS)]
+        # The reset comes first as well: a worker may have left its own colour switched on.
+        return f"\x1b[0m\x1b[{colour}m[{self.name}]\x1b[0m{padding}".encode()
+
+
+class Console:
+    """Puts the workers' lines into two sinks; may be used by several threads.
+
+    Args:
+        out: Where standard output goes.
+        err: Where standard error goes.
+        environment: Read for ``NO_COLOR``.
+    """
+
+    def __init__(self, out: Sink, err: Sink, environment: Mapping[str, str] = os.environ) -> None:
+        self._out = out
+        self._err = err
+        self._wants_colour = not environment.get("NO_COLOR")
+        self._unfinished: tuple[Label, bool] | None = None
+        self._lock = threading.Lock()
+
+    def write_lines(self, label: Label, lines: list[bytes], *, is_error: bool) -> None:
+        """Writes whole lines of one worker at once."""
+        if not lines:
+            return
+        sink = self._err if is_error else self._out
+        prefix = label.render(in_colour=self._wants_colour and sink.is_terminal())
+        with self._lock:
+            start = self._leave_unfinished(label, is_error)
+            sink.write(start + b"".join(prefix + line + b"\n" for line in lines))
+
+    def show_partial(self, label: Label, partial: bytes, *, is_error: bool) -> None:
+        """Shows a line that has not ended yet, where a person is looking."""
+        sink = self._err if is_error else self._out
+        if not partial or not sink.is_terminal():
+            return
+        with self._lock:
+            start = self._leave_unfinished(label, is_error)
+            sink.write(start + label.render(in_colour=self._wants_colour) + partial)
+            self._unfinished = (label, is_error)
+
+    def announce(self, text: str) -> None:
+        """Writes a message of the launcher itself to standard error."""
+        with self._lock:
+            start = b"\n" if self._unfinished is not None else b""
+            self._unfinished = None
+            self._err.write(start + text.encode(errors="replace") + b"\n")
+
+    def _leave_unfinished(self, label: Label, is_error: bool) -> bytes:
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is None:
+            return b""
+        return CLEAR_LINE if unfinished == (label, is_error) else b"\n"
+
+
+def command_console() -> Console:
+    """Returns the console of the ``torchweft`` command: bytes pass through as they are."""
+    return Console(BinarySink(sys.stdout.buffer), BinarySink(sys.stderr.buffer))
+
+
+def session_console() -> Console:
+    """Returns a console for a script, a notebook or the interactive prompt."""
+    out: Sink = InterpreterSink("stdout")
+    err: Sink = InterpreterSink("stderr")
+    if hasattr(sys, "ps1"):
+        out, err = PromptSink(out), PromptSink(err)
+    return Console(out, err)
+
+
+def _is_at_prompt() -> bool:
+    # While the interpreter waits for a line to be typed, its main thread runs no Python code.
+    return threading.main_thread().ident not in sys._current_frames()
+
+
+def _prompt() -> bytes:
+    import readline  # loaded already where there is line editing; harmless where it is not
+
+    return (str(sys.ps1) + readline.get_line_buffer()).encode()

@@ -1,0 +1,296 @@
+"""What a forked worker process does: become a program, run a script, or serve calls.
+
+A job travels from the launcher to the nursery as a dictionary of plain values, and is run in
+the process that the nursery forked for it, at the bottom of that process's stack. From there
+the interpreter ends as it does for any program: threads are joined, exit handlers run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import contextlib
+import os
+import pickle
+import runpy
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torchweft.errors import RendezvousTimeout, ShutdownError
+from torchweft.launch.logs import configure, logging_here
+from torchweft.launch.seeds import seed_generators
+
+if TYPE_CHECKING:
+    from torchweft.rpc import RpcBackendOptions
+
+Job = dict[str, object]
+
+
+def program_job(arguments: Sequence[str]) -> Job:
+    """Replaces the process by the program ``arguments[0]``, as a shell would start it."""
+    return {"kind": "program", "arguments": list(arguments)}
+
+
+def script_job(path: str, arguments: Sequence[str]) -> Job:
+    """Runs a script in the warm process, as ``python path`` would."""
+    return {"kind": "script", "path": path, "arguments": list(arguments)}
+
+
+def module_job(module: str, arguments: Sequence[str]) -> Job:
+    """Runs a module in the warm process, as ``python -m module`` would."""
+    return {"kind": "module", "module": module, "arguments": list(arguments)}
+
+
+def serve_job(
+    name: str,
+    rank: int,
+    world_size: int,
+    *,
+    options: RpcBackendOptions,
+    rendezvous: str,
+    path: Sequence[str],
+) -> Job:
+    """Joins a group and serves calls until the group shuts down.
+
+    Args:
+        name: The worker's name.
+        rank: Its rank.
+        world_size: Workers in the group.
+        options: Options of the worker, without a way to find the others.
+        rendezvous: Path of the file at which the group meets.
+        path: The caller's ``sys.path``, so that the worker can import what the caller can.
+    """
+    return {
+        "kind": "serve",
+        "name": name,
+        "rank": rank,
+        "world_size": world_size,
+        "options": base64.b64encode(pickle.dumps(options)).decode(),
+        "rendezvous": rendezvous,
+        "path": list(path),
+    }
+
+
+def serve_open_job(
+    name: str, rank: int, *, options: RpcBackendOptions, init_method: str, path: Sequence[str]
+) -> Job:
+    """Joins an open group and serves calls until it is asked to end, by ``SIGTERM``.
+
+    Args:
+        name: The worker's name.
+        rank: Its rank.
+        options: Options of the worker, without a way to find the others.
+        init_method: How it finds them.
+        path: The caller's ``sys.path``, so that the worker can import what the caller can.
+    """
+    return {
+        "kind": "serve open",
+        "name": name,
+        "rank": rank,
+        "options": base64.b64encode(pickle.dumps(options)).decode(),
+        "init_method": init_method,
+        "path": list(path),
+    }
+
+
+def seeded(job: Job, seed: int | None) -> Job:
+    """Has a job that is run in the warm process begin with random numbers of its own.
+
+    Args:
+        job: What is done.
+        seed: The worker's seed; None for another one in each life.
+    """
+    return {**job, "seed": seed}
+
+
+def furnished(job: Job, name: str, setup: bytes | None, device: str, report: str) -> Job:
+    """Has a worker that serves be made ready first, and log as this process does now.
+
+    Args:
+        job: What it does.
+        name: Its name.
+        setup: A function that it runs, as ``cloudpickle`` writes it.
+        device: Its CUDA device, or another one, which is left to the program; or nothing.
+        report: The file that it writes if that fails, for ``setup_error``.
+    """
+    shipped = None if setup is None else base64.b64encode(setup).decode()
+    logs = logging_here()
+    return {**job, "setup": shipped, "device": device, "report": report, "logs": logs}
+
+
+def setup_error(report: str) -> BaseException | None:
+    """Returns what went wrong when a worker was made ready, as it was reported in a file."""
+    try:
+        with open(report, "rb") as file:
+            content = file.read()
+    except FileNotFoundError:
+        return None
+    from torchweft.serialize.exceptions import unpack_error
+
+    return unpack_error(content)
+
+
+def run_job(job: Job, own_path: Sequence[str]) -> None:
+    """Does what ``job`` says; ``own_path`` is ``sys.path`` as the interpreter made it."""
+    _JOBS[str(job["kind"])](job, own_path)
+
+
+def _run_program(job: dict[str, Any], own_path: Sequence[str]) -> NoReturn:
+    arguments = job["arguments"]
+    try:
+        os.execv(arguments[0], arguments)
+    except OSError as error:
+        sys.exit(f"weft: {arguments[0]} cannot be started: {error.strerror}")
+
+
+def _run_script(job: dict[str, Any], own_path: Sequence[str]) -> None:
+    _refresh_after_fork(job)
+    path = job["path"]
+    main = _fresh_main_module(own_path, os.path.dirname(os.path.realpath(path)))
+    sys.argv[:] = [path, *job["arguments"]]
+    loader = SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __loader__=loader, __spec__=None, __package__=None)
+    with open(path, "rb") as file:
+        source = file.read()
+    _as_main_program(lambda: exec(compile(source, path, "exec"), main.__dict__))
+
+
+def _run_module(job: dict[str, Any], own_path: Sequence[str]) -> None:
+    _refresh_after_fork(job)
+    _fresh_main_module(own_path, os.getcwd())
+    sys.argv[:] = ["-m", *job["arguments"]]
+    # The function that the interpreter itself calls for -m: it runs in the real __main__ module,
+    # which the public run_module does not.
+    run_as_main: Callable[[str], object] = vars(runpy)["_run_module_as_main"]
+    _as_main_program(lambda: run_as_main(job["module"]))
+
+
+def _serve(job: dict[str, Any], own_path: Sequence[str]) -> None:
+    options = _prepare_to_serve(job)
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    from torchweft import rpc
+    from torchweft.launch.cluster_store import ClusterStore
+    from torchweft.rpc.joining import leave
+
+    options.store = ClusterStore(FileStore(job["rendezvous"], job["world_size"]))
+    try:
+        rpc.init_rpc(
+            job["name"],
+            rank=job["rank"],
+            world_size=job["world_size"],
+            rpc_backend_options=options,
+        )
+    except RendezvousTimeout:  # The caller has rank 0, and tells who did not come.
+        sys.exit(1)
+    # It serves meanwhile, for as long as the caller wants: no wait to tell of. The caller leads,
+    # and tells who was lost.
+    with contextlib.suppress(ShutdownError):
+        leave(0.0, contextlib.nullcontext)
+    _end_at_once()
+
+
+def _serve_open(job: dict[str, Any], own_path: Sequence[str]) -> None:
+    is_told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: is_told.set())
+    options = _prepare_to_serve(job)
+    from torchweft import rpc
+    from torchweft.rpc.joining import join_group
+
+    options.init_method = job["init_method"]
+    join_group(job["name"], job["rank"], None, options)
+    is_told.wait()
+    rpc.shutdown()
+    _end_at_once()
+
+
+def _prepare_to_serve(job: dict[str, Any]) -> RpcBackendOptions:
+    """Makes the process one of the caller's; returns the options of the worker."""
+    sys.path[:] = job["path"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    options: RpcBackendOptions = pickle.loads(base64.b64decode(job["options"]))
+    _refresh_after_fork(job)  # torch is there now, also where the nursery had not imported it
+    from torchweft.rpc.stack_report import answer_signal
+
+    answer_signal()
+    _furnish(job)
+    return options
+
+
+def _furnish(job: dict[str, Any]) -> None:
+    """Makes a worker ready; where that fails, reports it and ends the process."""
+    try:
+        configure(job["logs"])
+        if job["device"].startswith("cuda"):
+            import torch
+
+            torch.cuda.set_device(job["device"])
+        if job["setup"] is not None:
+            pickle.loads(base64.b64decode(job["setup"]))()
+    except BaseException as error:
+        from torchweft.serialize.exceptions import pack_error
+
+        with open(job["report"], "wb") as file:
+            file.write(pack_error(error, job["name"], main_by_name=False))
+        sys.exit(1)
+
+
+def _refresh_after_fork(job: dict[str, Any]) -> None:
+    """Makes anew what must not be alike in every worker."""
+    seed_generators(job.get("seed"))
+    if "torch" in sys.modules:
+        torch: Any = sys.modules["torch"]
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if threads.isdigit() and int(threads) != torch.get_num_threads():
+            torch.set_num_threads(int(threads))
+
+
+def _end_at_once() -> NoReturn:
+    """Ends the process as a program ends, but does not take the interpreter apart first.
+
+    With torch imported that costs 0.1 to 0.4 s of processor time in every worker, and writes to
+    pages that the workers share.
+    """
+    vars(threading)["_shutdown"]()  # joins the threads that are no daemons
+    vars(atexit)["_run_exitfuncs"]()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _fresh_main_module(own_path: Sequence[str], program_directory: str) -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    is_safe = getattr(sys.flags, "safe_path", False)
+    sys.path[:] = [*own_path] if is_safe else [program_directory, *own_path]
+    return main
+
+
+def _as_main_program(body: Callable[[], object]) -> None:
+    """Runs ``body``; what it raises is reported without the frames that lead to it."""
+    try:
+        body()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_globals.get("__name__") != "__main__":
+            trace = trace.tb_next
+        BaseException.with_traceback(error, trace)
+        sys.excepthook(type(error), error, trace)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+_JOBS: dict[str, Callable[[dict[str, Any], Sequence[str]], None]] = {
+    "program": _run_program,
+    "script": _run_script,
+    "module": _run_module,
+    "serve": _serve,
+    "serve open": _serve_open,
+}

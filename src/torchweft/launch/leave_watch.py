@@ -1,0 +1,105 @@
+"""Follows a cluster that is being left: says for whom it waits, and what is stuck in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from torchweft.launch.report import describe_duration
+
+if TYPE_CHECKING:
+    from torchweft.agent.waits import Lacking
+    from torchweft.rpc import WorkerStacks
+
+SAY_S = 5.0
+"""How often it is said for whom a cluster waits that is being left."""
+
+_ANSWER_S = 1.0
+"""How long a worker may take to say what it is doing."""
+
+
+class LeaveWatch:
+    """Follows the shutdown of a group, seen from a worker of it.
+
+    Args:
+        say: Writes one message of the launcher.
+        limit_s: How long leaving may take, in seconds.
+
+    Attributes:
+        deadline_s: When the time is up, by ``time.monotonic``.
+        stuck: After a shutdown that had no time left: the workers that had not finished, by
+            name, with what they were doing; None of those that did not say.
+    """
+
+    def __init__(self, say: Callable[[str], None], limit_s: float) -> None:
+        self._say = say
+        self._began_s = time.monotonic()
+        self.limit_s = limit_s
+        self.deadline_s = self._began_s + limit_s
+        self.stuck: dict[str, WorkerStacks | None] = {}
+
+    @contextlib.contextmanager
+    def following(self, lacking: Callable[[], Lacking]) -> Iterator[None]:
+        """Says within the ``with`` block, again and again, for whom it waits."""
+        is_over = threading.Event()
+        thread = threading.Thread(
+            target=self._say_again, args=(is_over, lacking), name="weft-cluster-leaving"
+        )
+        thread.start()
+        try:
+            yield
+            if time.monotonic() >= self.deadline_s:
+                self.stuck = _doings(lacking())
+        finally:
+            is_over.set()
+            thread.join()
+
+    def left_s(self) -> float:
+        """Returns how much time is left, in seconds."""
+        return max(self.deadline_s - time.monotonic(), 0.0)
+
+    def say_waiting(self, for_whom: str) -> None:
+        """Says for whom leaving waits, and since when."""
+        waited_s = time.monotonic() - self._began_s
+        self._say(f"still leaving the cluster after {describe_duration(waited_s)}: {for_whom}")
+
+    def stuck_text(self) -> str:
+        """Says what the workers were doing that are stuck."""
+        return "; ".join(_doing_text(name, doing) for name, doing in self.stuck.items())
+
+    def _say_again(self, is_over: threading.Event, lacking: Callable[[], Lacking]) -> None:
+        while not is_over.wait(SAY_S):
+            now = lacking()
+            doings = _doings(now)
+            if is_over.is_set():
+                return
+            shown = [_doing_text(name, doing) for name, doing in doings.items()]
+            self.say_waiting("; ".join(shown) or now.text)
+
+
+def _doings(lacking: Lacking) -> dict[str, WorkerStacks | None]:
+    """Returns what the workers are doing that are waited for.
+
+    A worker that waits for the answer of another one is not to blame, as long as that says what
+    it is doing.
+    """
+    from torchweft.agent.current import current
+    from torchweft.rpc.stack_report import ask_all
+    from torchweft.rpc.worker import Worker
+
+    agent = current()
+    peers = [agent.find(name) for name in lacking.workers] or agent.members.present()
+    told = ask_all(agent.part(Worker), peers, _ANSWER_S)
+    to_blame = {name: doing for name, doing in told.items() if doing is None or doing.calls}
+    return to_blame or {name: told[name] for name in lacking.workers}
+
+
+def _doing_text(name: str, doing: WorkerStacks | None) -> str:
+    if doing is None:
+        return f"worker {name!r} does not say what it is doing"
+    if not doing.calls:
+        return f"worker {name!r} has not finished"
+    return f"worker {name!r} runs {' and '.join(map(str, doing.calls))}"

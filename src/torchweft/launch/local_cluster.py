@@ -1,0 +1,473 @@
+"""A cluster around the calling program: worker processes that serve it, in a ``with`` block.
+
+The caller is a worker too, rank 0, so it can be called back, own references and take part in
+backward passes. The workers meet it through a file in a private directory: nobody else on the
+machine can reach it, nothing listens on the network, and no port has to be free. (A TCP store
+would have a free port as surely, if the caller opened it first; but it listens on all
+interfaces, and lets anybody in who comes.)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from torchweft import knobs
+from torchweft.agent import deaths
+from torchweft.errors import (
+    LaunchError,
+    RendezvousError,
+    RendezvousTimeout,
+    SerializationError,
+    ShutdownError,
+    WeftError,
+)
+from torchweft.launch import leave_watch
+from torchweft.launch.console import session_console
+from torchweft.launch.control import Ladder
+from torchweft.launch.job import furnished, seeded, serve_job, setup_error
+from torchweft.launch.leave_watch import LeaveWatch
+from torchweft.launch.nursery import Nursery
+from torchweft.launch.report import describe_death, describe_worker, failure_report
+from torchweft.launch.seeds import worker_seed
+from torchweft.launch.supervisor import Supervisor
+from torchweft.launch.terms import Terms
+from torchweft.launch.worker import WorkerExit, WorkerSpec, compute_environment
+
+if TYPE_CHECKING:
+    from torchweft.launch.cluster_store import ClusterStore
+    from torchweft.rpc import RpcBackendOptions
+
+STOP_LADDER: Ladder = [(signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
+STOP_LIMIT_S = 1.5
+DUMP_S = 0.5
+"""How long workers may take to write their stacks."""
+
+WATCH_S = 0.01
+"""How often a wait for a worker looks for it."""
+
+NOTICE_S = 0.5
+"""How much later than the end of its connections the end of a worker may be known."""
+
+
+class Cluster:
+    """Worker processes around the calling program; made by ``torchweft.cluster``.
+
+    Without a ``with`` block call ``start`` and ``close``; what is not closed ends with the
+    interpreter.
+
+    Attributes:
+        names: The workers' names, in order of their ranks, which begin at 1.
+        name: The caller's own name; its rank is 0.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        self.names = terms.names
+        self.name = terms.name
+        self._terms = terms
+        self._nursery: Nursery | None = None
+        self._console = session_console()
+        self._supervisor: Supervisor | None = None
+        self._follower: threading.Thread | None = None
+        self._directory = ""
+        self._environment: dict[str, str] = {}
+        self._setup: bytes | None = None
+        self._owner_pid = os.getpid()
+        self._store: ClusterStore | None = None
+        self._is_closing = False
+        self._is_stopping = False
+        self._has_joined = False
+        self._ended: set[str] = set()
+        self._failed: list[WorkerExit] = []
+        self._has_failed = threading.Event()
+        self._lost_nursery: LaunchError | None = None
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the workers by name; empty before the start."""
+        return {} if self._supervisor is None else self._supervisor.pids
+
+    def __repr__(self) -> str:
+        if self._supervisor is None:
+            return f"<Cluster of {len(self.names)} workers, not running: {', '.join(self.names)}>"
+        shown = (
+            f"{name} ({'ended' if name in self._ended else f'pid {self.pids.get(name)}'})"
+            for name in self.names
+        )
+        return f"<Cluster of {len(self.names)} workers around {self.name!r}: {', '.join(shown)}>"
+
+    def __enter__(self) -> Cluster:
+        return self.start()
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def start(self) -> Cluster:
+        """Starts the workers and joins them; returns when all have joined.
+
+        Raises:
+            AlreadyInitialized: The caller is a worker of another group.
+            LaunchError: A worker could not be started, or ended before it had joined; or the
+                cluster is running already.
+        """
+        if self._supervisor is not None:
+            raise LaunchError("this cluster is running already; make another one, or close it")
+        _check_unset()
+        self._is_closing = self._is_stopping = self._has_joined = False
+        self._ended, self._failed, self._lost_nursery = set(), [], None
+        self._has_failed.clear()
+        self._owner_pid = os.getpid()
+        self._directory = tempfile.mkdtemp(prefix="weft-cluster-")
+        deaths.follow(self._directory)
+        try:
+            self._start_workers()
+            self._join()
+        except BaseException as error:
+            failure = self._failure() or self._unfinished_setup(error)
+            self.abandon()
+            if isinstance(error, RendezvousError) and failure is not None:
+                # The worker's end, or what led to it, is why there was no rendezvous.
+                raise failure from failure.__cause__ or error
+            raise
+        self._has_joined = True
+        atexit.register(self.abandon)
+        return self
+
+    def wait_for(self, name: str, timeout_s: float = 60.0) -> None:
+        """Blocks until a worker is there, such as one that is started again.
+
+        Args:
+            name: The worker's name.
+            timeout_s: How long to wait for it, in seconds.
+
+        Raises:
+            LaunchError: It is not coming any more.
+            RendezvousTimeout: It did not come in time.
+        """
+        from torchweft.agent.waits import Notice
+
+        deadline_s = time.monotonic() + timeout_s
+        notice = Notice("the cluster", lambda: f"for worker {name!r} to join")
+        while not _is_there(name):
+            notice.look()
+            failure = self._failure()
+            if failure is not None:
+                raise failure
+            if time.monotonic() > deadline_s:
+                raise RendezvousTimeout(
+                    f"worker {name!r} did not join within {timeout_s:.1f} s", elapsed_s=timeout_s
+                )
+            time.sleep(WATCH_S)
+
+    def close(self) -> None:
+        """Shuts the group down gracefully and waits until every worker has ended.
+
+        Where a worker has failed, the others are ended at once instead.
+
+        Raises:
+            LaunchError: A worker has failed, unless ``check`` is off.
+            ShutdownError: The shutdown did not end well.
+        """
+        if self._supervisor is None:
+            return
+        try:
+            failure = self._failure() or self._leave_gracefully()
+        finally:
+            self.abandon()
+        if failure is not None and (self._terms.check or isinstance(failure, ShutdownError)):
+            raise failure
+
+    def abandon(self) -> None:
+        """Ends the workers at once, whatever they do; the caller leaves the group."""
+        if not self._directory or os.getpid() != self._owner_pid:
+            return  # not running; or in a process that the caller has forked
+        self._is_closing = self._is_stopping = True
+        # The workers first: were the caller to leave before, each would tell that it is lost.
+        if self._supervisor is not None:
+            self._supervisor.stop(STOP_LADDER)
+            self._await_workers(STOP_LIMIT_S)
+        if self._has_joined:
+            self._has_joined = False
+            _leave_at_once()
+        self._clean_up()
+
+    def _leave_gracefully(self) -> WeftError | None:
+        """Shuts the group down and waits for its workers; returns what went wrong."""
+        self._is_closing = True
+        watch = LeaveWatch(self._say, self._terms.leave_timeout_s)
+        problem: WeftError | None = self._leave_group(watch)
+        if problem is None:
+            self._await_ends(watch)
+            problem = self._unended(watch)
+        return self._worst(problem, watch)
+
+    def _worst(self, problem: WeftError | None, watch: LeaveWatch) -> WeftError | None:
+        """Returns what to tell of what went wrong while the cluster was left."""
+        # Workers that have ended are the cause, unless they ended because the time was up.
+        return (None if watch.left_s() else problem) or self._failure() or problem
+
+    def _leave_group(self, watch: LeaveWatch) -> ShutdownError | None:
+        """Leaves the group; returns what went wrong."""
+        from torchweft.agent import current
+        from torchweft.rpc.joining import leave
+
+        if not current.is_set():
+            return None
+        try:
+            leave(0.0 if math.isinf(watch.limit_s) else watch.limit_s, watch.following)
+        except ShutdownError as error:
+            if watch.stuck:
+                return self._stuck(watch)
+            self._has_failed.wait(NOTICE_S)  # the end of a connection is seen a bit earlier
+            return error
+        return None
+
+    def _stuck(self, watch: LeaveWatch) -> ShutdownError:
+        """Says what is stuck, with its stacks, before it is killed."""
+        names = [name for name in watch.stuck if name not in self._ended]
+        silent = [name for name in names if watch.stuck[name] is None]
+        for name in names:
+            if watch.stuck[name] is not None:
+                self._say(f"stuck is {watch.stuck[name]}")
+        self._dump_stacks(silent)
+        return ShutdownError(
+            f"the cluster could not be left within {watch.limit_s:g} s: {watch.stuck_text()}; its "
+            "workers were killed. If they need more time, pass leave_timeout= to cluster()",
+            missing=tuple(names),
+        )
+
+    def _dump_stacks(self, names: Sequence[str]) -> None:
+        """Has workers write their stacks to standard error that do not answer otherwise."""
+        number = vars(signal).get(knobs.STACKS_SIGNAL.get())
+        if number is None or not names or self._supervisor is None:
+            return
+        self._say(f"the stacks of {', '.join(map(repr, names))}:")
+        for name in names:
+            self._supervisor.signal(name, number)
+        self._await_workers(DUMP_S)
+
+    def _await_ends(self, watch: LeaveWatch) -> None:
+        """Waits for the processes of the workers to end, as long as there is time."""
+        while self._remaining() and watch.left_s():
+            self._await_workers(min(leave_watch.SAY_S, watch.left_s()))
+            if (remaining := self._remaining()) and watch.left_s():
+                watch.say_waiting(
+                    f"worker {remaining[0]!r} has left the group, but its process has not ended"
+                )
+
+    def _unended(self, watch: LeaveWatch) -> LaunchError | None:
+        remaining = self._remaining()
+        if not remaining:
+            return None
+        self._dump_stacks(remaining)
+        return LaunchError(
+            f"worker {remaining[0]!r} did not end within {watch.limit_s:g} s of the shutdown "
+            "and was killed; does an exit handler or a thread of its own wait?",
+            worker=remaining[0],
+        )
+
+    def _remaining(self) -> list[str]:
+        return [name for name in self.names if name not in self._ended]
+
+    def _say(self, text: str) -> None:
+        self._console.announce(f"weft: {text}")
+
+    def _start_workers(self) -> None:
+        environment = compute_environment(self._terms.environment(os.environ), len(self.names))
+        if self._terms.nursery is None:
+            self._nursery = Nursery(environment=environment)
+        self._environment = environment
+        self._setup = None if self._terms.setup is None else shipped(self._terms.setup)
+        workers = [self._spec(name) for name in self.names]
+        nursery = self._terms.nursery or self._nursery
+        assert nursery is not None
+        nursery.remove_at_end(self._directory)
+        self._supervisor = Supervisor(
+            nursery, self._console, workers, self._worker_ended, self._worker_started
+        )
+        self._supervisor.start()
+        self._follower = threading.Thread(target=self._follow, name="weft-cluster", daemon=True)
+        self._follower.start()
+
+    def _spec(self, name: str, restarts: int = 0) -> WorkerSpec:
+        rank, terms = self.names.index(name) + 1, self._terms
+        job = seeded(self._job(name, rank), worker_seed(terms.seed, name))
+        job = furnished(job, name, self._setup, terms.device_of(name), self._report_of(name))
+        environment = terms.environment_of(name, self._environment, restarts)
+        return WorkerSpec(name, rank, job, environment, self._directory)
+
+    def _report_of(self, name: str) -> str:
+        return os.path.join(self._directory, f"setup-{name}")
+
+    def _job(self, name: str, rank: int) -> dict[str, object]:
+        return serve_job(
+            name,
+            rank,
+            len(self.names) + 1,
+            options=self._plain_options(),
+            rendezvous=self._rendezvous(),
+            path=sys.path,
+        )
+
+    def _plain_options(self) -> RpcBackendOptions:
+        """Returns the caller's options without what is between the workers only; a new object."""
+        from torchweft.rpc import RpcBackendOptions
+
+        options = (
+            RpcBackendOptions() if self._terms.options is None else copy.copy(self._terms.options)
+        )
+        options.init_method = options.store = None
+        # Whoever knows the token, which is in a private directory, is of this user. A secret
+        # does not travel to other processes, and nobody comes from another machine.
+        options.secret, options.listen = None, "127.0.0.1"
+        return options
+
+    def _rendezvous(self) -> str:
+        return os.path.join(self._directory, "rendezvous")
+
+    def _join(self) -> None:
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+        from torchweft import rpc
+        from torchweft.launch.cluster_store import ClusterStore
+
+        world_size = len(self.names) + 1
+        options = self._plain_options()
+        file_store = FileStore(self._rendezvous(), world_size)
+        options.store = self._store = ClusterStore(file_store, self._failure)
+        rpc.init_rpc(self.name, rank=0, world_size=world_size, rpc_backend_options=options)
+
+    def _follow(self) -> None:
+        supervisor = self._supervisor
+        assert supervisor is not None
+        try:
+            self._follow_workers(supervisor)
+        except LaunchError as error:
+            self._lost_nursery = error
+            self._has_failed.set()
+            if not self._is_closing:
+                self._console.announce(f"weft: {error}")
+
+    def _follow_workers(self, supervisor: Supervisor) -> None:
+        while not supervisor.is_done:
+            supervisor.poll()
+
+    def _worker_started(self, name: str, pid: int) -> None:
+        """Takes note that a worker process has begun."""
+
+    def _worker_ended(self, ended: WorkerExit) -> None:
+        self._ended.add(ended.name)
+        if self._is_stopping or (self._is_closing and ended.exit_code == 0):
+            return
+        self._failed.append(ended)
+        self._has_failed.set()
+        if os.path.exists(self._report_of(ended.name)):
+            return  # it is raised
+        assert self._supervisor is not None
+        # Those that end after the first do so because of it, as a rule: say it in one line.
+        is_first = len(self._failed) == 1
+        tail = self._supervisor.tail(ended.name)
+        is_in_view = self._supervisor.is_in_view(ended.name)
+        self._say(failure_report(ended, tail, is_in_view) if is_first else describe_death(ended))
+
+    def _failure(self) -> LaunchError | None:
+        """Returns what went wrong with the workers, where something did."""
+        if self._lost_nursery is not None or not self._failed:
+            return self._lost_nursery
+        first = self._failed[0]
+        text, cause = describe_worker(first), setup_error(self._report_of(first.name))
+        if cause is not None:
+            text = f"the setup of worker {first.name!r} failed: {type(cause).__name__}: {cause}"
+        error = LaunchError(text, worker=first.name, exit_code=first.exit_code)
+        error.__cause__ = cause
+        return error
+
+    def _unfinished_setup(self, error: BaseException) -> LaunchError | None:
+        """Returns what to tell of a start that took too long, where a setup did."""
+        if self._setup is None or not isinstance(error, RendezvousTimeout):
+            return None
+        late = [self.names[rank - 1] for rank in error.missing if rank]
+        if not late:
+            return None
+        self._dump_stacks(late)
+        return LaunchError(
+            f"worker {late[0]!r} has not joined within {error.elapsed_s:.0f} s, and its setup= is "
+            "part of that; make it shorter, or raise init_timeout in rpc_backend_options",
+            worker=late[0],
+        )
+
+    def _await_workers(self, limit_s: float) -> None:
+        if self._follower is not None:
+            self._follower.join(limit_s)
+
+    def _clean_up(self) -> None:
+        atexit.unregister(self.abandon)
+        if self._nursery is not None:
+            self._nursery.end()
+        if self._follower is not None:
+            self._follower.join()
+        if self._nursery is not None:
+            self._nursery.close()
+        if self._supervisor is not None:
+            self._supervisor.close()
+        deaths.follow("")
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._supervisor = self._follower = self._nursery = self._store = None
+        self._directory = ""
+
+
+def shipped(function: Callable[[], object]) -> bytes:
+    """Returns a function as bytes, for another process.
+
+    Raises:
+        SerializationError: It cannot travel.
+    """
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(function))
+    except Exception as error:
+        raise SerializationError(
+            f"setup cannot be sent to the workers: {error}; a function at the top of a module can"
+        ) from error
+
+
+def _is_there(name: str) -> bool:
+    from torchweft.agent import current
+
+    present = current.current().members.present()
+    return any(peer.name == name and peer.lost is None for peer in present)
+
+
+def _leave_at_once() -> None:
+    from torchweft import rpc
+
+    with contextlib.suppress(Exception):  # the reason for leaving is told, not what follows from it
+        rpc.shutdown(graceful=False)
+
+
+def _check_unset() -> None:
+    # Not imported here: the caller loads torch while the workers do, and not before.
+    current = sys.modules.get("torchweft.agent.current")
+    if current is not None:
+        current.check_unset()

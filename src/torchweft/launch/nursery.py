@@ -1,0 +1,173 @@
+"""The launcher's side of the nursery: starts it, asks it for workers, hears how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from torchweft.errors import LaunchError
+from torchweft.launch.control import ControlSocket, Ladder, Message
+from torchweft.launch.report import describe_exit
+from torchweft.launch.worker import WorkerSpec, compute_environment
+
+WARM_MODULES = ("torch", "torchweft.rpc")
+"""What workers need that takes long to import."""
+
+END_LIMIT_S = 6.0
+
+# The launcher's path comes first, so that the nursery runs the same Weft as the launcher; the
+# path that the interpreter made is handed on for workers that run a script. A -c interpreter
+# puts the current directory first, which a script does not have.
+_BOOT = """\
+import sys
+from json import loads
+own_path = sys.path[0 if getattr(sys.flags, "safe_path", False) else 1 :]
+sys.path[:] = loads(sys.argv[1])
+from torchweft.launch.nursery_process import main
+main(own_path)
+"""
+
+
+class Nursery:
+    """A helper process that forks workers; they end with it, and it ends with this process.
+
+    Make one yourself to start several clusters, one after the other, from the same warm process::
+
+        with Nursery() as nursery:
+            with torchweft.cluster(2, nursery=nursery):
+                ...
+            with torchweft.cluster(8, nursery=nursery):  # starts in milliseconds
+                ...
+
+    Args:
+        preload: Modules that the nursery imports, so that the workers need not.
+        environment: Its environment; by default that of this process. Workers have their own,
+            but what libraries read when they are imported comes from here.
+    """
+
+    def __init__(
+        self,
+        *,
+        preload: Sequence[str] = WARM_MODULES,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                _command(theirs.fileno(), preload),
+                env=compute_environment(os.environ, 1)
+                if environment is None
+                else dict(environment),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._control = ControlSocket(ours)
+
+    @property
+    def pid(self) -> int:
+        """The nursery's process id."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Returns the descriptor that is readable when there are events."""
+        return self._control.fileno()
+
+    def start(self, key: str, worker: WorkerSpec, stdout: int, stderr: int) -> None:
+        """Asks for a worker that writes to the two descriptors; does not wait for it."""
+        request: Message = {
+            "request": "start",
+            "key": key,
+            "job": worker.job,
+            "environment": dict(worker.environment),
+            "directory": worker.directory,
+            "notes": worker.notes,
+        }
+        try:
+            self._control.send(request, [stdout, stderr])
+        except OSError:
+            raise self._lost() from None
+
+    def stop(self, key: str | None, ladder: Ladder) -> None:
+        """Asks to signal one worker, or all of them, until they end; does not wait for it."""
+        with contextlib.suppress(OSError):  # without a nursery there are no workers
+            self._control.send({"request": "stop", "key": key, "ladder": list(ladder)})
+
+    def remove_at_end(self, directory: str) -> None:
+        """Has the nursery remove a directory when it ends, also if this process is killed."""
+        with contextlib.suppress(OSError):
+            self._control.send({"request": "remove at end", "directory": directory})
+
+    def receive(self) -> list[Message]:
+        """Returns the next events; blocks until there are some.
+
+        Raises:
+            LaunchError: The nursery is gone, and so are its workers.
+        """
+        try:
+            return self._control.receive()
+        except (EOFError, OSError):
+            raise self._lost() from None
+
+    def end(self, limit_s: float = END_LIMIT_S) -> None:
+        """Ends all workers and the nursery, and waits for that; its last events can be read."""
+        self._control.finish_sending()
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # whereupon the kernel kills the workers
+            self._process.wait()
+
+    def close(self) -> None:
+        """Ends the nursery and gives its connection back; harmless when repeated."""
+        self.end()
+        self._control.close()
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "running" if self._process.poll() is None else "ended"
+        return f"<Nursery (pid {self.pid}), {state}>"
+
+    def _lost(self) -> LaunchError:
+        self.end()
+        ending = describe_exit(self._process.returncode)
+        return LaunchError(
+            f"the process that starts the workers (pid {self.pid}) {ending}; "
+            "what it wrote to standard error says why",
+            exit_code=self._process.returncode,
+        )
+
+
+def _command(connection: int, preload: Sequence[str]) -> list[str]:
+    return [
+        sys.executable,
+        *_interpreter_flags(),
+        "-c",
+        _BOOT,
+        json.dumps(sys.path),
+        str(connection),
+        str(os.getpid()),
+        " ".join(preload),
+    ]
+
+
+def _interpreter_flags() -> list[str]:
+    """Returns the flags that this interpreter was started with, for another one."""
+    # What multiprocessing and test.support use; there is no public way to the same list.
+    return list(vars(subprocess)["_args_from_interpreter_flags"]())

@@ -1,0 +1,310 @@
+"""The nursery: a process that imports once and forks workers, and is their parent.
+
+Importing torch takes a second of processor time in every process; a forked worker has it done
+already. A forked process inherits one thread only, the forking one, so the nursery never starts
+a thread and never computes: it imports, and then it waits.
+
+The second task of the nursery is that no worker outlives the launcher, however that ends.
+Asking the kernel for a signal at the parent's death (``PR_SET_PDEATHSIG``) is bound to the
+*thread* that forked, and a launcher may fork from any; the nursery has one thread, so for its
+own children it is exact. The nursery itself watches the launcher through a pidfd, which is bound
+to the process, and through the control connection, whose end the launcher's death closes. So:
+
+=================  =========================================================================
+who dies           what ends the workers
+=================  =========================================================================
+the launcher       the nursery sees it, signals every worker's process group, and leaves
+the nursery        the kernel kills each worker; the launcher sees the end of the connection
+both at once       the kernel kills each worker
+=================  =========================================================================
+
+Each worker leads a process group of its own, so what it has started is signalled with it. When
+a worker ends, what is left of its group is told to end and then killed. As the nursery reaps
+the workers itself, no signal ever goes to a process id that was given to somebody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torchweft.agent.deaths import VARIABLE as NOTE_VARIABLE
+from torchweft.agent.deaths import leave_note
+from torchweft.launch.control import ControlSocket, Ladder, Message
+from torchweft.launch.job import Job, run_job
+from torchweft.launch.memory_kills import MemoryKills
+from torchweft.launch.report import describe_exit
+
+LEFTOVER_LADDER: Ladder = [(signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
+GROUP_POLL_S = 0.05
+LEAVE_LIMIT_S = 5.0
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class _Group:
+    """One worker and the processes that it started; kept until the last of them is gone."""
+
+    key: str
+    pid: int
+    notes: str
+    has_ended: bool = False
+    ladder: list[tuple[int, float]] = field(default_factory=list)
+    next_signal_s: float = 0.0
+    was_told: bool = False
+
+    def climb(self, now_s: float) -> None:
+        """Sends the next signal of the ladder when it is due."""
+        if self.ladder and now_s >= self.next_signal_s:
+            number, wait_s = self.ladder.pop(0)
+            self.was_told = True
+            self.next_signal_s = now_s + wait_s
+            self.send(number)
+
+    def send(self, number: int) -> bool:
+        """Signals the group; returns whether anybody was there to get it."""
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # somebody is there, who has changed user
+        return True
+
+    def is_gone(self, now_s: float) -> bool:
+        if not self.has_ended:
+            return False
+        is_beyond_reach = not self.ladder and now_s >= self.next_signal_s
+        return is_beyond_reach or not self.send(0)
+
+
+class _Forked(Exception):
+    """Unwinds a forked worker's stack to its bottom, where its job is run."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job = job
+
+
+class _Nursery:
+    """The nursery's loop."""
+
+    def __init__(self, control: ControlSocket, launcher_pid: int) -> None:
+        self._control = control
+        self._groups: list[_Group] = []
+        self._memory_kills = MemoryKills()
+        self._directories: list[str] = []
+        self._leave_by_s: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._resources = contextlib.ExitStack()
+        for resource in (control, self._selector, self._wake_read, self._wake_write):
+            self._resources.callback(resource.close)
+        self._requests: dict[str, Callable[[Message], None]] = {
+            "start": self._start,
+            "stop": self._stop,
+            "remove at end": lambda request: self._directories.append(request["directory"]),
+        }
+        self._libc = ctypes.CDLL(None)
+        self._watch(control.fileno(), self._read_requests)
+        self._watch(self._wake_read.fileno(), self._clear_wake)
+        self._watch_launcher(launcher_pid)
+        self._watch_children()
+
+    def run(self) -> None:
+        """Serves until the launcher closes the connection or dies, and every worker is gone."""
+        while self._leave_by_s is None or (self._groups and time.monotonic() < self._leave_by_s):
+            for event, _ in self._selector.select(self._wait_s()):
+                event.data()
+            self._reap()
+            now_s = time.monotonic()
+            for group in self._groups:
+                group.climb(now_s)
+            self._groups = [group for group in self._groups if not group.is_gone(now_s)]
+        for directory in self._directories:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _watch(self, descriptor: int, callback: Callable[[], None]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+
+    def _watch_launcher(self, launcher_pid: int) -> None:
+        if hasattr(os, "pidfd_open"):
+            try:
+                launcher = os.pidfd_open(launcher_pid)
+            except OSError:  # gone already, or a kernel without it: the connection ends as well
+                launcher = -1
+            if launcher >= 0:
+                self._resources.callback(os.close, launcher)
+                self._watch(launcher, self._leave)
+        if os.getppid() != launcher_pid:
+            self._leave()
+
+    def _watch_children(self) -> None:
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        if sys.platform == "linux":
+            # What a worker leaves behind becomes a child of the nursery, which can then tell when
+            # it is gone; process 1, in many a container, collects no children.
+            self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+
+    def _clear_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_read.recv(4096)
+
+    def _wait_s(self) -> float | None:
+        """Returns how long nothing needs to be done; None until something happens."""
+        waits = [GROUP_POLL_S for group in self._groups if group.has_ended]
+        now_s = time.monotonic()
+        waits += [max(0.0, group.next_signal_s - now_s) for group in self._groups if group.ladder]
+        if self._leave_by_s is not None:
+            waits.append(max(0.0, self._leave_by_s - now_s))
+        return min(waits, default=None)
+
+    def _read_requests(self) -> None:
+        try:
+            requests = self._control.receive()
+        except EOFError:
+            self._leave()
+            return
+        for request in requests if self._leave_by_s is None else []:
+            self._requests[request["request"]](request)
+
+    def _start(self, request: Message) -> None:
+        stdout, stderr = self._control.take_descriptors(2)
+        nursery_pid = os.getpid()
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of threads, such as a linear algebra library may have started
+                # when it was imported; those libraries park them for a fork by themselves.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+        except OSError as error:
+            os.close(stdout)
+            os.close(stderr)
+            self._tell({"event": "failed", "key": request["key"], "reason": str(error)})
+            return
+        if pid == 0:
+            self._become_worker(request, stdout, stderr, nursery_pid)
+        with contextlib.suppress(OSError):
+            # Done here and in the worker: whoever comes first, a signal to the group finds it.
+            os.setpgid(pid, pid)
+        os.close(stdout)
+        os.close(stderr)
+        self._groups.append(_Group(request["key"], pid, request["notes"]))
+        self._tell({"event": "started", "key": request["key"], "pid": pid})
+
+    def _stop(self, request: Message) -> None:
+        for group in self._groups:
+            if request["key"] in (None, group.key):
+                group.ladder = [(number, wait_s) for number, wait_s in request["ladder"]]
+                group.next_signal_s = 0.0
+
+    def _leave(self) -> None:
+        if self._leave_by_s is None:
+            self._leave_by_s = time.monotonic() + LEAVE_LIMIT_S
+            for descriptor in set(self._selector.get_map()) - {self._wake_read.fileno()}:
+                self._selector.unregister(descriptor)
+            self._stop({"key": None, "ladder": LEFTOVER_LADDER})
+
+    def _reap(self) -> None:
+        """Takes note of every child that has ended; among them what workers left behind."""
+        groups = {group.pid: group for group in self._groups}
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                if pid in groups:
+                    self._worker_ended(groups[pid], os.waitstatus_to_exitcode(status))
+
+    def _worker_ended(self, group: _Group, exit_code: int) -> None:
+        # First of all: those that were connected to it ask for that right now.
+        leave_note(group.notes, group.pid, self._ending_of(group, exit_code))
+        group.has_ended = True
+        group.ladder = list(LEFTOVER_LADDER)
+        group.next_signal_s = 0.0
+        self._tell({"event": "ended", "key": group.key, "exit_code": exit_code})
+
+    def _ending_of(self, group: _Group, exit_code: int) -> str:
+        """Says how a worker ended, for the other workers."""
+        if group.ladder or group.was_told:
+            return "was ended by the launcher"
+        if exit_code == 0:
+            return "ended with exit code 0 and had not called shutdown()"
+        is_killed = exit_code == -signal.SIGKILL
+        return describe_exit(exit_code, self._memory_kills.take_one() if is_killed else None)
+
+    def _tell(self, event: Message) -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone, which the loop will see
+            self._control.send(event)
+
+    def _become_worker(self, request: Message, stdout: int, stderr: int, nursery_pid: int) -> None:
+        """Cuts a forked process off from the nursery and makes it ready for its job."""
+        if sys.platform == "linux":
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != nursery_pid:  # it died before the line above could take effect
+            os._exit(1)
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        os.close(stdout)
+        os.close(stderr)
+        self._resources.close()
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        note = os.environ[NOTE_VARIABLE] = os.path.join(request["notes"], str(os.getpid()))
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(note)  # of an earlier process with this number
+        os.chdir(request["directory"])
+        raise _Forked(request["job"])
+
+
+def main(own_path: Sequence[str]) -> None:
+    """Runs a nursery, and the job of every worker that it forks.
+
+    Args:
+        own_path: ``sys.path`` as the interpreter made it, before it was set to the launcher's.
+    """
+    connection, launcher_pid, preload = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split()
+    control = ControlSocket(socket.socket(fileno=connection))
+    try:
+        _preload(preload)
+        nursery = _Nursery(control, launcher_pid)
+        control.send({"event": "ready"})
+        nursery.run()
+    except _Forked as forked:
+        job = forked.job
+    except ConnectionError:
+        os._exit(1)  # the launcher is gone already
+    else:
+        os._exit(0)  # nothing here has to be put away, and that of torch takes a while
+    run_job(job, own_path)
+
+
+def _preload(modules: list[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    # What is there now lives as long as the process: were the collector to visit it, it would
+    # write to every page of it, and the workers would share none of them any more.
+    gc.collect()
+    gc.freeze()

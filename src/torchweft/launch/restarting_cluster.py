@@ -1,0 +1,154 @@
+"""A cluster whose workers are started again when they die.
+
+The caller cannot be started again, so neither can the whole group: it is an open one, in which
+each worker comes back by itself, under its name and rank. All meet at a store in this process,
+which the thread that follows the workers serves.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from torchweft.errors import LaunchError, WeftError
+from torchweft.launch.job import serve_open_job
+from torchweft.launch.leave_watch import LeaveWatch
+from torchweft.launch.local_cluster import Cluster
+from torchweft.launch.repeats import Repeats
+from torchweft.launch.report import describe_worker, failure_report
+from torchweft.launch.restart_plan import RestartPlan
+from torchweft.launch.restarts import WORKER, RestartPolicy
+from torchweft.launch.run_report import RunReport
+from torchweft.launch.store_server import StoreServer
+from torchweft.launch.supervisor import Supervisor
+from torchweft.launch.terms import Terms
+from torchweft.launch.worker import WorkerExit
+
+LOOK_S = 0.1
+"""How often the thread that follows the workers looks whether the cluster is closed."""
+
+
+class RestartingCluster(Cluster):
+    """What ``torchweft.cluster`` makes where it is told of restarts.
+
+    Raises:
+        ConfigurationError: There cannot be so many restarts.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        super().__init__(terms)
+        self._policy = RestartPolicy(terms.restarts, WORKER)
+        self._policy.check()
+        self._report = RunReport(self._console, self._policy, self.names, "weft", has_status=False)
+        self._server: StoreServer | None = None
+        self._plan = RestartPlan(self._policy, self.names, 0.0)
+        self._repeats = Repeats(is_of_group=False)
+        self._is_bug = False
+        self._has_left = False
+
+    def abandon(self) -> None:
+        """Ends the workers at once, whatever they do; the caller leaves the group."""
+        self._has_left = True
+        super().abandon()
+
+    def _start_workers(self) -> None:
+        self._server = StoreServer()
+        self._plan = RestartPlan(self._policy, self.names, time.monotonic())
+        self._repeats = Repeats(is_of_group=False)
+        self._has_left = False
+        super()._start_workers()
+
+    def _job(self, name: str, rank: int) -> dict[str, object]:
+        assert self._server is not None
+        return serve_open_job(
+            name,
+            rank,
+            options=self._plain_options(),
+            init_method=self._server.init_method,
+            path=sys.path,
+        )
+
+    def _join(self) -> None:
+        from torchweft.rpc.joining import join_group
+
+        assert self._server is not None
+        options = self._plain_options()
+        options.check()
+        options.init_method = self._server.init_method
+        deadline_s = time.monotonic() + options.init_timeout
+        join_group(self.name, 0, None, options)
+        self._has_joined = True  # from here on there is a group to leave
+        for name in self.names:
+            self.wait_for(name, max(deadline_s - time.monotonic(), 0.0))
+
+    def _follow_workers(self, supervisor: Supervisor) -> None:
+        assert self._server is not None
+        # Served for as long as anybody may still use it: the caller does when it leaves.
+        supervisor.watch(self._server.fileno(), self._server.serve)
+        while not (self._has_left and supervisor.is_done):
+            if self._is_closing:
+                self._plan.cancel()
+            now_s = time.monotonic()
+            for name in self._plan.take_due(now_s):
+                self._ended.discard(name)
+                supervisor.start_again(self._spec(name, self._plan.count(name)))
+            wait_s = self._plan.wait_s(now_s)
+            supervisor.poll(LOOK_S if wait_s is None else min(wait_s, LOOK_S))
+
+    def _worker_started(self, name: str, pid: int) -> None:
+        self._report.started(name, pid)
+
+    def _worker_ended(self, ended: WorkerExit) -> None:
+        self._ended.add(ended.name)
+        is_expected = ended.exit_code in (0, -signal.SIGTERM)
+        if self._is_stopping or (self._is_closing and is_expected):
+            return
+        is_hopeless = os.path.exists(self._report_of(ended.name))
+        assert self._supervisor is not None
+        is_repeated = self._repeats.is_repeated(ended, self._supervisor.tail(ended.name))
+        is_over = self._is_bug = is_hopeless or is_repeated
+        attempt = None if is_over else self._plan.died(ended.name, time.monotonic())
+        if not is_hopeless:
+            self._report.died(ended, attempt, is_repeated=is_repeated)
+        if attempt is None:
+            self._failed.append(ended)
+            self._has_failed.set()
+            if not is_hopeless:
+                supervisor = self._supervisor
+                tail, is_in_view = supervisor.tail(ended.name), supervisor.is_in_view(ended.name)
+                self._report.say(failure_report(ended, tail, is_in_view))
+
+    def _leave_gracefully(self) -> WeftError | None:
+        """Leaves the group, then has each worker leave it when it is done; returns what failed."""
+        self._is_closing = True
+        watch = LeaveWatch(self._say, self._terms.leave_timeout_s)
+        problem: WeftError | None = self._leave_group(watch)
+        self._has_left = True
+        if problem is None:
+            assert self._supervisor is not None
+            self._supervisor.stop([(signal.SIGTERM, watch.left_s())])
+            self._await_ends(watch)
+            problem = self._unended(watch)
+        return self._worst(problem, watch)
+
+    def _failure(self) -> LaunchError | None:
+        failure = super()._failure()
+        if failure is None or not self._failed or self._lost_nursery is not None:
+            return failure
+        if failure.__cause__ is not None:
+            return failure  # of a setup, which is not tried again
+        last = self._failed[0]
+        reason = "it failed twice at once" if self._is_bug else "its restarts are used up"
+        return LaunchError(
+            f"{describe_worker(last)}, and is not started again: {reason}",
+            worker=last.name,
+            exit_code=last.exit_code,
+        )
+
+    def _clean_up(self) -> None:
+        super()._clean_up()
+        if self._server is not None:
+            self._server.close()
+            self._server = None

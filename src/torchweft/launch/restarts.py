@@ -1,0 +1,135 @@
+"""How often, and how soon, what died is started again.
+
+A fault that passes (a machine without memory for a moment, a file system that is away) should
+cost seconds; one that stays (a wrong path in the script) should end the run with its message,
+not fill a log for a night. So the waits grow, and the number of restarts is limited within a
+stretch of time: a run of weeks may lose a worker every day, and a run that cannot work is over
+after a few attempts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torchweft import knobs
+from torchweft.errors import ConfigurationError
+
+GROUP, WORKER = "group", "worker"
+SCOPES = (GROUP, WORKER)
+
+_DOUBLINGS = 30
+"""More would only matter to numbers that the longest wait has cut off long before."""
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """What is done when a worker dies, which is to end in any way but with exit code 0.
+
+    With the scope ``"group"`` the others are ended and the whole group is started again, at a new
+    meeting place: for groups of a known size, which none can join later. With ``"worker"`` only
+    the one that died is started again, under its name and rank: for open groups, where workers
+    call ``init_rpc`` without a ``world_size``.
+
+    The n-th wait in a row is ``backoff_s`` times 2 to the power of n - 1, at most
+    ``backoff_limit_s``, and of that a random part between one half and all, so that many that
+    died of one cause do not come back at the same moment.
+
+    Attributes:
+        limit: Restarts of one worker, or of the group, within any ``window_s``; 0 for none. One
+            death more ends the run.
+        scope: What is started again: ``"group"`` or ``"worker"``.
+        backoff_s: The first wait, in seconds.
+        backoff_limit_s: The longest wait, in seconds.
+        window_s: Seconds after which a restart no longer counts; infinite for never.
+        healthy_s: Seconds after which whatever ran so long is well: its next wait is the first.
+    """
+
+    limit: int = 0
+    scope: str = GROUP
+    backoff_s: float = field(default_factory=knobs.RESTART_BACKOFF_S.get)
+    backoff_limit_s: float = field(default_factory=knobs.RESTART_BACKOFF_LIMIT_S.get)
+    window_s: float = field(default_factory=knobs.RESTART_WINDOW_S.get)
+    healthy_s: float = field(default_factory=knobs.RESTART_HEALTHY_S.get)
+
+    def check(self) -> None:
+        """Raises ConfigurationError for the first value that cannot work."""
+        if self.limit < 0:
+            raise ConfigurationError(
+                f"the number of restarts is {self.limit}; it must be 0, for none, or more"
+            )
+        if self.scope not in SCOPES:
+            raise ConfigurationError(
+                f"restarts have the scope {self.scope!r}; it must be one of {', '.join(SCOPES)}"
+            )
+        for name in ("backoff_s", "backoff_limit_s", "healthy_s"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigurationError(
+                    f"{name} of the restarts is {value}; it must be a number of seconds, from 0 on"
+                )
+        if not self.window_s > 0:
+            raise ConfigurationError(
+                f"window_s of the restarts is {self.window_s}; it must be more than 0 seconds, "
+                "or infinite, where all restarts of the run are to count"
+            )
+
+
+class Attempt(NamedTuple):
+    """One restart that is allowed.
+
+    Attributes:
+        delay_s: How long to wait before it.
+        number: Its number among those that count now, from 1.
+    """
+
+    delay_s: float
+    number: int
+
+
+class Attempts:
+    """Counts the restarts of one worker, or of one group; the time comes in from outside.
+
+    Args:
+        policy: What is allowed.
+        draw: Returns a random number from 0 to 1.
+
+    Attributes:
+        total: Restarts so far, also those that no longer count against the limit.
+    """
+
+    def __init__(self, policy: RestartPolicy, draw: Callable[[], float] = random.random) -> None:
+        self._policy = policy
+        self._draw = draw
+        self._counted: deque[float] = deque()
+        self._in_a_row = 0
+        self._started_s = 0.0
+        self.total = 0
+
+    def started(self, now_s: float) -> None:
+        """Takes note that it runs from now on."""
+        self._started_s = now_s
+
+    def next(self, now_s: float) -> Attempt | None:
+        """Returns the restart after a death that was now, or None where the limit is reached."""
+        policy = self._policy
+        while self._counted and self._counted[0] <= now_s - policy.window_s:
+            self._counted.popleft()
+        if len(self._counted) >= policy.limit:
+            return None
+        if now_s - self._started_s >= policy.healthy_s:
+            self._in_a_row = 0
+        grown_s = policy.backoff_s * 2.0 ** min(self._in_a_row, _DOUBLINGS)
+        delay_s = min(grown_s, policy.backoff_limit_s) * (0.5 + 0.5 * self._draw())
+        self._in_a_row += 1
+        self._counted.append(now_s)
+        self.total += 1
+        return Attempt(delay_s, len(self._counted))
+
+    def withdraw(self) -> None:
+        """Takes note that the last restart does not take place."""
+        self.total -= 1

@@ -1,0 +1,226 @@
+"""Runs one script in several worker processes, as the command ``torchweft run`` does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+from torchweft import knobs
+from torchweft.errors import ConfigurationError, LaunchError
+from torchweft.launch.console import Console
+from torchweft.launch.control import Ladder
+from torchweft.launch.job import Job, seeded
+from torchweft.launch.meeting import INIT_METHOD_VARIABLE, Meeting, PortMeeting, StoreMeeting
+from torchweft.launch.nursery import WARM_MODULES, Nursery
+from torchweft.launch.repeats import Repeats
+from torchweft.launch.report import failure_report, shell_status, signal_name
+from torchweft.launch.restart_plan import RestartPlan
+from torchweft.launch.restarts import GROUP, RestartPolicy
+from torchweft.launch.run_report import RunReport
+from torchweft.launch.seeds import check_seed, worker_seed
+from torchweft.launch.signals import watched_signals
+from torchweft.launch.supervisor import KILL_LADDER, Supervisor
+from torchweft.launch.worker import (
+    WorkerExit,
+    WorkerSpec,
+    compute_environment,
+    identity_environment,
+)
+
+INTERRUPT_LADDER: Ladder = [(signal.SIGINT, 1.0), (signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
+"""After Ctrl-C a worker may tidy up, but the person who pressed it gets the prompt back soon."""
+
+BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
+
+
+def run_workers(
+    names: Sequence[str],
+    job: Job,
+    *,
+    console: Console,
+    master_port: int = 0,
+    is_warm: bool = False,
+    restarts: RestartPolicy | None = None,
+    seed: int | None = None,
+) -> int:
+    """Runs ``job`` in one worker for each name, until all have ended or one has failed for good.
+
+    Call it from the main thread: it handles signals while it runs.
+
+    Args:
+        names: The workers' names, in order of their ranks.
+        job: What each of them does.
+        console: Where their output goes, and what is said of them.
+        master_port: The port at which they meet; 0 has a free one chosen.
+        is_warm: Whether workers are forked from a process that has imported torch.
+        restarts: What is done when a worker dies; by default, the others are ended.
+        seed: Makes the random numbers of warm workers reproducible, each with its own; without,
+            they differ by worker and run. Workers that are not warm begin as any program does.
+
+    Returns:
+        An exit status as shells report it: that of the worker whose death ended the run, 130
+        after Ctrl-C, 0 when all went well.
+
+    Raises:
+        ConfigurationError: An argument cannot work; or a ``WEFT_`` variable is unknown, or cannot
+            be read.
+    """
+    policy = RestartPolicy() if restarts is None else restarts
+    policy.check()
+    knobs.check_environment()
+    check_seed(seed)
+    meeting = _meeting(len(names), master_port, policy)
+    environment = compute_environment(os.environ, len(names))
+    preload = WARM_MODULES if is_warm else ()
+    with (
+        closing(meeting),
+        tempfile.TemporaryDirectory(prefix="weft-run-", ignore_cleanup_errors=True) as notes,
+        Nursery(preload=preload, environment=environment) as nursery,
+    ):
+        nursery.remove_at_end(notes)
+        run = _Run(nursery, console, names, job, environment, meeting, policy, seed, notes)
+        return run.to_the_end()
+
+
+def _meeting(count: int, master_port: int, policy: RestartPolicy) -> Meeting:
+    if policy.scope == GROUP:
+        if policy.limit and INIT_METHOD_VARIABLE in os.environ:
+            raise ConfigurationError(
+                f"a group that is started again meets at a new place, but {INIT_METHOD_VARIABLE} "
+                "names one; unset it"
+            )
+        return PortMeeting(count, master_port)
+    if master_port:
+        raise ConfigurationError(
+            "workers that are started again one by one meet at the launcher, not at a port of the "
+            "first worker, which may die; leave --master-port away"
+        )
+    return StoreMeeting()
+
+
+class _Run:
+    """The state of one run: who is to be started again, what ended it, and with which status."""
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        console: Console,
+        names: Sequence[str],
+        job: Job,
+        environment: dict[str, str],
+        meeting: Meeting,
+        policy: RestartPolicy,
+        seed: int | None,
+        notes: str,
+    ) -> None:
+        self._nursery = nursery
+        self._ranks = {name: rank for rank, name in enumerate(names)}
+        self._job = job
+        self._seed = seed
+        self._notes = notes
+        self._base = environment
+        self._meeting = meeting
+        self._plan = RestartPlan(policy, names, time.monotonic())
+        self._repeats = Repeats(self._plan.is_of_group)
+        self._report = RunReport(console, policy, names)
+        workers = [self._spec(name) for name in names]
+        self._supervisor = Supervisor(
+            nursery, console, workers, self._worker_ended, self._report.started
+        )
+        if isinstance(meeting, StoreMeeting):
+            self._supervisor.watch(meeting.server.fileno(), meeting.server.serve)
+        self._status = 0
+        self._is_ending = False
+        self._failure: WorkerExit | None = None
+        self._signal_count = 0
+
+    def to_the_end(self) -> int:
+        try:
+            with watched_signals(self._supervisor.watch, self._signalled):
+                self._supervisor.start()
+                while not self._supervisor.is_done or self._plan.is_waiting:
+                    self._supervisor.poll(self._plan.wait_s(time.monotonic()))
+                    self._start_again()
+        except BrokenPipeError:
+            return self._output_closed()
+        except LaunchError as error:
+            self._report.say(str(error))
+            return self._status or 1
+        finally:
+            self._nursery.close()
+            self._supervisor.close()
+        self._report.summarize(self._plan.total())
+        if self._failure is not None:
+            name = self._failure.name
+            tail, is_in_view = self._supervisor.tail(name), self._supervisor.is_in_view(name)
+            self._report.say(failure_report(self._failure, tail, is_in_view))
+        return self._status
+
+    def _spec(self, name: str) -> WorkerSpec:
+        rank = self._ranks[name]
+        identity = identity_environment(name, rank, len(self._ranks), self._plan.count(name))
+        environment = self._meeting.environment(self._base) | identity
+        job = seeded(self._job, worker_seed(self._seed, name))
+        return WorkerSpec(name, rank, job, environment, self._notes)
+
+    def _start_again(self) -> None:
+        """Starts those whose time has come."""
+        if self._plan.is_regrouping and self._supervisor.is_done:
+            attempt = self._plan.all_ended(time.monotonic())
+            assert attempt is not None
+            self._report.group_waits(attempt)
+        due = self._plan.take_due(time.monotonic())
+        if due and self._plan.is_of_group:
+            self._meeting.renew()
+        for name in due:
+            self._supervisor.start_again(self._spec(name))
+
+    def _output_closed(self) -> int:
+        """Ends quietly, as a program does whose output goes to ``head``."""
+        # What is buffered cannot be written, and the interpreter would complain of that at exit.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        return BROKEN_PIPE_STATUS
+
+    def _worker_ended(self, ended: WorkerExit) -> None:
+        if ended.exit_code == 0 or self._is_ending or self._plan.is_regrouping:
+            return  # it did what it should, or what it was told to
+        is_repeated = self._repeats.is_repeated(ended, self._supervisor.tail(ended.name))
+        attempt = None if is_repeated else self._plan.died(ended.name, time.monotonic())
+        others = self._supervisor.running_count
+        self._report.died(ended, attempt, others, is_repeated=is_repeated)
+        if attempt is None:
+            self._failure = ended
+            self._end(shell_status(ended.exit_code), _ladder(signal.SIGTERM))
+        elif self._plan.is_of_group:
+            self._supervisor.stop(_ladder(signal.SIGTERM))
+
+    def _end(self, status: int, ladder: Ladder) -> None:
+        if not self._is_ending:
+            self._status = status
+        self._is_ending = True
+        self._plan.cancel()
+        self._supervisor.stop(ladder)
+
+    def _signalled(self, number: int) -> None:
+        self._signal_count += 1
+        is_repeated = self._signal_count > 1
+        what = "killing the workers" if is_repeated else "ending the workers"
+        if not self._supervisor.running_count:
+            what = "no worker runs, and none is started again"
+        self._report.say(f"{signal_name(number)}, {what}")
+        if is_repeated:
+            self._end(128 + number, KILL_LADDER)
+        else:
+            ladder = INTERRUPT_LADDER if number == signal.SIGINT else _ladder(number)
+            self._end(128 + number, ladder)
+
+
+def _ladder(number: int) -> Ladder:
+    return [(number, knobs.LAUNCH_GRACE_S.get()), (signal.SIGKILL, 0.5)]

@@ -1,0 +1,294 @@
+"""Follows a set of workers from their start to their end: their output, and how they ended."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import selectors
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torchweft.errors import LaunchError
+from torchweft.launch.console import Console, Label
+from torchweft.launch.control import Ladder, Message
+from torchweft.launch.lines import LineAssembler
+from torchweft.launch.memory_kills import MemoryKills
+from torchweft.launch.nursery import Nursery
+from torchweft.launch.report import ErrorTail
+from torchweft.launch.worker import WorkerExit, WorkerSpec
+
+KILL_LADDER: Ladder = [(signal.SIGKILL, 0.5)]
+
+STARTS_AT_ONCE = 8
+"""Start requests that may be unanswered; more would fill the connection in both directions."""
+
+QUIET_S = 0.2
+"""A line that has been unfinished for so long is shown as it is."""
+
+IN_VIEW_LINES = 10
+"""What was followed by so many lines of others need not be shown again."""
+
+DRAIN_LIMIT_S = 2.0
+"""How long output is awaited from processes that outlive the worker that started them."""
+
+_READ_BYTES = 1 << 16
+_keys = itertools.count()
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One output pipe of a worker."""
+
+    descriptor: int
+    label: Label
+    is_error: bool
+    tail: ErrorTail
+    lines: LineAssembler = field(default_factory=LineAssembler)
+    show_at_s: float | None = None
+
+
+@dataclass(eq=False)
+class _Worker:
+    spec: WorkerSpec
+    label: Label
+    tail: ErrorTail = field(default_factory=ErrorTail)
+    streams: list[_Stream] = field(default_factory=list)
+    pid: int = 0
+    started_s: float = 0.0
+    has_ended: bool = False
+
+
+class Supervisor:
+    """Starts workers through a nursery and follows them until the last one is gone.
+
+    ``poll`` does all the work, in the thread that calls it; ``stop`` may be called by any thread.
+
+    Args:
+        nursery: Forks the workers; nobody else may read its events meanwhile.
+        console: Where the workers' output goes.
+        workers: The workers, in order of their ranks.
+        on_exit: Called within ``poll`` when a worker has ended and its output has been written.
+        on_start: Called within ``poll`` with name and process id of a worker that has started.
+    """
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        console: Console,
+        workers: Sequence[WorkerSpec],
+        on_exit: Callable[[WorkerExit], None],
+        on_start: Callable[[str, int], None] = lambda name, pid: None,
+    ) -> None:
+        self._nursery = nursery
+        self._console = console
+        self._on_exit = on_exit
+        self._on_start = on_start
+        self._memory_kills = MemoryKills()
+        width = max(len(worker.name) for worker in workers)
+        self._workers: dict[str, _Worker] = {}
+        self._latest: dict[str, _Worker] = {}
+        self._unstarted: deque[str] = deque()
+        self._starting = 0
+        self._running: set[str] = set()
+        for index, spec in enumerate(workers):
+            self._add(spec, Label(spec.name, index, width))
+        self._shown = 0
+        self._drain_until_s: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self.watch(nursery.fileno(), self._read_events)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by worker name, of the workers that have been started."""
+        return {name: worker.pid for name, worker in self._latest.items() if worker.pid}
+
+    @property
+    def running_count(self) -> int:
+        """How many workers have been started, or are being started, and have not ended."""
+        return len(self._running)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every worker has ended and its output has been written."""
+        if self._unstarted or self._running:
+            return False
+        is_late = self._drain_until_s is not None and time.monotonic() >= self._drain_until_s
+        return is_late or not any(worker.streams for worker in self._workers.values())
+
+    def watch(self, descriptor: int, callback: Callable[[], object]) -> None:
+        """Has ``poll`` call ``callback`` when ``descriptor`` is readable."""
+        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+
+    def start(self) -> None:
+        """Asks for the first workers; the others follow within ``poll``."""
+        while self._unstarted and self._starting < STARTS_AT_ONCE:
+            self._start_next()
+
+    def start_again(self, worker: WorkerSpec) -> None:
+        """Starts a worker that has ended; its pid and its last lines are of its new life now."""
+        former = self._latest[worker.name]
+        self._forget_drained()
+        self._drain_until_s = None
+        self._add(worker, former.label)
+        self.start()
+
+    def poll(self, timeout_s: float | None = None) -> None:
+        """Waits until something happens, or for ``timeout_s``, and deals with it.
+
+        Raises:
+            LaunchError: The workers cannot be started, or the nursery is gone.
+        """
+        for event, _ in self._selector.select(self._wait_s(timeout_s)):
+            event.data()
+        self._show_partials()
+
+    def stop(self, ladder: Ladder) -> None:
+        """Signals all workers, one rung of the ladder after the other, until they have ended."""
+        self._unstarted.clear()
+        for key in list(self._running):
+            self._nursery.stop(key, ladder)
+
+    def signal(self, name: str, number: int) -> None:
+        """Sends one signal to a worker that runs, and to what it has started."""
+        for key in list(self._running):
+            if self._workers[key].spec.name == name:
+                self._nursery.stop(key, [(number, 0.0)])
+
+    def tail(self, name: str) -> str:
+        """Returns the last lines that a worker wrote to standard error."""
+        return self._latest[name].tail.text()
+
+    def is_in_view(self, name: str) -> bool:
+        """Whether what a worker wrote to standard error is among the last lines of all."""
+        return self._shown - self._latest[name].tail.shown_at <= IN_VIEW_LINES
+
+    def close(self) -> None:
+        """Gives the pipes back; output that comes later is lost."""
+        for worker in self._workers.values():
+            for stream in list(worker.streams):
+                self._end_stream(worker, stream)
+        self._selector.close()
+
+    def _add(self, spec: WorkerSpec, label: Label) -> None:
+        key = str(next(_keys))
+        self._workers[key] = self._latest[spec.name] = _Worker(spec, label)
+        self._unstarted.append(key)
+
+    def _forget_drained(self) -> None:
+        """Drops former lives of which no output can come any more."""
+        for key, worker in list(self._workers.items()):
+            if key not in self._running and key not in self._unstarted and not worker.streams:
+                del self._workers[key]
+
+    def _start_next(self) -> None:
+        key = self._unstarted.popleft()
+        worker = self._workers[key]
+        out_read, out_write = os.pipe()
+        err_read, err_write = os.pipe()
+        try:
+            self._add_stream(worker, out_read, is_error=False)
+            self._add_stream(worker, err_read, is_error=True)
+            self._running.add(key)
+            self._starting += 1
+            self._nursery.start(key, worker.spec, out_write, err_write)
+        finally:
+            os.close(out_write)
+            os.close(err_write)
+
+    def _add_stream(self, worker: _Worker, descriptor: int, *, is_error: bool) -> None:
+        os.set_blocking(descriptor, False)
+        stream = _Stream(descriptor, worker.label, is_error, worker.tail)
+        worker.streams.append(stream)
+        self.watch(descriptor, lambda: self._read_stream(worker, stream))
+
+    def _read_stream(self, worker: _Worker, stream: _Stream) -> bool:
+        """Reads once; returns whether there may be more to read now."""
+        if stream not in worker.streams:
+            return False  # it ended in the same round
+        try:
+            data = os.read(stream.descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._end_stream(worker, stream)
+            return False
+        self._write(stream, stream.lines.feed(data))
+        stream.show_at_s = time.monotonic() + QUIET_S if stream.lines.partial else None
+        return True
+
+    def _write(self, stream: _Stream, lines: list[bytes]) -> None:
+        self._shown += len(lines)
+        if stream.is_error and lines:
+            stream.tail.extend(lines)
+            stream.tail.shown_at = self._shown
+        self._console.write_lines(stream.label, lines, is_error=stream.is_error)
+
+    def _end_stream(self, worker: _Worker, stream: _Stream) -> None:
+        worker.streams.remove(stream)
+        self._selector.unregister(stream.descriptor)
+        os.close(stream.descriptor)
+        self._write(stream, stream.lines.finish())
+
+    def _streams(self) -> list[_Stream]:
+        return [stream for worker in self._workers.values() for stream in worker.streams]
+
+    def _wait_s(self, timeout_s: float | None) -> float | None:
+        now_s = time.monotonic()
+        deadlines = [stream.show_at_s for stream in self._streams()] + [self._drain_until_s]
+        waits = [max(0.0, deadline - now_s) for deadline in deadlines if deadline is not None]
+        return min(waits + ([] if timeout_s is None else [timeout_s]), default=None)
+
+    def _show_partials(self) -> None:
+        now_s = time.monotonic()
+        for stream in self._streams():
+            if stream.show_at_s is not None and now_s >= stream.show_at_s:
+                stream.show_at_s = None
+                self._console.show_partial(
+                    stream.label, stream.lines.partial, is_error=stream.is_error
+                )
+
+    def _read_events(self) -> None:
+        for event in self._nursery.receive():
+            worker = self._workers.get(event.get("key", ""))
+            if worker is not None:
+                self._handle(event, worker)
+
+    def _handle(self, event: Message, worker: _Worker) -> None:
+        if event["event"] == "started":
+            worker.pid = event["pid"]
+            worker.started_s = time.monotonic()
+            self._starting -= 1
+            self.start()
+            self._on_start(worker.spec.name, worker.pid)
+        elif event["event"] == "ended":
+            self._worker_ended(event, worker)
+        else:
+            self._running.discard(event["key"])
+            raise LaunchError(
+                f"worker {worker.spec.name!r} cannot be started: {event['reason']}",
+                worker=worker.spec.name,
+            )
+
+    def _worker_ended(self, event: Message, worker: _Worker) -> None:
+        self._running.discard(event["key"])
+        worker.has_ended = True
+        for stream in list(worker.streams):
+            while self._read_stream(worker, stream):
+                pass
+        now_s = time.monotonic()
+        self._drain_until_s = None if self._running else now_s + DRAIN_LIMIT_S
+        is_killed = event["exit_code"] == -signal.SIGKILL
+        self._on_exit(
+            WorkerExit(
+                worker.spec.name,
+                worker.spec.rank,
+                worker.pid,
+                event["exit_code"],
+                ended_at=time.time(),
+                ran_s=now_s - worker.started_s,
+                is_memory_kill=self._memory_kills.take_one() if is_killed else None,
+            )
+        )

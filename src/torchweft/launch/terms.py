@@ -1,0 +1,187 @@
+"""What a cluster is made of: its workers, what each of them is given, and how it is left."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torchweft import knobs
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.launch.nursery import Nursery
+from torchweft.launch.seeds import check_seed
+from torchweft.launch.worker import identity_environment
+
+if TYPE_CHECKING:
+    from torchweft.rpc import RpcBackendOptions
+
+Environment = Mapping[str, str]
+DEVICE_VARIABLE = "WEFT_DEVICE"
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of one cluster; the arguments of ``torchweft.cluster`` say what they mean.
+
+    Raises:
+        ArgumentTypeError: One is of a type that cannot work.
+        ConfigurationError: One has a value that cannot work.
+    """
+
+    names: list[str]
+    name: str = "driver"
+    options: RpcBackendOptions | None = None
+    nursery: Nursery | None = None
+    check: bool = True
+    restarts: int = 0
+    seed: int | None = None
+    leave_timeout_s: float = field(default_factory=knobs.LEAVE_TIMEOUT_S.get)
+    env: Environment | Mapping[str, Environment] | None = None
+    setup: Callable[[], object] | None = None
+    threads: int | None = None
+    devices: str | Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_type(self.restarts, int, "restarts", "restarts=2")
+        if self.nursery is not None:
+            check_type(self.nursery, Nursery, "nursery", "a torchweft.launch.Nursery")
+        if self.options is not None:
+            from torchweft.rpc import RpcBackendOptions
+
+            fitting = "torchweft.rpc.RpcBackendOptions(...)"
+            check_type(self.options, RpcBackendOptions, "rpc_backend_options", fitting)
+        if self.setup is not None and not callable(self.setup):
+            raise ArgumentTypeError(
+                f"setup is a {type(self.setup).__name__}; pass a function without arguments"
+            )
+        check_seed(self.seed)
+        check_seconds(self.leave_timeout_s, "leave_timeout")
+        if self.threads is not None:
+            check_type(self.threads, int, "threads", "threads=2")
+            if self.threads < 1:
+                raise ConfigurationError(f"threads is {self.threads}; it must be at least 1")
+        self._check_env()
+        self._check_devices()
+
+    def environment(self, base: Environment) -> dict[str, str]:
+        """Returns ``base`` with what all workers have, also when modules are imported."""
+        environment = dict(base)
+        if self.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(self.threads)
+        if self.env and not self._is_env_by_worker():
+            environment.update(self.env)  # type: ignore[arg-type]
+        return environment
+
+    def environment_of(self, name: str, base: Environment, restarts: int) -> dict[str, str]:
+        """Returns ``base`` with what one worker has besides.
+
+        Args:
+            name: The worker's name.
+            base: What all workers have.
+            restarts: How often it has been started again.
+        """
+        local_rank = self.names.index(name)
+        identity = identity_environment(
+            name, local_rank + 1, len(self.names), restarts, local_rank=local_rank
+        )
+        environment = {**base, **identity}
+        environment.pop("WORLD_SIZE", None)  # that of a group that the caller may be in
+        if not self.restarts:
+            environment["WORLD_SIZE"] = str(len(self.names) + 1)
+        if self.devices is not None:
+            environment[DEVICE_VARIABLE] = self.device_of(name)
+        if self.env and self._is_env_by_worker():
+            environment.update(self.env.get(name, {}))  # type: ignore[arg-type]
+        return environment
+
+    def device_of(self, name: str) -> str:
+        """Returns the device of a worker; nothing where none was given."""
+        if self.devices is None:
+            return ""
+        index = self.names.index(name)
+        device = self.devices if isinstance(self.devices, str) else self.devices[index]
+        return f"cuda:{index % _cuda_count()}" if device == "cuda" else device
+
+    # Checks
+
+    def _is_env_by_worker(self) -> bool:
+        return any(isinstance(value, Mapping) for value in (self.env or {}).values())
+
+    def _check_env(self) -> None:
+        env = {} if self.env is None else self.env
+        check_type(env, Mapping, "env", "env={'VARIABLE': 'value'}")
+        if not self._is_env_by_worker():
+            _check_variables(env, "env")
+            return
+        for name, variables in env.items():
+            if name not in self.names:
+                raise ConfigurationError(
+                    f"env names worker {name!r}, and there is none; the workers are "
+                    f"{', '.join(map(repr, self.names))}"
+                )
+            _check_variables(variables, f"env[{name!r}]")
+
+    def _check_devices(self) -> None:
+        if self.devices is None:
+            return
+        devices = [self.devices] if isinstance(self.devices, str) else self.devices
+        check_type(devices, Sequence, "devices", "devices=['cuda:0', 'cuda:1']")
+        if not isinstance(self.devices, str) and len(devices) != len(self.names):
+            raise ConfigurationError(
+                f"devices names {len(devices)} devices for {len(self.names)} workers; name one for "
+                "each worker, or one for all: devices='cuda' shares out those of this machine"
+            )
+        for device in devices:
+            check_type(device, str, "a device of devices=", "'cuda:0'")
+            if not _DEVICE.fullmatch(device):
+                raise ConfigurationError(
+                    f"devices has {device!r}; a device is 'cpu', 'cuda' or one like 'cuda:0'"
+                )
+            number = device.partition(":")[2] or "0"
+            if device != "cpu" and int(number) >= _cuda_count():
+                raise ConfigurationError(
+                    f"devices has {device!r}, but PyTorch finds {_cuda_count()} CUDA devices here; "
+                    "devices='cpu' works anywhere"
+                )
+
+
+def check_type(value: Any, expected: type | tuple[type, ...], argument: str, fitting: str) -> None:
+    """Raises ArgumentTypeError where an argument is of another type.
+
+    Args:
+        value: The argument.
+        expected: Its type; a boolean is no number.
+        argument: Its name.
+        fitting: What would be right.
+    """
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        raise ArgumentTypeError(
+            f"{argument} is a {type(value).__name__}, {value!r}; pass {fitting}"
+        )
+
+
+def check_seconds(value: float, argument: str) -> None:
+    """Raises ConfigurationError where a time limit is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(
+            f"{argument} is a {type(value).__name__}, {value!r}; pass a number of seconds"
+        )
+    if not value > 0 or math.isnan(value):
+        raise ConfigurationError(f"{argument} is {value}; it must be more than 0 seconds")
+
+
+def _check_variables(variables: Any, argument: str) -> None:
+    check_type(variables, Mapping, argument, "{'VARIABLE': 'value'}")
+    for variable, value in variables.items():
+        check_type(variable, str, f"a variable of {argument}", "its name")
+        check_type(value, str, f"{argument}[{variable!r}]", f"{str(value)!r}")
+    knobs.check_environment(variables)
+
+
+def _cuda_count() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

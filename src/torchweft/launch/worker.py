@@ -1,0 +1,130 @@
+"""What the launcher has to know to start one worker, and how workers are named and numbered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchweft.errors import ConfigurationError
+from torchweft.ids import check_worker_name
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Describes one worker process before it is started.
+
+    Attributes:
+        name: The worker's name; unique in the group.
+        rank: Its rank in the group.
+        job: What the process does, one of the dictionaries that ``torchweft.launch.job`` makes.
+        environment: All of its environment variables.
+        notes: The folder in which the way in which it ends is noted for others; see
+            ``torchweft.agent.deaths``.
+        directory: The directory that it starts in.
+    """
+
+    name: str
+    rank: int
+    job: dict[str, object]
+    environment: Mapping[str, str]
+    notes: str
+    directory: str = field(default_factory=os.getcwd)
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """Tells how a worker process ended.
+
+    Attributes:
+        name: The worker's name.
+        rank: Its rank.
+        pid: Its process id.
+        exit_code: Its exit status; the negative number of a signal that killed it.
+        ended_at: When that was, in seconds since the epoch.
+        ran_s: How long it had run.
+        is_memory_kill: Whether the kernel killed it for want of memory; None where that is not
+            known.
+    """
+
+    name: str
+    rank: int
+    pid: int
+    exit_code: int
+    ended_at: float = 0.0
+    ran_s: float = 0.0
+    is_memory_kill: bool | None = None
+
+
+def worker_names(count: int, names: Sequence[str] | None, prefix: str = "worker") -> list[str]:
+    """Returns one name for each worker, after checking the names that were asked for.
+
+    Raises:
+        ConfigurationError: The names do not fit; the message says what would.
+    """
+    if count < 1:
+        raise ConfigurationError(f"the number of workers is {count}; it must be at least 1")
+    if names is None:
+        made = [f"{prefix}{number}" for number in range(count)]
+        check_worker_name(made[-1])
+        return made
+    if any(not isinstance(name, str) for name in names):
+        raise ConfigurationError(f"names has {names!r}; pass texts: names=['ps', 'trainer']")
+    if any(not name.strip() for name in names):
+        raise ConfigurationError(
+            f"a worker name is empty in {','.join(names)!r}; write them like ps,trainer0,trainer1"
+        )
+    if len(names) != count:
+        raise ConfigurationError(
+            f"{len(names)} names for {count} workers; give one name for each worker"
+        )
+    if repeated := sorted({name for name in names if list(names).count(name) > 1}):
+        raise ConfigurationError(
+            f"worker name {repeated[0]!r} is given twice; every worker needs a name of its own"
+        )
+    for name in names:
+        check_worker_name(name)
+    return list(names)
+
+
+def threads_per_worker(count: int) -> int:
+    """Returns how many compute threads each of ``count`` workers gets on this machine."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores // count)
+
+
+def compute_environment(base: Mapping[str, str], count: int) -> dict[str, str]:
+    """Returns ``base`` with defaults that suit one of ``count`` workers on this machine.
+
+    Workers that each start a thread per core slow each other down, and buffered output would
+    arrive late and in lumps; both stay as they are where the user has set them.
+    """
+    environment = dict(base)
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_worker(count)))
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    return environment
+
+
+def identity_environment(
+    name: str, rank: int, count: int, restarts: int = 0, local_rank: int | None = None
+) -> dict[str, str]:
+    """Returns the variables by which one of ``count`` workers knows who it is.
+
+    Args:
+        name: Its name.
+        rank: Its rank.
+        count: How many workers are started on this machine.
+        restarts: How often it has been started again.
+        local_rank: Its number among those of this machine; by default its rank.
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank if local_rank is None else local_rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        "WEFT_WORKER_NAME": name,
+        "WEFT_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),  # what scripts for torchrun look at
+    }

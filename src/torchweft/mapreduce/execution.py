@@ -1,0 +1,398 @@
+"""Runs the parts of a map once: carries out what the schedule asks for, and tells it what happens.
+
+Events come on any thread. The schedule is asked under a lock, and what it wants done is put in a
+queue, which one thread at a time works off, outside the lock: so things are done in the order in
+which they were decided, and whoever comes in between only adds to the queue. Most of it takes no
+time. What may, because much is sent, is left to a task: the thread that brings an answer has
+others to bring.
+
+Whatever raises here, where nothing should, ends the map: somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchweft.agent.mishaps import log_mishap
+from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
+from torchweft.mapreduce import shared
+from torchweft.mapreduce.observers import observers
+from torchweft.mapreduce.schedule import (
+    Action,
+    Begin,
+    Cancel,
+    Complete,
+    Fail,
+    Lost,
+    Make,
+    Moved,
+    Schedule,
+    Start,
+)
+from torchweft.mapreduce.sharing import is_light, may_have_graph
+from torchweft.mapreduce.surroundings import surroundings
+from torchweft.mapreduce.turns import NOTHING
+from torchweft.rpc.calls import create, start
+from torchweft.rpc.futures import Future
+from torchweft.rpc.handles import RRef
+
+if TYPE_CHECKING:
+    from torchweft.agent.peers import Peer
+    from torchweft.mapreduce.map_call import Plan
+    from torchweft.rpc.worker import Worker
+
+OnDone = Callable[["list[Any] | None", "BaseException | None"], None]
+"""Takes the results in the order of the parts, or an error."""
+
+_log = logging.getLogger("torchweft")
+
+_SHORTEST_S = 1e-3
+_map_ids = itertools.count(1)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A part that was sent; it has not begun while others are before it."""
+
+    future: Future[Any]
+    worker: Peer
+    begun_s: float | None = None
+
+
+class _Order:
+    """Numbers the parts that are sent to one object, so that they run in that order."""
+
+    __slots__ = ("_ahead", "_begun", "_count")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._begun = self._ahead = NOTHING
+
+    def next(self, is_ahead: bool) -> tuple[int, int]:
+        """Returns the number of the next part, and that of the part it comes after."""
+        number = self._count
+        self._count += 1
+        if not is_ahead:
+            self._begun = number
+            return number, NOTHING
+        self._ahead = number
+        return number, self._begun
+
+    def advance(self) -> None:
+        """Notes that the part that was sent ahead runs."""
+        self._begun = self._ahead
+
+
+class Execution:
+    """One run of all parts of a map.
+
+    Args:
+        plan: What is to be run, and how.
+        peers: The workers, by rank. In an open group another may have the rank of one by now.
+        worker: This worker.
+        on_done: Called with the outcome, once, on any thread.
+    """
+
+    def __init__(self, plan: Plan, peers: dict[int, Peer], worker: Worker, on_done: OnDone) -> None:
+        self._plan = plan
+        self._peers = peers
+        self._worker = worker
+        self._reactor = worker.agent.reactor
+        self._on_done: OnDone | None = on_done
+        self._map_id = next(_map_ids)
+        self._surroundings = surroundings()
+        self._end_s = time.monotonic() + plan.limit_s
+        self._lock = threading.Lock()
+        self._actions: deque[Action] = deque()
+        self._is_acting = self._is_left = False
+        self._objects: dict[int, RRef[shared.Shared] | Exception] = {}
+        self._orders: dict[int, _Order] = {}
+        self._calls: dict[tuple[int, int], _Call] = {}
+        self._results: list[Any] = [None] * len(plan.parts)
+        self._error: BaseException | None = None
+        self._schedule = Schedule(
+            [part[0] for part in plan.parts],
+            plan.workers,
+            concurrency=plan.concurrency,
+            balance=plan.balance,
+            may_rerun=plan.may_rerun,
+            is_recorded=self._surroundings.is_recorded,
+            fan_out=plan.fan_out if plan.content is not None else 0,
+            here=next((rank for rank, peer in peers.items() if peer.is_self), None),
+            keepers=[rank for rank, peer in peers.items() if plan.keeps_ahead(peer)],
+        )
+
+    # Events
+
+    def begin(self) -> None:
+        """Sends the first parts. Blocks as long as sending does."""
+        names = [self._peers[rank].name for rank in self._plan.workers]
+        observers.begun(self._map_id, self._plan.name, len(self._plan.parts), names)
+        with self._lock:
+            self._note_losses()
+            if not self._schedule.is_over:
+                self._actions += self._schedule.begin()
+        try:
+            self._act(may_block=True)
+        except BaseException:
+            self.cancel()  # Ctrl-C: nobody gets to know of this map.
+            raise
+
+    def cancel(self) -> bool:
+        """Gives it up; returns whether there was anything to give up."""
+        error: Exception = CallCancelled("the map was cancelled by its caller")
+        if self._reactor.is_closing:
+            error = NotInitialized("this worker shut down before the map had ended")
+        was_news = self._give_up(error)
+        self._act()
+        return was_news
+
+    def _give_up(self, error: BaseException) -> bool:
+        """Has the map fail with an error; returns False where it is over already."""
+        with self._lock:
+            if self._schedule.is_over:
+                return False
+            self._error = error
+            self._actions += self._schedule.give_up()
+        return True
+
+    def _answered(self, part: int, attempt: int, worker: int, done: Any) -> None:
+        with self._surroundings.entered():
+            try:
+                self._take(part, attempt, worker, done)
+            except BaseException as error:  # A result that cannot be looked into.
+                self._give_up(error)
+            self._act_alone()
+
+    def _take(self, part: int, attempt: int, worker: int, done: Any) -> None:
+        try:
+            result = torch.futures.Future.wait(done)
+        except BaseException as error:
+            self._failed(part, attempt, worker, error)
+        else:
+            self._ended(part, attempt, worker, result)
+
+    def _ended(self, part: int, attempt: int, worker: int, result: Any) -> None:
+        has_graph = self._surroundings.is_recorded and may_have_graph(result)
+        with self._lock:
+            call = self._calls.pop((part, attempt), None)
+            # First, or the map might complete with void results. But what a worker has answered
+            # before it was lost counts, where there is no graph.
+            self._note_losses(None if has_graph else worker)
+            if not self._schedule.is_current(part, attempt):
+                return
+            self._results[part] = result
+            if call is not None:
+                # Under the lock, or another thread might tell before this that the map is done.
+                seconds = time.monotonic() - self._note_begin(part, call)
+                observers.ended(self._map_id, part, call.worker.name, seconds)
+            self._actions += self._schedule.ended(part, attempt, has_graph)
+            self._note_losses()
+
+    def _failed(self, part: int, attempt: int, worker: int, error: BaseException) -> None:
+        with self._lock:
+            self._calls.pop((part, attempt), None)
+            actions = self._schedule.failed(part, attempt, self._lost_by(worker, error))
+            if Fail(None) in actions:
+                self._error = self._plan.with_note(error, part, self._peers[worker].name)
+            self._actions += actions
+            self._note_losses()
+
+    def _lost_by(self, worker: int, error: BaseException) -> int | None:
+        """Returns the worker of this map whose loss an error of a part tells, if it does.
+
+        A part may itself have called a worker that is lost, and raise that; the schedule knows
+        whose loss is none of the part's business.
+        """
+        if not isinstance(error, WorkerLost):
+            return None
+        named = [rank for rank, peer in self._peers.items() if peer.name == error.worker]
+        if named == [worker] and self._peers[worker].lost is None:
+            return None
+        return named[0] if named else None
+
+    def _note_losses(self, excepted: int | None = None) -> None:
+        """Tells the schedule of workers that were lost meanwhile, whoever noticed it."""
+        for rank in self._schedule.workers:
+            if rank != excepted and self._peers[rank].lost is not None:
+                self._actions += self._schedule.lost(rank)
+
+    # Actions
+
+    def _act(self, may_block: bool = False) -> None:
+        """Does what is to be done, unless another thread does so already."""
+        while (action := self._next(may_block)) is not None:
+            try:
+                _DO[type(action)](self, action)
+            except Exception as error:
+                if not self._give_up(error):
+                    log_mishap("the end of a map of %s could not be told", self._plan.name)
+            finally:
+                self._is_acting = False
+
+    def _next(self, may_block: bool) -> Action | None:
+        with self._lock:
+            if self._is_acting or not self._actions:
+                return None
+            if may_block or not self._takes_time(self._actions[0]):
+                self._is_acting = True
+                return self._actions.popleft()
+            # Nobody acts until the task begins: if the map fails meanwhile, that is told at once.
+            was_left, self._is_left = self._is_left, True
+        if not was_left:
+            self._reactor.submit_task(self._go_on)
+        return None
+
+    def _takes_time(self, action: Action) -> bool:
+        if self._schedule.is_over:
+            return False
+        if isinstance(action, Make):
+            return self._plan.content_for(self._peers[action.worker]) is not None
+        return isinstance(action, Start) and not is_light(self._plan.arguments[action.part])
+
+    def _go_on(self, _: object, __: object) -> None:
+        self._is_left = False
+        with self._surroundings.entered():
+            self._act_alone(may_block=True)
+
+    def _act_alone(self, may_block: bool = False) -> None:
+        """Acts in a thread of the worker; whatever arguments' own code raises ends the map."""
+        while True:
+            try:
+                self._act(may_block)
+                return
+            except BaseException as error:
+                if not self._give_up(error):
+                    log_mishap("the end of a map of %s could not be told", self._plan.name)
+
+    def _make(self, action: Make) -> None:
+        peer = self._peers[action.worker]
+        content = self._plan.content_for(peer)
+        if content is None or self._schedule.is_over:
+            return
+        made_of = (content.payload, content.tensors, self._plan.concurrency)
+        made: RRef[shared.Shared]
+        try:
+            if action.parent is None:
+                made = create(self._worker, peer, shared.make, made_of, {}, 0.0)
+            else:
+                parent = self._object(action.parent)
+                made = create(self._worker, peer, shared.pull, (parent,), {}, 0.0)
+            self._objects[action.worker] = made
+            self._orders[action.worker] = _Order()
+        except Exception as error:  # The parts that need it fail with this.
+            self._objects[action.worker] = error
+
+    def _object(self, worker: int) -> RRef[shared.Shared] | None:
+        found = self._objects.get(worker)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _start(self, action: Start) -> None:
+        if not self._schedule.is_current(action.part, action.attempt):
+            return  # The worker is lost, or the map is over.
+        peer = self._peers[action.worker]
+        key = action.part, action.attempt
+        try:
+            future = self._send(peer, action)
+        except Exception as error:
+            self._failed(*key, action.worker, error)
+            return
+        call = self._calls[key] = _Call(future, peer)
+        if not action.is_ahead:
+            self._note_begin(action.part, call)
+        future.add_done_callback(partial(self._answered, *key, action.worker))
+
+    def _begin(self, action: Begin) -> None:
+        order = self._orders.get(action.worker)
+        if order is not None:
+            order.advance()
+        with self._lock:  # Its answer may come at the same time.
+            call = self._calls.get((action.part, action.attempt))
+            if call is not None:
+                self._note_begin(action.part, call)
+
+    def _note_begin(self, part: int, call: _Call) -> float:
+        """Tells that a part runs, once; returns since when."""
+        if call.begun_s is None:
+            call.begun_s = time.monotonic()
+            observers.started(self._map_id, part, call.worker.name)
+        return call.begun_s
+
+    def _send(self, peer: Peer, action: Start) -> Future[Any]:
+        if peer.lost is not None:
+            raise peer.lost_error()
+        made = self._object(action.worker)
+        args, kwargs = self._plan.arguments[action.part]
+        timeout = self._plan.timeout
+        if timeout > 0:
+            timeout = max(self._end_s - time.monotonic(), _SHORTEST_S)
+        if made is None:
+            return start(self._worker, peer, self._plan.function, args, kwargs, timeout)
+        order = self._orders[action.worker].next(action.is_ahead)
+        part = (tuple(made.id), args, kwargs, *order)
+        future = start(self._worker, peer, shared.run, part, {}, timeout)
+        future.kept = made
+        return future
+
+    def _cancel(self, action: Cancel) -> None:
+        call = self._calls.pop((action.part, action.attempt), None)
+        if call is not None:
+            call.future.cancel()
+
+    def _moved(self, action: Moved) -> None:
+        from_worker, to_worker = self._peers[action.from_worker], self._peers[action.to_worker]
+        observers.moved(self._map_id, action.part, from_worker.name, to_worker.name)
+
+    def _lost(self, action: Lost) -> None:
+        peer = self._peers[action.worker]
+        if action.parts:
+            # Whoever watches is told below; somebody should be in any case.
+            level = logging.INFO if observers.is_watched else logging.WARNING
+            _log.log(
+                level,
+                "%s; in a map of %s, part(s) %s run again on others",
+                peer.lost_error(),
+                self._plan.name,
+                ", ".join(map(str, action.parts)),
+            )
+        observers.lost(self._map_id, peer.name, action.parts)
+
+    def _complete(self, _: Complete) -> None:
+        self._finish(self._results, None)
+
+    def _fail(self, action: Fail) -> None:
+        if action.worker is not None:
+            self._error = self._plan.lost_error(self._peers[action.worker])
+        self._finish(None, self._error)
+
+    def _finish(self, results: list[Any] | None, error: BaseException | None) -> None:
+        self._objects.clear()
+        self._error, self._results = None, []
+        on_done, self._on_done = self._on_done, None
+        observers.done(self._map_id, error)
+        assert on_done is not None
+        on_done(results, error)
+
+
+_DO: dict[type[Action], Callable[[Execution, Any], None]] = {
+    Make: Execution._make,
+    Start: Execution._start,
+    Begin: Execution._begin,
+    Cancel: Execution._cancel,
+    Moved: Execution._moved,
+    Lost: Execution._lost,
+    Complete: Execution._complete,
+    Fail: Execution._fail,
+}

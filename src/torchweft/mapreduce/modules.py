@@ -1,0 +1,92 @@
+"""Copies of modules that share tensors with the original, or lead to it in the graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.mapreduce import trees
+
+Target = TypeVar("Target")
+
+
+def module_clone(
+    target: Target,
+    *,
+    by: str = "reference",
+    detach_buffers: bool = False,
+    device: torch.device | str | int | None = None,
+) -> Target:
+    """Returns a copy of a module whose parameters and buffers are what ``by`` says.
+
+    Everything else is copied deeply, so what is set on the copy is not set on the original. A
+    tensor that the module has at several places is one tensor in the copy, too.
+
+    Calls to other workers need no such copy: Parameters stay in the graph without.
+
+    Args:
+        target: The module; or a tree of tensors, such as a dict or list.
+        by: ``"reference"``: the same tensors. ``"clone"`` or ``"copy"``: plain tensors, clones in
+            the graph, so that gradients of what is computed with them reach the originals.
+            ``"deepcopy"``: new leaves, and Parameters stay Parameters.
+        detach_buffers: Whether buffers are copied without their history, whatever ``by`` says; then
+            nothing that the copy does to its buffers is seen in the original.
+        device: Where to have the tensors; by default where they are. Those that must move for it
+            are not shared.
+
+    Raises:
+        ConfigurationError: ``by`` is something else.
+        ArgumentTypeError: There is no tensor in ``target``.
+    """
+    way = _WAYS.get(by)
+    if way is None:
+        raise ConfigurationError(
+            f"by is {by!r}; it must be 'reference', 'clone', 'copy' or 'deepcopy'"
+        )
+    place = None if device is None else torch.device(device)
+    if isinstance(target, nn.Module):
+        way_of_buffers = _new_leaf if detach_buffers else way
+        # What is in the memo, deepcopy takes for copied already, wherever it finds the original.
+        memo: dict[int, Any] = {id(each): way(each, place) for each in target.parameters()}
+        memo |= {id(each): way_of_buffers(each, place) for each in target.buffers()}
+        return copy.deepcopy(target, memo)
+    leaves, spec = trees.flatten(target)
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise ArgumentTypeError(
+            f"target is a {type(target).__name__} without tensors; pass a torch.nn.Module, or a "
+            "tree of tensors"
+        )
+    copies = [way(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    clone: Target = trees.unflatten(copies, spec)
+    return clone
+
+
+def _reference(tensor: Tensor, place: torch.device | None) -> Tensor:
+    return tensor if place is None else tensor.to(place)
+
+
+def _clone(tensor: Tensor, place: torch.device | None) -> Tensor:
+    return _reference(tensor.clone(), place)
+
+
+def _new_leaf(tensor: Tensor, place: torch.device | None) -> Tensor:
+    copied = _clone(tensor.detach(), place)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+_WAYS: dict[str, Callable[[Tensor, torch.device | None], Tensor]] = {
+    "reference": _reference,
+    "ref": _reference,
+    "clone": _clone,
+    "copy": _clone,
+    "deepclone": _new_leaf,
+    "deepcopy": _new_leaf,
+}
+"""By the names that ``torchopt.module_clone`` knows."""

@@ -1,0 +1,43 @@
+"""What goes on elsewhere of what a thread was in the middle of when it started a map."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from torchweft.agent.served_calls import ServedCall, current_call
+from torchweft.autograd.contexts import current_id, enter
+
+
+class Surroundings(NamedTuple):
+    """The autograd context, the grad mode and the served call of a thread.
+
+    A map goes on, and its reducer runs, on whatever thread an answer came to.
+    """
+
+    context_id: int
+    is_grad_enabled: bool
+    call: ServedCall | None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether calls made here become part of a graph."""
+        return bool(self.context_id) and self.is_grad_enabled
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Has this thread be in the middle of the same within a ``with`` block."""
+        before = current_call.set(self.call)
+        try:
+            with enter(self.context_id), torch.set_grad_enabled(self.is_grad_enabled):
+                yield
+        finally:
+            current_call.reset(before)
+
+
+def surroundings() -> Surroundings:
+    """Returns what this thread is in the middle of."""
+    return Surroundings(current_id(), torch.is_grad_enabled(), current_call.get())

@@ -1,0 +1,6 @@
+"""Modules on other workers: ``RemoteModule``, and chains of calls that stay on the owner."""
+
+from torchweft.nn.chain import Chain
+from torchweft.nn.remote_module import RemoteModule
+
+__all__ = ["Chain", "RemoteModule"]

@@ -1,0 +1,289 @@
+"""What runs on the worker where a module lives; others ask for it by name.
+
+A strict worker does it for modules that were made here by ``create``, and calls others only where
+their class declares ``forward``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchweft.agent.current import current
+from torchweft.agent.references import ReferenceKeeper
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.rpc import RRef
+from torchweft.rpc.outcomes import WhenReady
+from torchweft.rpc.serving import method_of
+from torchweft.rpc.strictness import (
+    check_called,
+    check_types,
+    reference_in,
+    refuse,
+    serves_another_strictly,
+)
+from torchweft.serialize.callables import is_exposed
+
+HOST = "cpu"
+
+EXPECTED = "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>"
+"""How the refusal of anything else begins, as in ``torch.distributed.nn``."""
+
+
+class Step(NamedTuple):
+    """A call of a chain: ``function(what came before, *args, **kwargs)``.
+
+    The function may be a reference to something of the owner that can be called.
+    """
+
+    function: Callable[..., Any] | RRef[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def create(
+    module_cls: Callable[..., nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: str,
+) -> RRef[nn.Module]:
+    """Makes a module on this worker and returns a reference to it."""
+    if serves_another_strictly():
+        check_called(module_cls)
+        check_types(args=(args, tuple), kwargs=(kwargs, dict))
+        _check_device(device)
+    module = make(module_cls, args, kwargs, device)
+    _made().add(module)
+    return RRef(module)
+
+
+def make(
+    module_cls: Callable[..., nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: str,
+) -> nn.Module:
+    """Makes a module on a device of this worker.
+
+    Raises:
+        ArgumentTypeError: What ``module_cls`` made is no module.
+        ConfigurationError: This worker has no such device.
+    """
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        name = getattr(module_cls, "__qualname__", repr(module_cls))
+        raise ArgumentTypeError(f"{EXPECTED}, but {name} returned a {type(module).__name__}")
+    if device == HOST:
+        return module
+    try:
+        return module.to(device)
+    except (AssertionError, RuntimeError) as error:
+        if device_is_there(device):
+            raise
+        raise ConfigurationError(
+            f"worker {current().info.name!r} has no device {device!r} ({error}); name one that it "
+            "has after the slash of remote_device"
+        ) from None
+
+
+def device_is_there(device: str) -> bool:
+    """Whether tensors can be made on a device here."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError):
+        return False
+    return True
+
+
+def run(
+    module: RRef[nn.Module],
+    device: str,
+    steps: Sequence[Step],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a module of this worker, and passes the result through the steps of a chain."""
+    check_types(module=(module, RRef))
+    return _run(module.local_value(), device, steps, args, kwargs)
+
+
+def run_at(
+    address: tuple[int, int, int],
+    device: str,
+    steps: Sequence[Step],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> WhenReady:
+    """Does what ``run`` does, for a caller who holds a reference to the module meanwhile.
+
+    That saves counting one more reference in every call.
+    """
+    keeper: ReferenceKeeper = current().part(ReferenceKeeper)
+    owned = keeper.value_of(reference_in(address))
+    return WhenReady(owned, lambda module: (run_at, _run(module, device, steps, args, kwargs)))
+
+
+def _run(
+    module: nn.Module,
+    device: str,
+    steps: Sequence[Step],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    is_strict = serves_another_strictly()
+    if is_strict:
+        _check_device(device)
+        check_types(steps=(steps, tuple), args=(args, tuple), kwargs=(kwargs, dict))
+    call = _callable(module, is_strict)
+    value = call(*to_device(args, device), **to_device(kwargs, device))
+    for step in steps:
+        if is_strict:
+            check_types(step=(step, Step), args=(step.args, tuple), kwargs=(step.kwargs, dict))
+        function = step.function
+        if isinstance(function, RRef):
+            target = _callable(function.local_value(), is_strict)
+        else:
+            check_called(function)
+            target = function
+        value = target(value, *to_device(step.args, device), **to_device(step.kwargs, device))
+    return value
+
+
+def _callable(value: Any, is_strict: bool) -> Callable[..., Any]:
+    """Returns what calls a module of this worker, or another value, for the one who asks."""
+    if is_strict and isinstance(value, nn.Module):
+        if value not in _made():
+            _check_declares_forward(value)
+        return value
+    call: Callable[..., Any] = method_of(value, "__call__")
+    return call
+
+
+def _check_declares_forward(module: nn.Module) -> None:
+    kind = type(module)
+    home = next((base for base in kind.__mro__ if "forward" in vars(base)), None)
+    if home is None or not is_exposed(vars(home)["forward"]):
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        refuse(f"call a {name}", f"no RemoteModule made it; {ADVICE}")
+
+
+ADVICE = "make it by RemoteModule, or put @rpc.expose above forward of its class"
+
+
+def _check_device(device: Any) -> None:
+    check_types(device=(device, str))
+    if torch.device(device).type not in _DEVICES:
+        refuse(f"use device {device!r}", f"it takes {', '.join(_DEVICES)}")
+
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+class _Made:
+    """The modules that ``create`` has made on one worker; a part of its agent.
+
+    By identity: a module of the user's may compare as it likes.
+    """
+
+    def __init__(self) -> None:
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+
+    def add(self, module: nn.Module) -> None:
+        key = id(module)
+        modules = self._modules
+        modules[key] = weakref.ref(module, lambda _: modules.pop(key, None))
+
+    def __contains__(self, module: object) -> bool:
+        found = self._modules.get(id(module))
+        return found is not None and found() is module
+
+
+def _made() -> _Made:
+    shared: _Made = current().parts.setdefault(_Made, _Made())
+    return shared
+
+
+def _module(reference: Any) -> nn.Module:
+    """Returns the module of this worker that one of the entry points below is asked about.
+
+    Raises:
+        ArgumentTypeError: The reference is none, or refers to something else.
+        NotAllowed: Another worker asks, this one is strict, and no RemoteModule made the module.
+    """
+    check_types(module=(reference, RRef))
+    module = reference.local_value()
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(
+            f"{reference!r} refers to a {type(module).__name__}, and not to a module"
+        )
+    if serves_another_strictly() and module not in _made():
+        kind = type(module)
+        refuse(
+            f"do this to a {kind.__module__}.{kind.__qualname__}",
+            "no RemoteModule made it; make it by RemoteModule, or call a function that does it "
+            "(@rpc.register)",
+        )
+    return module
+
+
+def to_device(value: Any, device: str) -> Any:
+    """Returns ``value`` with the CPU tensors in lists, tuples and dicts moved to ``device``."""
+    if device == HOST:
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device) if value.device.type == HOST else value
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(to_device(item, device) for item in value)
+    return value
+
+
+def parameters(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
+    """Returns references to the parameters of a module of this worker."""
+    check_types(recurse=(recurse, bool))
+    return [RRef(parameter) for parameter in _module(module).parameters(recurse)]
+
+
+def set_training(module: RRef[nn.Module], mode: bool) -> None:
+    """Switches a module of this worker between training and evaluation."""
+    check_types(mode=(mode, bool))
+    _module(module).train(mode)
+
+
+def apply(module: RRef[nn.Module], function: Callable[[nn.Module], None]) -> None:
+    """Applies a function to a module of this worker and all its submodules."""
+    check_called(function)
+    _module(module).apply(function)
+
+
+def load_state(
+    module: RRef[nn.Module], state: Mapping[str, Tensor]
+) -> tuple[list[str], list[str], str]:
+    """Loads what there is of a state into a module of this worker.
+
+    Returns:
+        The missing and the unexpected keys, and what was wrong with the others.
+    """
+    target = _module(module)
+    if serves_another_strictly():
+        check_types(state=(state, dict))
+        for key, value in state.items():
+            check_types(key=(key, str), value=(value, Tensor))
+        state = dict(state)  # Without what else it may say of itself.
+    try:
+        missing, unexpected = target.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        return [], [], str(error)
+    return list(missing), list(unexpected), ""
+
+
+def state(module: RRef[nn.Module], prefix: str) -> dict[str, Any]:
+    """Returns the state of a module of this worker, with ``prefix`` before each key."""
+    check_types(prefix=(prefix, str))
+    with torch.no_grad():
+        return _module(module).state_dict(prefix=prefix)

@@ -1,0 +1,273 @@
+"""``RemoteModule``: a module on another worker, used like one that is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from torchweft.arguments import kind_of, wrong_type
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.ids import WorkerInfo
+from torchweft.nn import owner
+from torchweft.nn.chain import Chain
+from torchweft.nn.placement import Placement, read_placement
+from torchweft.nn.refusals import ALTERNATIVES, refuse
+from torchweft.rpc import Future, RRef, get_worker_info, rpc_sync
+from torchweft.serialize.tracebacks import shorten, without_own_frames
+
+
+@refuse(ALTERNATIVES)
+class RemoteModule(nn.Module):
+    """A ``torch.nn.Module`` that lives on another worker.
+
+    Calling it runs the module there; under an autograd context gradients flow back through it.
+    It can be sent in arguments and results, where it hands on a reference, and it can be part of
+    a larger module: that one's ``parameters()`` are the local ones, its ``train``, ``eval``,
+    ``apply``, ``state_dict`` and ``load_state_dict`` reach the remote part as well, and its
+    ``to`` leaves the remote part where it is.
+
+    What makes no sense from afar, like ``parameters()`` or ``cuda()``, raises a
+    ``ConfigurationError`` (a ``ValueError``) that names the alternative.
+
+    Args:
+        remote_device: The worker, and the device there if it is not the CPU: ``"ps"``,
+            ``"ps/cuda:0"``, ``"rank:1"``, ``"rank:1/cpu"``.
+        module_cls: The class of the module, or a function that makes one on the owner.
+        args: Positional arguments for it.
+        kwargs: Keyword arguments for it.
+
+    Attributes:
+        on: Name of the worker where the module lives.
+        device: Its device there. Tensors on the CPU among the arguments of ``forward`` are moved
+            to it; results are not moved.
+        module_rref: A reference to the module.
+
+    Raises:
+        ConfigurationError: An argument cannot work.
+        UnknownWorker: There is no such worker.
+        Exception: Whatever the constructor of the module raised.
+
+    Example::
+
+        decoder = RemoteModule("ps", torch.nn.Linear, args=(512, 30_000))
+        optimizer = DistributedOptimizer(torch.optim.Adagrad, decoder.remote_parameters(), lr=0.1)
+        with torchweft.autograd.context() as context_id:
+            # The logits stay on "ps": only the loss travels.
+            loss = decoder.then(torch.nn.functional.cross_entropy, targets)(hidden)
+            torchweft.autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+    """
+
+    on: str
+    device: str
+    module_rref: RRef[nn.Module]
+
+    @without_own_frames
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        placement = read_placement(remote_device)
+        _check_module_class(module_cls, args, kwargs)
+        module_rref = rpc_sync(
+            _worker_at(placement),
+            owner.create,
+            (module_cls, tuple(args or ()), dict(kwargs or {}), placement.device),
+        )
+        super().__init__()
+        self._bind(module_rref, placement.device)
+
+    def _bind(self, module_rref: RRef[nn.Module], device: str) -> None:
+        self.module_rref = module_rref
+        self.device = device
+        self.on = module_rref.owner_name()
+
+    @classmethod
+    def from_module_rref(cls, module_rref: RRef[Any], device: str = owner.HOST) -> RemoteModule:
+        """Returns a remote module for a module that exists already.
+
+        Args:
+            module_rref: A reference to it.
+            device: Its device on its owner.
+
+        Raises:
+            ConfigurationError: This is no reference.
+        """
+        if not isinstance(module_rref, RRef):
+            raise ArgumentTypeError(
+                f"module_rref is {kind_of(module_rref)}; pass an RRef to a module"
+            )
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._bind(module_rref, device)
+        return made
+
+    @classmethod
+    def init_from_module_rref(cls, remote_device: str, module_rref: RRef[Any]) -> RemoteModule:
+        """Returns a remote module for a module that exists already, and checks where it is.
+
+        Args:
+            remote_device: The worker that owns it, and its device there; see the class.
+            module_rref: A reference to it.
+
+        Raises:
+            ConfigurationError: Another worker owns it, or an argument cannot work.
+        """
+        placement = read_placement(remote_device)
+        made = cls.from_module_rref(module_rref, placement.device)
+        worker = _worker_at(placement)
+        if worker != module_rref.owner():
+            raise ConfigurationError(
+                f"remote_device names worker {worker.name!r}, but {module_rref!r} is elsewhere; "
+                "pass the worker that owns it"
+            )
+        return made
+
+    # Running it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module on its owner and returns what it returned. Blocks."""
+        try:
+            return self._chain(*args, **kwargs)
+        except Exception as error:
+            shorten(error)
+            raise
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Starts a call of the module on its owner and returns a future of its result."""
+        return self._chain.forward_async(*args, **kwargs)
+
+    def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
+        """Starts a call of the module and returns a reference to its result, which stays there."""
+        return self._chain.forward_remote(*args, **kwargs)
+
+    def then(self, function: Callable[..., Any] | RRef[Any], /, *args: Any, **kwargs: Any) -> Chain:
+        """Returns a chain: calls the module, then a function on the result, all on the owner.
+
+        ``decoder.then(cross_entropy, targets)(hidden)`` is
+        ``cross_entropy(decoder(hidden), targets)``, but what the decoder returns does not travel.
+        Chains have ``then`` and ``forward_async`` too. See ``Chain.then``.
+
+        Args:
+            function: Any callable that can be sent, or a reference to one on the same owner.
+            args: Its arguments after the result of the module.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            ConfigurationError: It lives on another worker, or cannot be called.
+        """
+        return self._chain.then(function, *args, **kwargs)
+
+    @property
+    def _chain(self) -> Chain:
+        return Chain(self.module_rref, self.device)
+
+    # The module itself
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        """Returns a reference to the module."""
+        return self.module_rref
+
+    @without_own_frames
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """Returns references to its parameters, for ``DistributedOptimizer``. Blocks.
+
+        Args:
+            recurse: Whether those of submodules are among them.
+        """
+        return self._ask(owner.parameters, recurse)  # type: ignore[no-any-return]
+
+    def train(self, mode: bool = True) -> RemoteModule:
+        """Switches the module to training, or evaluation, on its owner. Blocks."""
+        self._ask(owner.set_training, mode)
+        self.training = mode
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> RemoteModule:
+        """Applies ``fn`` to the module and its submodules on the owner. Blocks."""
+        self._ask(owner.apply, fn)
+        return self
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Returns the module's state, copied if it is on another worker. Blocks.
+
+        A module that has this one as a part saves it with its own.
+
+        Args:
+            destination: A dict to add it to; by default a new one.
+            prefix: What to put before each key.
+            keep_vars: Accepted for compatibility; tensors are always detached.
+        """
+        state: dict[str, Any] = self._ask(owner.state, prefix)
+        if destination is None:
+            return state
+        destination.update(state)
+        if hasattr(destination, "_metadata"):
+            destination._metadata.update(getattr(state, "_metadata", {}))
+        return destination  # type: ignore[no-any-return]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Loads this module's part of a state; the base class asks every part of a module."""
+        own = {
+            key.removeprefix(prefix): value
+            for key, value in state_dict.items()
+            if key.startswith(prefix)
+        }
+        missing, unexpected, error = self._ask(owner.load_state, own)
+        missing_keys += [prefix + key for key in missing]
+        unexpected_keys += [prefix + key for key in unexpected] if strict else []
+        error_msgs += [error] if error else []
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RemoteModule:
+        # What a module does to its parts in `to`, `double` or `share_memory`.
+        return self
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        return rpc_sync(self.module_rref.owner(), function, (self.module_rref, *args))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.module_rref, self.device, self.training)
+
+    def extra_repr(self) -> str:
+        """Returns what ``repr`` shows of it."""
+        return f"{self.module_rref!r}, device={self.device!r}"
+
+
+def _received(module_rref: RRef[nn.Module], device: str, training: bool) -> RemoteModule:
+    made = RemoteModule.from_module_rref(module_rref, device)
+    made.training = training
+    return made
+
+
+def _worker_at(placement: Placement) -> WorkerInfo:
+    return get_worker_info(placement.worker)
+
+
+def _check_module_class(module_cls: object, args: object, kwargs: object) -> None:
+    if not (args is None or isinstance(args, Sequence)) or isinstance(args, str):
+        raise wrong_type("args", args, "pass a tuple, args=(value,) for a single argument")
+    if not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise wrong_type("kwargs", kwargs, "pass a dict")
+    if isinstance(module_cls, type) and not issubclass(module_cls, nn.Module):
+        raise ArgumentTypeError(f"{owner.EXPECTED}, but {module_cls.__name__} is no subclass of it")
+    if isinstance(module_cls, nn.Module) or not callable(module_cls):
+        raise ArgumentTypeError(
+            f"module_cls is {kind_of(module_cls)}; pass a class, and its arguments as "
+            "args=(...) and kwargs={...}"
+        )

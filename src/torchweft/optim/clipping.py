@@ -1,0 +1,165 @@
+"""Clipping by the norm of all gradients of a context, wherever they are.
+
+Two rounds over the owners: each returns the norms of its gradients, one number a parameter; then,
+only if the total is too large, each scales its gradients in place. Gradients do not travel. The
+norms are put together in the order of the parameters, so that the total is to the last bit what
+``torch.nn.utils.clip_grad_norm_`` computes in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweft.agent.current import current
+from torchweft.autograd import get_gradients
+from torchweft.autograd.contexts import enter
+from torchweft.autograd.engine import Engine
+from torchweft.errors import ArgumentTypeError, ConfigurationError, OptimizerError
+from torchweft.optim.groups import by_owner, read_references
+from torchweft.optim.owners import Address, address_of, raise_failures, run_on_owners, value_at
+from torchweft.rpc import RRef
+from torchweft.rpc.strictness import check_types
+
+_DIVISION_GUARD = 1e-6
+"""What torch adds to the norm before it divides by it."""
+
+
+def clip_grad_norm_(
+    context_id: int,
+    params_rref: Iterable[RRef[Any]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales the gradients of a context so that their total norm is at most ``max_norm``. Blocks.
+
+    Call it between the backward pass and the optimizer's step. Sparse gradients count like the
+    dense ones they stand for. Parameters without a gradient in the context are passed over.
+
+    Args:
+        context_id: The context.
+        params_rref: References to the parameters, on this and other workers.
+        max_norm: The largest total norm.
+        norm_type: Which p-norm; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: Whether to raise where the total is infinite or no number, instead of
+            scaling by it.
+
+    Returns:
+        The total norm before, a scalar tensor on the CPU; 0 where there are no gradients.
+
+    Raises:
+        ConfigurationError: A parameter is no reference, or occurs twice; ``max_norm`` is negative.
+        AutogradError: There is no such context here.
+        OptimizerError: It failed on some worker, or the total is not finite; nothing was scaled
+            in the latter case.
+        WorkerLost: An owner is lost.
+    """
+    references = read_references(params_rref)
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if max_norm < 0:
+        raise ConfigurationError(f"max_norm is {max_norm}; it must not be negative")
+    engine: Engine = current().part(Engine)
+    engine.contexts.get(context_id)
+    addresses = {
+        owner: [(position, address_of(reference)) for position, reference in members]
+        for owner, members in by_owner(references).items()
+    }
+    with enter(context_id):
+        total = _total_norm(context_id, addresses, norm_type)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise OptimizerError(
+                f"the total norm of the gradients is {total.item()}, so they cannot be clipped; "
+                "look for the operation that made them so, or pass error_if_nonfinite=False"
+            )
+        coefficient = max_norm / (total + _DIVISION_GUARD)
+        if not bool(coefficient >= 1):  # no number is not at least 1 either
+            _scale_all(context_id, addresses, coefficient)
+    return total
+
+
+Members = list[tuple[int, Address]]
+
+
+def _total_norm(context_id: int, addresses: Mapping[int, Members], norm_type: float) -> Tensor:
+    arguments = {owner: (context_id, own, norm_type) for owner, own in addresses.items()}
+    answers, failures = run_on_owners(norms, arguments)
+    raise_failures("measuring gradients", failures)
+    by_position: dict[int, Tensor] = {}
+    for positions, measured in answers.values():
+        by_position.update(zip(positions, measured.unbind(), strict=True))
+    return norm_of([by_position[position] for position in sorted(by_position)], norm_type)
+
+
+def _scale_all(context_id: int, addresses: Mapping[int, Members], coefficient: Tensor) -> None:
+    arguments = {owner: (context_id, own, coefficient) for owner, own in addresses.items()}
+    _, failures = run_on_owners(scale, arguments)
+    raise_failures("scaling gradients", failures)
+
+
+def norm_of(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Returns the norm of a whole from the norms of its parts; 0 where there are none."""
+    if not norms:
+        return torch.tensor(0.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+    return total
+
+
+def norm(gradient: Tensor, norm_type: float) -> Tensor:
+    """Returns the norm of one gradient, dense or sparse."""
+    values = _values(gradient.coalesce() if gradient.is_sparse else gradient)
+    if not values.numel():
+        return values.new_zeros(())
+    measured: Tensor = torch.linalg.vector_norm(values, norm_type)
+    return measured
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Returns the numbers of a gradient, in its own memory."""
+    if gradient.layout is torch.strided:
+        return gradient
+    return gradient._values() if gradient.is_sparse else gradient.values()
+
+
+# What is asked of an owner, by name.
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
+def norms(context_id: int, members: Members, norm_type: float) -> tuple[list[int], Tensor]:
+    """Returns the norms of gradients of this worker, with the positions of their parameters."""
+    check_types(context_id=(context_id, int), norm_type=(norm_type, float))
+    found = _gradients(context_id, members)
+    measured = [norm(gradient, norm_type).cpu() for gradient in found.values()]
+    return list(found), torch.stack(measured) if measured else torch.empty(0)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
+def scale(context_id: int, members: Members, coefficient: Tensor) -> None:
+    """Multiplies gradients of this worker, in place."""
+    check_types(context_id=(context_id, int), coefficient=(coefficient, Tensor))
+    if coefficient.dim() or not coefficient.is_floating_point():
+        raise ArgumentTypeError(
+            "gradients are scaled by a real number, a tensor without dimensions"
+        )
+    for gradient in _gradients(context_id, members).values():
+        _values(gradient).mul_(coefficient.to(gradient.device))
+
+
+def _gradients(context_id: int, members: Members) -> dict[int, Tensor]:
+    """Returns the gradients of a context by the position of their parameters."""
+    check_types(members=(members, list))
+    gradients = get_gradients(context_id)
+    found = {}
+    for member in members:
+        check_types(member=(member, tuple))
+        position, address = member
+        # A parameter that is still being made was in no backward pass.
+        parameter = value_at(address)
+        # Another value is not asked for its hash, which may be code of the program.
+        gradient = gradients.get(parameter) if isinstance(parameter, Tensor) else None
+        if gradient is not None:
+            found[position] = gradient
+    return found

@@ -1,0 +1,346 @@
+"""``DistributedOptimizer``: one local optimizer on every worker that owns parameters.
+
+The distributed optimizer is a real ``torch.optim.Optimizer``, since learning-rate schedulers ask
+for one, but its groups hold references in place of parameters, and its own state is empty. A
+scheduler changes hyper-parameters in ``param_groups``; the next step takes along what has changed
+since the one before, which as a rule is nothing, or one number.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchweft.agent.current import current
+from torchweft.arguments import kind_of
+from torchweft.autograd.contexts import enter
+from torchweft.autograd.engine import Engine
+from torchweft.errors import ArgumentTypeError, ConfigurationError, SerializationError
+from torchweft.optim import layout, local
+from torchweft.optim.groups import (
+    Group,
+    Options,
+    check_distinct,
+    read_group,
+    read_groups,
+    split_groups,
+)
+from torchweft.optim.owners import Address, address_of, name_of, raise_failures, run_on_owners
+from torchweft.rpc import RRef
+from torchweft.serialize.tracebacks import without_own_frames
+
+
+class DistributedOptimizer(Optimizer):
+    """Steps parameters of any workers with the gradients of a distributed autograd context.
+
+    On every worker that owns some of the parameters it makes an ``optimizer_class`` over those.
+    A step runs them all at the same time. Users' ``.grad`` is neither read nor changed: steps for
+    contexts that run side by side never mix, and on each worker they take turns.
+
+    ``param_groups`` holds the hyper-parameters, and may be changed at any time, also by the
+    schedulers of ``torch.optim.lr_scheduler``: the next step tells the owners. Sparse gradients
+    reach the local optimizer as they are, so whatever it does with them works. Not thread-safe;
+    trainers that share parameters each make an optimizer of their own. If one of them steps
+    between the forward and the backward pass of another, and that one's backward needs the old
+    weights, it raises, as it does in local training.
+
+    Args:
+        optimizer_class: Any ``torch.optim.Optimizer`` that needs no closure.
+        params_rref: References to the parameters, on this and other workers: a list, or a list
+            of groups like ``{"params": [rrefs], "lr": 0.1}``.
+        args: What else the optimizer takes, after the parameters.
+        kwargs: The same, by keyword.
+
+    Raises:
+        ConfigurationError: There is no parameter, one occurs twice or is none, or the class is no
+            optimizer that could be used.
+        WorkerLost: An owner is lost.
+        Exception: What the constructor of the class raised on the first owner where it did.
+
+    Example::
+
+        optimizer = DistributedOptimizer(torch.optim.Adam, module.remote_parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)
+        for batch, target in batches:
+            with torchweft.autograd.context() as context_id:
+                loss = torch.nn.functional.mse_loss(module(batch), target)
+                torchweft.autograd.backward(context_id, [loss])
+                optimizer.step(context_id)
+        scheduler.step()
+    """
+
+    @without_own_frames
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        params_rref: Iterable[Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        _check_class(optimizer_class)
+        groups = read_groups(params_rref)
+        self._recipe = (optimizer_class, args, kwargs)
+        self._locals: dict[int, RRef[local.LocalOptimizer]] = {}
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        self._told: list[Options] = []  # the hyper-parameters that the owners have
+        self._has_warned = False
+        self._is_base_ready = False
+        super().__init__([{"params": []}], {})
+        self._is_base_ready = True
+        self._add(groups)
+
+    @without_own_frames
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, which may live on workers that had none so far. Blocks.
+
+        Args:
+            param_group: A dict with references as ``params``, and hyper-parameters.
+
+        Raises:
+            ConfigurationError: A parameter is none, or is in the optimizer already.
+            Exception: What a local optimizer raised; make a new optimizer then.
+        """
+        if not self._is_base_ready:
+            return  # The base class wants to see a group. It is none of ours.
+        group = read_group(param_group, len(self.param_groups))
+        check_distinct([*self._references(), *group.parameters])
+        self._add([group])
+
+    def _add(self, groups: Sequence[Group]) -> None:
+        parts = split_groups(groups, len(self.param_groups), len(self._references()))
+        arguments = {
+            owner: (self._locals.get(owner), *self._recipe, own) for owner, own in parts.items()
+        }
+        answers, failures = run_on_owners(local.place, arguments)
+        if failures:
+            raise failures[0].error
+        options: dict[int, Options] = {}
+        for owner, placed in answers.items():
+            self._locals[owner] = placed.optimizer
+            self._shapes.update(placed.shapes)
+            self.defaults.update(placed.defaults)
+            options.update(placed.options)
+        for number, group in enumerate(groups, start=len(self.param_groups)):
+            self.param_groups.append({"params": group.parameters, **options[number]})
+            self._told.append(_snapshot(options[number]))
+
+    # Steps
+
+    @without_own_frames
+    def step(self, context_id: int) -> None:  # type: ignore[override]
+        """Steps every parameter that has a gradient in a context. Blocks until all are done.
+
+        Warns, once, where no parameter has one.
+
+        Args:
+            context_id: The context whose backward passes have ended.
+
+        Raises:
+            ConfigurationError: This is no number of a context.
+            AutogradError: There is no such context here.
+            OptimizerError: A local optimizer raised, which becomes the cause. The message names
+                all workers where one did; parameters of other workers have been stepped.
+            WorkerLost: An owner is lost.
+        """
+        _check_context_id(context_id)
+        engine: Engine = current().part(Engine)
+        engine.contexts.get(context_id)
+        changes = self._changes()
+        arguments = {
+            owner: (address, context_id, changes) for owner, address in self._addresses().items()
+        }
+        # Whoever is asked within the context is told of its end.
+        with enter(context_id):
+            had_gradients, failures = run_on_owners(local.step, arguments)
+        raise_failures("the optimizer step", failures)
+        self._note_told(changes)
+        if not any(had_gradients.values()) and not self._has_warned:
+            self._has_warned = True
+            self._warn_of_no_gradient(context_id)
+
+    def _warn_of_no_gradient(self, context_id: int) -> None:
+        owners = ", ".join(repr(name_of(owner)) for owner in self._locals)
+        warnings.warn(
+            f"step({context_id}) changed nothing: autograd context {context_id} has no gradient "
+            f"for any parameter of this optimizer, on {owners}. Did "
+            "torchweft.autograd.backward(context_id, [loss]) run before, in the same context as "
+            "the calls that the loss was computed from?",
+            RuntimeWarning,
+            stacklevel=5,  # Outside of step, what shortens its tracebacks, and the hook of PyTorch.
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: every context begins with no gradients, and ``.grad`` is the user's."""
+
+    def local_optimizers(self) -> list[RRef[local.LocalOptimizer]]:
+        """Returns references to what runs on the owners."""
+        return list(self._locals.values())
+
+    def _addresses(self) -> dict[int, Address]:
+        return {owner: address_of(optimizer) for owner, optimizer in self._locals.items()}
+
+    def _references(self) -> list[RRef[Any]]:
+        return [reference for group in self.param_groups for reference in group["params"]]
+
+    # Hyper-parameters
+
+    def _changes(self) -> dict[int, Options]:
+        """Returns the hyper-parameters that the owners do not have yet, by group."""
+        changes = {}
+        for number, (group, told) in enumerate(zip(self.param_groups, self._told, strict=True)):
+            changed = {
+                key: value
+                for key, value in group.items()
+                if key != "params" and not (key in told and _is_same(value, told[key]))
+            }
+            if changed:
+                changes[number] = _snapshot(changed)
+        return changes
+
+    def tell_changes(self) -> None:
+        """Tells the owners of hyper-parameters that were changed after the last step. Blocks.
+
+        A step does so by itself.
+
+        Raises:
+            OptimizerError: Not all owners could be told.
+            WorkerLost: An owner is lost.
+        """
+        changes = self._changes()
+        if changes:
+            arguments = {owner: (address, changes) for owner, address in self._addresses().items()}
+            _, failures = run_on_owners(local.change, arguments)
+            raise_failures("changing hyper-parameters", failures)
+            self._note_told(changes)
+
+    def _note_told(self, changes: Mapping[int, Options]) -> None:
+        for number, changed in changes.items():
+            self._told[number].update(changed)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of all local optimizers, and all hyper-parameters. Blocks.
+
+        It is what ``optimizer_class`` over all the parameters in one process would return, with
+        owners and shapes under one more key, ``parameters``; each can load what the other saved.
+        All tensors are copies. It can be given to ``torch.save``.
+
+        Raises:
+            OptimizerError: It could not be had from all owners.
+            WorkerLost: An owner is lost.
+        """
+        changes = self._changes()
+        arguments = {owner: (address, changes) for owner, address in self._addresses().items()}
+        answers, failures = run_on_owners(local.save, arguments)
+        raise_failures("reading the optimizer's state", failures)
+        self._note_told(changes)
+        options: dict[int, Options] = {}
+        state: dict[Any, Any] = {}
+        for saved in answers.values():
+            options.update(saved.options)
+            state.update(saved.state)
+        in_order = [options[number] for number in range(len(self.param_groups))]
+        state = dict(sorted(state.items(), key=lambda item: (isinstance(item[0], str), item[0])))
+        return layout.as_state_dict(in_order, self._group_sizes(), state, self._parameters())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a ``state_dict``, of this class or of a local optimizer. Blocks.
+
+        The parameters must be the same, in the same order; they may have other owners now.
+
+        Raises:
+            ConfigurationError: It does not fit; says what differs.
+            OptimizerError: Some owners could not load it.
+            WorkerLost: An owner is lost.
+        """
+        shapes = [parameter.shape for parameter in self._parameters()]
+        layout.check_fits(state_dict, self._group_sizes(), shapes)
+        options = layout.read_options(state_dict)
+        state = layout.read_state(state_dict)
+        arguments = {
+            owner: (address, local.Saved(dict(enumerate(options)), self._part_of(state, owner)))
+            for owner, address in self._addresses().items()
+        }
+        _, failures = run_on_owners(local.load, arguments)
+        raise_failures("loading the optimizer's state", failures)
+        self.adopt(options)
+
+    def adopt(self, options: Sequence[Options]) -> None:
+        """Takes over the hyper-parameters of all groups, which the owners have already."""
+        for group, loaded in zip(self.param_groups, options, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update(_snapshot(loaded), params=parameters)
+        self._told = [_snapshot(loaded) for loaded in options]
+
+    def _part_of(self, state: Mapping[Any, Any], owner: int) -> dict[Any, Any]:
+        """Returns the state of an owner's parameters, and what belongs to no parameter."""
+        references = enumerate(self._references())
+        foreign = {number for number, reference in references if reference.id.owner != owner}
+        return {key: value for key, value in state.items() if key not in foreign}
+
+    def _group_sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.param_groups]
+
+    def _parameters(self) -> list[layout.Parameter]:
+        return [
+            layout.Parameter(name_of(reference.id.owner), self._shapes[number])
+            for number, reference in enumerate(self._references())
+        ]
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            "a DistributedOptimizer cannot be copied or sent; send the RRefs of the parameters "
+            "and make one of them, or keep state_dict()"
+        )
+
+    def __repr__(self) -> str:
+        kind = self._recipe[0].__name__
+        owners = ", ".join(repr(name_of(owner)) for owner in self._locals)
+        return f"DistributedOptimizer of {kind}, {len(self._shapes)} parameters on {owners}"
+
+
+def _check_class(optimizer_class: object) -> None:
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise ArgumentTypeError(
+            f"optimizer_class is {kind_of(optimizer_class)}; pass a class like torch.optim.SGD, "
+            "and its arguments after the parameters"
+        )
+    parameters = list(inspect.signature(optimizer_class.step).parameters.values())
+    if any(each.name == "closure" and each.default is each.empty for each in parameters):
+        raise ConfigurationError(
+            f"{optimizer_class.__name__} evaluates the model anew within a step, by a closure, "
+            "which no context covers; use an optimizer that steps with given gradients"
+        )
+
+
+def _check_context_id(context_id: object) -> None:
+    if callable(context_id):
+        raise ConfigurationError(
+            "step() takes no closure; compute the loss and its gradients in an autograd context, "
+            "then call step(context_id)"
+        )
+    if not isinstance(context_id, int):
+        raise ArgumentTypeError(
+            f"context_id is {kind_of(context_id)}; pass the number that "
+            "'with torchweft.autograd.context() as context_id' gives"
+        )
+
+
+def _is_same(first: object, second: object) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return type(first) is type(second) and bool(first == second)
+
+
+def _snapshot(options: Mapping[str, Any]) -> Options:
+    """Returns a copy that later changes, also within a tensor or list, do not reach."""
+    return {key: copy.deepcopy(value) for key, value in options.items()}

@@ -1,0 +1,131 @@
+"""Optimizers of PyTorch that are made and stepped without an import of its compiler.
+
+``torch.optim.Optimizer`` imports ``torch._dynamo`` when its first parameter group is added, and
+again in each step, only to tell the compiler what it may not trace. The import takes more than a
+second of CPU and memory to go with it, in each process that hosts an optimizer. In a process that
+has not imported the compiler there is nobody to tell. There the functions below call what PyTorch
+has wrapped; in all others, and wherever a wrapper is not one that this module knows, they call
+PyTorch's as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from types import CodeType, MethodType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer, optimizer
+
+from torchweft.rpc.typed_values import is_made_plainly
+
+_COMPILER = "torch._dynamo"
+
+
+def make(
+    optimizer_class: type[Optimizer], groups: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Optimizer:
+    """Returns ``optimizer_class(groups, *args, **kwargs)``."""
+    add = _unmarked(optimizer_class.add_param_group)
+    if add is None or not is_made_plainly(optimizer_class):
+        return optimizer_class(groups, *args, **kwargs)
+    made = optimizer_class.__new__(optimizer_class)
+    # The constructor looks for the method at the object first.
+    vars(made)["add_param_group"] = MethodType(add, made)
+    try:
+        optimizer_class.__init__(made, groups, *args, **kwargs)
+    finally:
+        vars(made).pop("add_param_group", None)
+    return made
+
+
+def call(optimizer: Optimizer, method: str, *args: Any) -> Any:
+    """Calls ``add_param_group``, ``state_dict`` or ``load_state_dict`` of an optimizer."""
+    if method not in vars(optimizer):
+        plain = _unmarked(getattr(type(optimizer), method))
+        if plain is not None:
+            return plain(optimizer, *args)
+    return getattr(optimizer, method)(*args)
+
+
+def step(optimizer: Optimizer) -> None:
+    """Steps an optimizer once, with the gradients that its parameters have."""
+    if "step" not in vars(optimizer):  # where schedulers put theirs
+        plain = _plain_step(type(optimizer).step)
+        if plain is not None:
+            plain(optimizer)
+            return
+    optimizer.step()
+
+
+def _unmarked(function: Any) -> Callable[..., Any] | None:
+    """Returns what a mark for the compiler is around, where the mark can be left out."""
+    if _COMPILER in sys.modules or _code_of(function) is not _MARK:
+        return None
+    unmarked: Callable[..., Any] = function.__wrapped__
+    return unmarked
+
+
+def _plain_step(step: Any) -> Callable[[Optimizer], object] | None:
+    """Returns a class's step without marks, but with hooks and the mode of gradients."""
+    if _COMPILER in sys.modules or _code_of(step) is not _HOOKS:
+        return None
+    marked = step.__wrapped__
+    if _code_of(marked) is not _MARKED_STEP:
+        return None
+    known = _plain_steps.get(step)
+    if known is None:
+        known = Optimizer.profile_hook_step(_in_its_mode(marked.__wrapped__))
+        _plain_steps[step] = known
+    return known
+
+
+def _in_its_mode(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Has a step run with gradients enabled only where the optimizer is differentiable."""
+
+    @functools.wraps(step)
+    def in_mode(*args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        try:
+            torch.set_grad_enabled(args[0].defaults["differentiable"])
+            return step(*args, **kwargs)
+        finally:
+            torch.set_grad_enabled(before)
+
+    return in_mode
+
+
+def _code_of(function: object) -> object:
+    return getattr(function, "__code__", None)
+
+
+def _code_made_by(decorator: Any, names: str) -> object:
+    """Returns the code of a decorator's wrappers, if it uses no other names than these.
+
+    A version of PyTorch whose wrappers do more than those known here keeps them: what is returned
+    then is the code of nothing.
+    """
+    try:
+        code: CodeType = decorator(lambda *_: None).__code__
+    except (AttributeError, TypeError):  # There is no such decorator any more.
+        return object()
+    return code if set(code.co_names) <= set(names.split()) else object()
+
+
+_plain_steps: weakref.WeakKeyDictionary[Any, Callable[[Optimizer], object]] = (
+    weakref.WeakKeyDictionary()
+)
+
+_HOOKS = _code_of(Optimizer.profile_hook_step(lambda _: None))
+_MARK = _code_made_by(
+    getattr(torch, "_disable_dynamo", None),
+    "getattr __dynamo_disable torch torch._dynamo _dynamo disable",
+)
+_MARKED_STEP = _code_made_by(
+    getattr(optimizer, "_use_grad_for_differentiable", None),
+    "cast Optimizer torch torch._dynamo _dynamo graph_break is_grad_enabled set_grad_enabled "
+    "defaults",
+)

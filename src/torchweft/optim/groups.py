@@ -1,0 +1,152 @@
+"""Parameter groups as the user gives them, and the part of each that every owner has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchweft.arguments import kind_of
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.rpc import RRef
+
+Reference = RRef[Any]
+Options = dict[str, Any]
+"""The hyper-parameters of one group: what a local optimizer has beside ``params``."""
+
+
+class Group(NamedTuple):
+    """A parameter group: hyper-parameters, and references to its parameters."""
+
+    options: Options
+    parameters: list[Reference]
+
+
+class GroupPart(NamedTuple):
+    """The part of a parameter group that lives on one worker.
+
+    Attributes:
+        group: Which group of the optimizer this is part of.
+        options: The hyper-parameters that the user gave for the group.
+        numbers: Positions of the parameters among all parameters of the optimizer.
+        parameters: References to them.
+    """
+
+    group: int
+    options: Options
+    numbers: list[int]
+    parameters: list[Reference]
+
+
+def read_groups(given: Iterable[Any]) -> list[Group]:
+    """Returns the groups that a list of references, or of dicts with ``params``, means.
+
+    Raises:
+        ConfigurationError: There is no parameter, or one that is no reference or occurs twice.
+    """
+    if isinstance(given, (torch.Tensor, RRef, Mapping, str)) or not isinstance(given, Iterable):
+        raise ArgumentTypeError(
+            f"params_rref is {kind_of(given)}; pass a list of RRefs, or a list of dicts "
+            'like {"params": [rrefs], "lr": 0.1}'
+        )
+    items = list(given)
+    if not items:
+        raise ConfigurationError("params_rref is empty; pass at least one RRef to a parameter")
+    if not any(isinstance(item, Mapping) for item in items):
+        items = [{"params": items}]
+    groups = [read_group(item, number) for number, item in enumerate(items)]
+    check_distinct([reference for group in groups for reference in group.parameters])
+    return groups
+
+
+def read_group(given: Any, number: int) -> Group:
+    """Returns the group that a dict with ``params`` means.
+
+    Args:
+        given: The dict.
+        number: Which group this is, for messages.
+
+    Raises:
+        ConfigurationError: It is no such dict, or has a parameter that is no reference.
+    """
+    if not isinstance(given, Mapping):
+        raise ArgumentTypeError(
+            f"params_rref mixes dicts with a {type(given).__name__} at {number}; pass either "
+            "RRefs or parameter groups"
+        )
+    if "params" not in given:
+        raise ConfigurationError(
+            f'parameter group {number} has no "params"; add "params": [rrefs] to it'
+        )
+    options = {key: value for key, value in given.items() if key != "params"}
+    parameters = given["params"]
+    references = [parameters] if isinstance(parameters, RRef) else list(parameters)
+    if not references:
+        raise ConfigurationError(f"parameter group {number} is empty; leave it out")
+    for position, reference in enumerate(references):
+        _check_reference(reference, f"parameter {position} of group {number}")
+    return Group(options, references)
+
+
+def read_references(given: Iterable[Any]) -> list[Reference]:
+    """Returns a plain list of references to parameters.
+
+    Raises:
+        ConfigurationError: One is no reference, or occurs twice.
+    """
+    references = [given] if isinstance(given, RRef) else list(given)
+    for position, reference in enumerate(references):
+        _check_reference(reference, f"parameter {position}")
+    check_distinct(references)
+    return references
+
+
+def check_distinct(references: Sequence[Reference]) -> None:
+    """Raises ConfigurationError where a reference occurs twice."""
+    seen: dict[object, int] = {}
+    for position, reference in enumerate(references):
+        first = seen.setdefault(reference.id, position)
+        if first != position:
+            raise ConfigurationError(
+                f"parameters {first} and {position} are the same, {reference!r}; leave one out"
+            )
+
+
+def _check_reference(reference: object, what: str) -> None:
+    if isinstance(reference, RRef):
+        return
+    fix = (
+        "pass torchweft.RRef(parameter)"
+        if isinstance(reference, torch.Tensor)
+        else "pass RRefs, for instance those of RemoteModule.remote_parameters()"
+    )
+    raise ArgumentTypeError(f"{what} is {kind_of(reference)}, not an RRef; {fix}")
+
+
+def by_owner(references: Iterable[Reference]) -> dict[int, list[tuple[int, Reference]]]:
+    """Returns references with their positions, by the rank of the worker that owns them."""
+    found: dict[int, list[tuple[int, Reference]]] = {}
+    for position, reference in enumerate(references):
+        found.setdefault(reference.id.owner, []).append((position, reference))
+    return found
+
+
+def split_groups(
+    groups: Sequence[Group], first_group: int = 0, first_number: int = 0
+) -> dict[int, list[GroupPart]]:
+    """Returns what each owner has of some groups.
+
+    Args:
+        groups: The groups.
+        first_group: Number of the first one.
+        first_number: Number of its first parameter.
+    """
+    parts: dict[int, list[GroupPart]] = {}
+    for group, (options, parameters) in enumerate(groups, start=first_group):
+        for owner, members in by_owner(parameters).items():
+            numbers = [first_number + position for position, _ in members]
+            own = [reference for _, reference in members]
+            parts.setdefault(owner, []).append(GroupPart(group, options, numbers, own))
+        first_number += len(parameters)
+    return parts

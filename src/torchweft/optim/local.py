@@ -1,0 +1,372 @@
+"""The local optimizer of one owner: what a distributed optimizer runs where parameters live.
+
+A local optimizer reads ``.grad``, which belongs to the user. For the time of a step, ``.grad`` is
+what the context holds, and afterwards it is again what it was. So all local optimizers of a
+worker take turns: two that share a parameter would see each other's gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchweft.agent.current import current
+from torchweft.autograd import get_gradients
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.optim import eager
+from torchweft.optim.groups import GroupPart, Options
+from torchweft.optim.owners import Address, value_at
+from torchweft.rpc import RRef
+from torchweft.rpc.strictness import (
+    check_called,
+    check_types,
+    refuse,
+    serves_another_strictly,
+)
+
+
+class Placed(NamedTuple):
+    """What an owner says of the parameters it was given.
+
+    Attributes:
+        optimizer: A reference to its local optimizer.
+        defaults: The hyper-parameters of groups that say nothing else.
+        options: The hyper-parameters of each group, by its number.
+        shapes: The shapes of the parameters, by their numbers.
+    """
+
+    optimizer: RRef[LocalOptimizer]
+    defaults: Options
+    options: dict[int, Options]
+    shapes: dict[int, tuple[int, ...]]
+
+
+class Saved(NamedTuple):
+    """What an owner contributes to a ``state_dict``; copies, all of it.
+
+    Attributes:
+        options: The hyper-parameters of each group, by its number.
+        state: The state of each parameter by its number, and what has another key.
+    """
+
+    options: dict[int, Options]
+    state: dict[Any, Any]
+
+
+class LocalOptimizer:
+    """An optimizer over those parameters of a distributed optimizer that live on this worker.
+
+    Args:
+        make: Makes the optimizer out of parameter groups.
+        parts: The groups, as far as they live here.
+        lock: Held while ``.grad`` of any parameter of this worker is replaced.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[list[dict[str, Any]]], Optimizer],
+        parts: Iterable[GroupPart],
+        lock: threading.Lock,
+    ) -> None:
+        self._numbers: dict[Tensor, int] = {}
+        self._group_numbers: list[int] = []  # in the order of the optimizer's own groups
+        self._lock = lock
+        self._optimizer = make([self._take(part) for part in parts])
+
+    def _take(self, part: GroupPart) -> dict[str, Any]:
+        parameters = [reference.local_value() for reference in part.parameters]
+        for number, parameter in zip(part.numbers, parameters, strict=True):
+            self._check(number, parameter)
+            self._numbers[parameter] = number
+        self._group_numbers.append(part.group)
+        return {**part.options, "params": parameters}
+
+    def _check(self, number: int, parameter: object) -> None:
+        if not isinstance(parameter, Tensor) or not parameter.is_leaf:
+            kind = (
+                "tensor that is no leaf"
+                if isinstance(parameter, Tensor)
+                else type(parameter).__name__
+            )
+            raise ConfigurationError(
+                f"parameter {number}, on worker {_my_name()!r}, is a {kind}; pass RRefs to "
+                "parameters, for instance those of RemoteModule.remote_parameters()"
+            )
+        if parameter in self._numbers:
+            raise ConfigurationError(
+                f"parameters {self._numbers[parameter]} and {number}, on worker {_my_name()!r}, "
+                "are the same tensor behind two RRefs; leave one out"
+            )
+
+    def add(self, parts: Iterable[GroupPart]) -> None:
+        """Takes up more groups."""
+        with self._lock:
+            for part in parts:
+                eager.call(self._optimizer, "add_param_group", self._take(part))
+
+    def placed(self, reference: RRef[LocalOptimizer]) -> Placed:
+        """Returns what the distributed optimizer has to know of this one."""
+        shapes = {number: tuple(tensor.shape) for tensor, number in self._numbers.items()}
+        return Placed(reference, dict(self._optimizer.defaults), self._options(), shapes)
+
+    def _options(self) -> dict[int, Options]:
+        groups = zip(self._group_numbers, self._optimizer.param_groups, strict=True)
+        return {
+            number: {key: value for key, value in group.items() if key != "params"}
+            for number, group in groups
+        }
+
+    def step(self, gradients: Mapping[Tensor, Tensor], changes: Mapping[int, Options]) -> bool:
+        """Steps with the gradients of a context; parameters that have none there stay.
+
+        Args:
+            gradients: The gradients, of these and perhaps of other parameters.
+            changes: Hyper-parameters that have changed, by the number of their group.
+
+        Returns:
+            Whether any parameter had one.
+        """
+        with self._lock:
+            self._change(changes)
+            with _as_grad(self._numbers, gradients):
+                eager.step(self._optimizer)
+            return any(parameter in gradients for parameter in self._numbers)
+
+    def _change(self, changes: Mapping[int, Options]) -> None:
+        if changes:
+            groups = zip(self._group_numbers, self._optimizer.param_groups, strict=True)
+            for number, group in groups:
+                group.update(changes.get(number, {}))
+
+    def save(self, changes: Mapping[int, Options]) -> Saved:
+        """Returns a copy of the state, after ``changes`` of hyper-parameters."""
+        with self._lock:
+            self._change(changes)
+            # The answer is put into bytes after the lock is free again.
+            return copy.deepcopy(self.content())
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it steps by kernels that do not compare the sizes of what they are given."""
+        return any(group.get("fused") for group in self._optimizer.param_groups)
+
+    def content(self) -> Saved:
+        """Returns the state itself, for who has the lock and makes a copy."""
+        numbers = self._numbers_in_order()
+        state = {
+            numbers[key] if isinstance(key, int) else key: value
+            for key, value in eager.call(self._optimizer, "state_dict")["state"].items()
+        }
+        return Saved(self._options(), state)
+
+    def parameters(self) -> dict[int, Tensor]:
+        """Returns the parameters by their numbers."""
+        return {number: parameter for parameter, number in self._numbers.items()}
+
+    def change(self, changes: Mapping[int, Options]) -> None:
+        """Takes over hyper-parameters that have changed, by the number of their group."""
+        with self._lock:
+            self._change(changes)
+
+    def load(self, saved: Saved) -> None:
+        """Goes on from what ``save`` returned, here or on other workers."""
+        with self._lock:
+            content = eager.call(self._optimizer, "state_dict")
+            state = copy.deepcopy(saved.state)
+            positions = {number: place for place, number in enumerate(self._numbers_in_order())}
+            content["state"] = {positions.get(key, key): value for key, value in state.items()}
+            content["param_groups"] = [
+                {**saved.options[number], "params": group["params"]}
+                for number, group in zip(self._group_numbers, content["param_groups"], strict=True)
+            ]
+            eager.call(self._optimizer, "load_state_dict", content)
+
+    def _numbers_in_order(self) -> list[int]:
+        """Returns the numbers of the parameters in the order of the optimizer's ``state_dict``."""
+        groups = self._optimizer.param_groups
+        return [self._numbers[parameter] for group in groups for parameter in group["params"]]
+
+
+@contextlib.contextmanager
+def _as_grad(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Has ``.grad`` of ``parameters`` be their ``gradients`` within a ``with`` block."""
+    before: list[tuple[Tensor, Tensor | None]] = []
+    try:
+        for parameter in parameters:
+            before.append((parameter, parameter.grad))
+            parameter.grad = gradients.get(parameter)
+        yield
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad
+
+
+# What a distributed optimizer asks of an owner, by name.
+
+
+def place(
+    optimizer: RRef[LocalOptimizer] | None,
+    optimizer_class: type[Optimizer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parts: list[GroupPart],
+) -> Placed:
+    """Gives groups to a local optimizer of this worker, a new one where there is none."""
+    _check_parts(parts)
+    if optimizer is not None:
+        check_types(optimizer=(optimizer, RRef))
+        local = _checked(optimizer.local_value())
+        local.add(parts)
+        return local.placed(optimizer)
+    if serves_another_strictly():
+        check_called(optimizer_class)
+        check_types(args=(args, tuple), kwargs=(kwargs, dict))
+        _check_options(kwargs)
+        for value in args:
+            _check_option(value)
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise ArgumentTypeError(f"{optimizer_class!r} is no class of optimizers")
+    made = LocalOptimizer(
+        lambda groups: eager.make(optimizer_class, groups, args, kwargs), parts, step_lock()
+    )
+    return made.placed(RRef(made))
+
+
+def step(optimizer: Address, context_id: int, changes: dict[int, Options]) -> bool:
+    """Steps a local optimizer of this worker; returns whether it had any gradient."""
+    check_types(context_id=(context_id, int))
+    _check_changes(changes)
+    return _local(optimizer).step(get_gradients(context_id), changes)
+
+
+def change(optimizer: Address, changes: dict[int, Options]) -> None:
+    """Has a local optimizer of this worker take over changed hyper-parameters."""
+    _check_changes(changes)
+    _local(optimizer).change(changes)
+
+
+def save(optimizer: Address, changes: dict[int, Options]) -> Saved:
+    """Returns the state of a local optimizer of this worker."""
+    _check_changes(changes)
+    return _local(optimizer).save(changes)
+
+
+def load(optimizer: Address, saved: Saved) -> None:
+    """Has a local optimizer of this worker go on from a state."""
+    check_types(saved=(saved, Saved))
+    _check_changes(saved.options)
+    check_types(state=(saved.state, dict))
+    local = _local(optimizer)
+    if serves_another_strictly():
+        if local.is_fused:
+            _refuse_fused()
+        _check_state(saved.state, local.parameters())
+    local.load(saved)
+
+
+# What of that a strict worker does for others.
+
+
+def _check_changes(changes: Any) -> None:
+    if serves_another_strictly():
+        check_types(changes=(changes, dict))
+        for group, options in changes.items():
+            check_types(group=(group, int), options=(options, dict))
+            _check_options(options)
+
+
+def _check_parts(parts: Any) -> None:
+    if not serves_another_strictly():
+        return
+    check_types(parts=(parts, list))
+    for part in parts:
+        check_types(part=(part, GroupPart))
+        check_types(
+            group=(part.group, int),
+            options=(part.options, dict),
+            numbers=(part.numbers, list),
+            parameters=(part.parameters, list),
+        )
+        _check_options(part.options)
+        for reference in part.parameters:
+            check_types(reference=(reference, RRef))
+            value = reference.local_value()
+            if not isinstance(value, nn.Parameter):
+                refuse(
+                    f"optimize a {type(value).__name__}",
+                    "pass RRefs to parameters, as those of RemoteModule.remote_parameters()",
+                )
+
+
+def _check_state(state: Mapping[Any, Any], parameters: Mapping[int, Tensor]) -> None:
+    """Raises where a state has more to it than those of parameters that are here."""
+    for number, values in state.items():
+        check_types(number=(number, int), values=(values, dict))
+        parameter = parameters.get(number)
+        if parameter is None:
+            refuse(f"load the state of parameter {number!r}", "the optimizer does not have it")
+        for name, value in values.items():
+            check_types(name=(name, str))
+            if not isinstance(value, Tensor):
+                _check_option(value)
+            elif value.layout is not parameter.layout or value.numel() > max(parameter.numel(), 1):
+                refuse(
+                    f"load {name!r} of shape {tuple(value.shape)}",
+                    f"parameter {number} has shape {tuple(parameter.shape)}",
+                )
+
+
+def _check_options(options: Mapping[Any, Any]) -> None:
+    for name, value in options.items():
+        check_types(name=(name, str))
+        if name == "params":
+            refuse("take parameters in hyper-parameters", "give them as RRefs")
+        if name == "fused" and value:
+            _refuse_fused()
+        _check_option(value)
+
+
+def _refuse_fused() -> NoReturn:
+    # They do not look at sizes, and would leave the memory of a state that others have loaded.
+    refuse("use fused optimizers for others", "leave 'fused' out")
+
+
+def _check_option(value: Any) -> None:
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            check_types(value=(part, (bool, int, float, str)))
+    elif not isinstance(value, Tensor) or value.dim():
+        check_types(value=(value, (bool, int, float, str, type(None))))
+
+
+def _local(optimizer: Address) -> LocalOptimizer:
+    return _checked(value_at(optimizer))
+
+
+def _checked(local: Any) -> LocalOptimizer:
+    if not isinstance(local, LocalOptimizer):
+        raise ConfigurationError(f"this is no local optimizer, but a {type(local).__name__}")
+    return local
+
+
+def _my_name() -> str:
+    return current().info.name
+
+
+class _StepLock:
+    """The lock that the local optimizers of one worker share; a part of its agent."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def step_lock() -> threading.Lock:
+    """Returns the lock under which optimizers of this worker take their turns."""
+    shared: _StepLock = current().parts.setdefault(_StepLock, _StepLock())
+    return shared.lock

@@ -1,0 +1,140 @@
+"""One call to each of several workers, at the same time, and what they answered.
+
+The references behind a step are held by the caller for as long as the call runs. So calls name
+values by address, three numbers, which needs no reference counting; ``RRef`` arguments would be
+counted, every step anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from torchweft.agent.current import current
+from torchweft.agent.references import ReferenceKeeper
+from torchweft.errors import CallTimeout, OptimizerError, WorkerLost
+from torchweft.rpc import RRef, rpc_async, rpc_sync
+from torchweft.rpc.lives import info_of
+from torchweft.rpc.strictness import reference_in
+
+Address = tuple[int, int, int]
+Arguments = tuple[Any, ...]
+
+
+class Failure(NamedTuple):
+    """A call that raised, and the rank of the worker where it did."""
+
+    owner: int
+    error: Exception
+
+
+def address_of(reference: RRef[Any]) -> Address:
+    """Returns what names the value behind a reference on its owner."""
+    creator, owner, number = reference.id
+    return creator, owner, number
+
+
+def value_at(address: Address) -> Any:
+    """Returns a value of this worker, None if it is still being made.
+
+    Raises:
+        ReferenceGone: Nobody references it any more.
+    """
+    keeper: ReferenceKeeper = current().part(ReferenceKeeper)
+    return keeper.value_of(reference_in(address)).value
+
+
+def run_on_owners(
+    function: Callable[..., Any], arguments: Mapping[int, Arguments]
+) -> tuple[dict[int, Any], list[Failure]]:
+    """Runs ``function`` on several workers at the same time, and waits for all of them.
+
+    Args:
+        function: What each of them runs; on this worker it is called straight away.
+        arguments: The arguments by the rank of the worker.
+
+    Returns:
+        What was returned, by rank, and what was raised, by increasing rank.
+    """
+    me = current().me.id
+    waits: dict[int, Callable[[], Any]] = {}
+    if len(arguments) == 1 and me not in arguments:
+        # A caller that waits in the call itself is woken sooner than one that waits for a future.
+        ((only, args),) = arguments.items()
+        waits[only] = lambda: rpc_sync(info_of(only), function, args)
+    else:
+        waits = {
+            owner: _started(owner, function, args)
+            for owner, args in arguments.items()
+            if owner != me
+        }
+        if me in arguments:
+            waits = {me: lambda: function(*arguments[me]), **waits}
+    return _gather(waits)
+
+
+def _started(owner: int, function: Callable[..., Any], args: Arguments) -> Callable[[], Any]:
+    try:
+        return rpc_async(info_of(owner), function, args).wait
+    except Exception as error:
+        failure = error
+
+    def fail() -> NoReturn:
+        raise failure
+
+    return fail
+
+
+def _gather(waits: Mapping[int, Callable[[], Any]]) -> tuple[dict[int, Any], list[Failure]]:
+    results: dict[int, Any] = {}
+    failures: list[Failure] = []
+    for owner, wait in waits.items():
+        try:
+            results[owner] = wait()
+        except Exception as error:
+            failures.append(Failure(owner, error))
+    return results, sorted(failures, key=lambda failure: failure.owner)
+
+
+def raise_failures(what: str, failures: list[Failure]) -> None:
+    """Raises one error for all of ``failures``, and nothing if there are none.
+
+    It is a ``WorkerLost`` or ``CallTimeout`` where one of them is: those call for a recovery of
+    the group rather than a change of the program.
+
+    Args:
+        what: What failed, for the message.
+        failures: Where it failed, and why.
+
+    Raises:
+        OptimizerError: Names all the workers; its cause is the first error.
+    """
+    if not failures:
+        return
+    first = next(
+        (each for each in failures if isinstance(each.error, (WorkerLost, CallTimeout))),
+        failures[0],
+    )
+    others = [failure for failure in failures if failure is not first]
+    message = f"{what} failed {'; and '.join(map(_describe, [first, *others]))}"
+    error = first.error
+    if isinstance(error, (WorkerLost, CallTimeout)):
+        raise type(error)(message, **_fields_of(error)) from error
+    names = tuple(name_of(failure.owner) for failure in others)
+    raise OptimizerError(message, worker=name_of(first.owner), others=names) from error
+
+
+def _fields_of(error: WorkerLost | CallTimeout) -> dict[str, Any]:
+    is_lost = isinstance(error, WorkerLost)
+    names = ("worker", "since", "cause") if is_lost else ("worker", "call", "elapsed_s")
+    return {name: getattr(error, name) for name in names}
+
+
+def _describe(failure: Failure) -> str:
+    error = failure.error
+    return f"on worker {name_of(failure.owner)!r}: {type(error).__name__}: {error}"
+
+
+def name_of(owner: int) -> str:
+    """Returns the name of the worker with rank ``owner``."""
+    return current().peers[owner].name

@@ -1,0 +1,382 @@
+"""The backward pass across workers: gradients go ahead, discovery only where they get stuck.
+
+The problem: a worker must run a node of its graph only when all gradients of that node are
+there, but it cannot know by itself which of the messages it sent will be answered with
+gradients: the receiver may not have used them. The obvious way, to find that out first, costs a
+round trip to every worker on the way, before anything runs. So a worker runs what is complete
+whichever of its messages are used, and says with the gradients what it did; the worker that
+called backward, the driver, adds that up. Only if gradients stop moving before all have run does
+it ask, and in the end tell, what is live.
+
+Rules of the file: events go in by method, actions come out as a list and are carried out in
+order. Messages may come late, twice, and in any order: an event that a state does not expect is
+without effect. A machine that has ended stays ended. Machines are not thread-safe.
+
+Guarantees, assumptions and flows: ``docs/protocols/autograd.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torchweft.errors import AutogradError
+from torchweft.ids import worker_of
+
+ROOTS = 0
+"""Stands for the roots where the number of a message is expected; no message has it."""
+
+CONNECTION = "its connection"
+"""The operation in which a worker that was lost has failed."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has become of messages, by their numbers, on its way to the driver.
+
+    Attributes:
+        walked: Live messages whose senders have walked from them; what they were the first to
+            reach is in the same object, under ``answered`` or ``reached``.
+        executed: Live messages whose gradients have run as far as they lead.
+        answered: Messages that were reached, and whose gradients have been sent.
+        reached: Messages that were reached, and whose gradients are not complete.
+    """
+
+    walked: list[int] = field(default_factory=list)
+    executed: list[int] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+
+    def add(self, other: Progress) -> None:
+        """Takes what another object says as well."""
+        self.walked += other.walked
+        self.executed += other.executed
+        self.answered += other.answered
+        self.reached += other.reached
+
+    def __bool__(self) -> bool:
+        return bool(self.walked or self.executed or self.answered or self.reached)
+
+
+# What is sent.
+
+
+@dataclass(slots=True)
+class Gradients:
+    """Carries the gradients of a received message to its sender; opaque to the protocol."""
+
+    message_id: int
+    gradients: Sequence[Any]
+    progress: Progress | None = None
+
+
+@dataclass(slots=True)
+class Discover:
+    """Tells a worker that messages which it sent are live."""
+
+    message_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Settled:
+    """Tells a worker that it knows all its live messages."""
+
+
+@dataclass(slots=True)
+class Report:
+    """Carries progress that no gradients take along."""
+
+    progress: Progress
+
+
+@dataclass(slots=True)
+class Failed:
+    """Tells the driver that the pass cannot go on, and where and why."""
+
+    worker: int
+    operation: str
+    error: object
+
+
+@dataclass(slots=True)
+class Abort:
+    """Tells a participant to drop the pass."""
+
+
+Message = Gradients | Discover | Settled | Report | Failed | Abort
+
+
+# What a shell is asked to do.
+
+
+class Send(NamedTuple):
+    """Send ``message`` to ``to_worker``, which may be this worker itself."""
+
+    to_worker: int
+    message: Message
+
+
+class Apply(NamedTuple):
+    """Have the pass on this worker take gradients, or news of what is live."""
+
+    message: Gradients | Discover | Settled
+
+
+class Tell(NamedTuple):
+    """Give progress to the driver, which is on this worker."""
+
+    progress: Progress
+
+
+class Close(NamedTuple):
+    """The pass is over on this worker: let go of its memory."""
+
+
+class Complete(NamedTuple):
+    """The pass is over everywhere: wake the caller of backward."""
+
+
+class Fail(NamedTuple):
+    """The pass has failed: raise ``failure_error`` in the caller of backward."""
+
+    worker: int
+    operation: str
+    error: object
+
+
+Action = Send | Apply | Tell | Close | Complete | Fail
+
+
+def failure_error(fail: Fail, worker_name: str) -> AutogradError:
+    """Makes the error that the caller of backward gets, with its cause if that is an exception."""
+    error = AutogradError(
+        f"backward failed on worker {worker_name!r} in {fail.operation}: "
+        f"Error on Node {fail.worker}: {fail.error}",
+        worker=worker_name,
+        operation=fail.operation,
+    )
+    if isinstance(fail.error, BaseException):
+        error.__cause__ = fail.error
+    return error
+
+
+_WALKED, _EXECUTED, _ANNOUNCED, _REACHED = 1, 2, 4, 8
+"""What the driver knows of a message. It is *announced* once its sender was sent its gradients or
+a ``Discover``; whoever is sent its gradients is not told before that it was reached."""
+
+_IS_OPEN, _IS_UNWALKED, _IS_UNANNOUNCED = range(3)
+
+
+def _kinds_of(marks: int) -> tuple[int, int, int]:
+    """Returns of which kinds a message is that has these marks."""
+    is_walked, is_announced = bool(marks & _WALKED), bool(marks & _ANNOUNCED)
+    is_done = is_walked and bool(marks & _EXECUTED)
+    is_known = is_announced or bool(marks & _REACHED)
+    is_unannounced = is_known and not is_announced and not is_walked
+    is_unwalked = is_announced and not is_walked
+    return int(is_known and not is_done), int(is_unwalked), int(is_unannounced)
+
+
+_KINDS = [_kinds_of(marks) for marks in range(16)]
+
+
+class Driver:
+    """Leads one pass, on the worker that called backward.
+
+    Args:
+        worker: This worker, which takes part too.
+    """
+
+    __slots__ = ("_counts", "_is_settled", "_marks", "_told", "is_over", "worker")
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.is_over = False
+        self._marks = {ROOTS: _ANNOUNCED}
+        self._counts = list(_KINDS[_ANNOUNCED])
+        self._told: set[int] = set()
+        self._is_settled = False
+
+    def progressed(self, progress: Progress) -> list[Action]:
+        """Takes progress of any workers."""
+        if self.is_over:
+            return []
+        self._mark(progress.walked, _WALKED)
+        self._mark(progress.executed, _EXECUTED)
+        self._mark(progress.answered, _ANNOUNCED)
+        self._mark(progress.reached, _REACHED)
+        open_count, unwalked_count, unannounced_count = self._counts
+        if not open_count:
+            self.is_over = True
+            return [Complete()]
+        if unwalked_count:
+            return []  # Something is on its way.
+        return self._discover() if unannounced_count else self._settle()
+
+    def _mark(self, message_ids: Iterable[int], mark: int) -> None:
+        marks, counts = self._marks, self._counts
+        for message_id in message_ids:
+            old = marks.get(message_id, 0)
+            new = marks[message_id] = old | mark
+            if new != old:
+                before, after = _KINDS[old], _KINDS[new]
+                counts[0] += after[0] - before[0]
+                counts[1] += after[1] - before[1]
+                counts[2] += after[2] - before[2]
+
+    def _of_kind(self, kind: int) -> list[int]:
+        return sorted(number for number, marks in self._marks.copy().items() if _KINDS[marks][kind])
+
+    def _discover(self) -> list[Action]:
+        by_sender: dict[int, list[int]] = {}
+        for message_id in self._of_kind(_IS_UNANNOUNCED):
+            by_sender.setdefault(worker_of(message_id), []).append(message_id)
+        for message_ids in by_sender.values():
+            self._mark(message_ids, _ANNOUNCED)
+        self._told.update(by_sender)
+        return [Send(worker, Discover(tuple(ids))) for worker, ids in by_sender.items()]
+
+    def _settle(self) -> list[Action]:
+        # All that was reached has been walked: no message becomes live any more.
+        if self._is_settled:
+            return []
+        self._is_settled = True
+        waiting = self.awaited_workers()
+        self._told.update(waiting)
+        return [Send(worker, Settled()) for worker in sorted(waiting)]
+
+    def awaited_workers(self) -> set[int]:
+        """Returns the workers of which the driver has not heard all yet; from any thread."""
+        return {
+            self.worker if message_id == ROOTS else worker_of(message_id)
+            for message_id in self._of_kind(_IS_OPEN)
+        }
+
+    def failed(self, message: Failed) -> list[Action]:
+        """Takes the failure of any worker."""
+        return self._fail(Fail(message.worker, message.operation, message.error))
+
+    def worker_lost(self, worker: int, error: object) -> list[Action]:
+        """Ends the pass if it waits for a worker that can no longer be reached."""
+        is_awaited = not self.is_over and worker in self.awaited_workers()
+        return self._fail(Fail(worker, CONNECTION, error)) if is_awaited else []
+
+    def cancel(self, error: object) -> list[Action]:
+        """Ends the pass because its caller gives it up."""
+        return self._fail(Fail(self.worker, "waiting for the pass", error))
+
+    def _fail(self, fail: Fail) -> list[Action]:
+        if self.is_over:
+            return []
+        self.is_over = True
+        # Participants, among them that of this worker, pass it on to all with whom they have to do.
+        told = sorted(self._told | {self.worker})
+        return [*(Send(worker, Abort()) for worker in told), fail]
+
+
+class Participant:
+    """Takes part in one pass, on any worker; made by the first message of a pass that comes.
+
+    Progress of this worker and of others goes along with gradients that are sent anyway, rather
+    to the driver than elsewhere. Where none are sent it goes to the *parent*: the worker from
+    which the first message of the pass came. So the driver hears only from workers that it sent
+    something itself, unless the pass fails.
+
+    Args:
+        worker: This worker.
+        driver: The worker that called backward.
+    """
+
+    __slots__ = ("_carried", "_parent", "_partners", "_taken", "driver", "is_over", "worker")
+
+    def __init__(self, worker: int, driver: int) -> None:
+        self.worker = worker
+        self.driver = driver
+        self.is_over = False
+        self._parent: int | None = worker if worker == driver else None
+        self._partners: set[int] = set()
+        self._taken: set[int] = set()
+        self._carried: Progress | None = None
+
+    def receive(self, source: int, message: Message) -> list[Action]:
+        """Takes a message that is for a participant; ``worked`` must follow, for one or several."""
+        if self.is_over:
+            return []
+        if isinstance(message, Abort):
+            return self._abort()
+        if self._parent is None:
+            self._parent = source
+        self._partners.add(source)
+        if isinstance(message, Gradients):
+            if message.message_id in self._taken:
+                return []
+            self._taken.add(message.message_id)
+            self._carry(message.progress)
+            return [Apply(message)]
+        if isinstance(message, Report):
+            self._carry(message.progress)
+        elif isinstance(message, (Discover, Settled)) and source == self.driver:
+            return [Apply(message)]
+        return []
+
+    def _carry(self, progress: Progress | None) -> None:
+        if self._carried is None:
+            self._carried = progress
+        elif progress is not None:
+            self._carried.add(progress)
+
+    def worked(
+        self, outgoing: Iterable[tuple[int, int, Sequence[Any]]], progress: Progress
+    ) -> list[Action]:
+        """Takes what this worker did with all that it received since the last time.
+
+        Args:
+            outgoing: Gradients to send: to which worker, of which message, and what.
+            progress: What has become of messages by that.
+        """
+        if self.is_over:
+            return []
+        if self._carried is not None:
+            progress.add(self._carried)
+            self._carried = None
+        sends = [Send(worker, Gradients(number, what)) for worker, number, what in outgoing]
+        for send in sends:
+            self._partners.add(send.to_worker)
+        if not progress:
+            return [*sends]
+        if self.worker == self.driver:
+            return [*sends, Tell(progress)]
+        return self._with_progress(sends, progress)
+
+    def _with_progress(self, sends: list[Send], progress: Progress) -> list[Action]:
+        """Has the last gradients to the driver, or to anybody, take progress along."""
+        if not sends:
+            assert self._parent is not None
+            return [Send(self._parent, Report(progress))]
+        to_driver = [send for send in sends if send.to_worker == self.driver]
+        message = (to_driver or sends)[-1].message
+        assert isinstance(message, Gradients)
+        message.progress = progress
+        return [*sends]
+
+    def failed(self, operation: str, error: object) -> list[Action]:
+        """Takes an error of this worker's work, or of sending something."""
+        return self._fail(Failed(self.worker, operation, error))
+
+    def worker_lost(self, worker: int, error: object) -> list[Action]:
+        """Ends the pass if a lost worker leads it, or exchanged messages of it with this one."""
+        if worker == self.driver:
+            return [] if self.is_over else self._abort()
+        if worker in self._partners:
+            return self._fail(Failed(worker, CONNECTION, error))
+        return []
+
+    def _fail(self, failed: Failed) -> list[Action]:
+        return [] if self.is_over else [Send(self.driver, failed), *self._abort()]
+
+    def _abort(self) -> list[Action]:
+        self.is_over = True
+        self._carried = None
+        others = sorted(self._partners - {self.worker, self.driver})
+        return [*(Send(worker, Abort()) for worker in others), Close()]

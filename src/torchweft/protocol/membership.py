@@ -1,0 +1,258 @@
+"""Who belongs to a group: the registrations of all workers, checked and put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torchweft.errors import ProtocolError
+from torchweft.ids import WorkerInfo
+
+FIRST_LATER_ID = 1 << 14
+"""In an open group: ids below are those of the first lives of ranks."""
+ID_LIMIT = 1 << 15
+
+STRICT = "strict"
+"""The fact that a worker reads no pickles."""
+
+HOST, NETWORK, IS_FAR, HAS_SECRET = "host", "network", "is_far", "has_secret"
+"""Facts: the name of the host, for messages; what names the network stack, empty where it is not
+known; whether other hosts reach the worker; and whether it has a secret."""
+
+VERSIONS, PYTHON = "versions", "Python"
+"""The fact what a worker runs; and in it, the version of Python, like 3.11."""
+
+_VERSION_LIMIT = 32
+_NAMED = 8
+"""How many workers an error names."""
+_HOST_LIMIT = 64
+"""Characters of the name of a host that it shows."""
+
+# What comes of JSON that is none, or of another shape, or nested without end.
+_NONSENSE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a worker tells the group when it joins.
+
+    Attributes:
+        name: Its name, unique in the group.
+        id: What the protocols name it by; in a closed group its rank.
+        addresses: Where it listens, best first.
+        main: What its ``__main__`` is, or empty where no other worker can have the same.
+        facts: What its channels can do, and whether it reads pickles.
+        later_rank: Its rank where that is not its id: in an open group, once the rank was used.
+    """
+
+    name: str
+    id: int
+    addresses: tuple[str, ...]
+    main: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    later_rank: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """Its number for programs."""
+        return self.id if self.later_rank is None else self.later_rank
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether it reads no pickles."""
+        return self.facts.get(STRICT) is True
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The public part."""
+        return WorkerInfo(self.name, self.rank)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what JSON can hold; ``decode`` reads it."""
+        return asdict(self)
+
+    def encode(self) -> bytes:
+        """Returns the registration as JSON."""
+        return json.dumps(self.as_json()).encode()
+
+    @staticmethod
+    def decode(data: bytes | dict[str, Any]) -> Registration:
+        """Reads what ``encode`` wrote; raises ProtocolError where it makes no sense."""
+        try:
+            fields = data if isinstance(data, dict) else json.loads(data)
+            registration = Registration(**{**fields, "addresses": tuple(fields["addresses"])})
+            _check(registration.name, str)
+            _check_number(registration.id)
+            _check_all(registration.addresses, str)
+            _check(registration.main, str)
+            _check(registration.facts, dict)
+            if registration.later_rank is not None:
+                _check_number(registration.later_rank)
+            return registration
+        except _NONSENSE as error:
+            raise ProtocolError(f"a worker's registration makes no sense: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """All workers of a group.
+
+    Attributes:
+        token: What names this run: the key of connections is made of it.
+        workers: One registration a rank, in order.
+        refusal: Why there is no group, where there is none; empty otherwise.
+        missing: Ranks that never came, where that is the reason.
+        has_duplicates: Whether two workers chose the same name, where that is the reason.
+    """
+
+    token: str
+    workers: tuple[Registration, ...]
+    refusal: str = ""
+    missing: tuple[int, ...] = ()
+    has_duplicates: bool = False
+
+    def encode(self) -> bytes:
+        """Returns the directory as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Directory:
+        """Reads what ``encode`` wrote; raises ProtocolError where it makes no sense."""
+        try:
+            fields = json.loads(data)
+            workers = tuple(Registration.decode(worker) for worker in fields.pop("workers"))
+            missing = tuple(fields.pop("missing"))
+            directory = Directory(workers=workers, missing=missing, **fields)
+            _check_all((directory.token, directory.refusal), str)
+            _check_all(missing, int)
+            _check(directory.has_duplicates, bool)
+            return directory
+        except _NONSENSE as error:
+            raise ProtocolError(f"the directory of the group makes no sense: {error}") from error
+
+
+def _check(value: object, wanted: type) -> None:
+    if type(value) is not wanted:
+        raise TypeError(f"it has {value!r} where a {wanted.__name__} belongs")
+
+
+def _check_all(values: Iterable[object], wanted: type) -> None:
+    for value in values:
+        _check(value, wanted)
+
+
+def _check_number(value: int) -> None:
+    _check(value, int)
+    if value < 0:
+        raise ValueError(f"no worker has the number {value}")
+
+
+def assemble(
+    registrations: dict[int, Registration], world_size: int, token: str, waited_s: float
+) -> Directory:
+    """Puts a group together out of those who came, or says why there is none."""
+    missing = tuple(rank for rank in range(world_size) if rank not in registrations)
+    if missing:
+        came = ", ".join(f"{r.name!r} (rank {r.id})" for r in registrations.values()) or "nobody"
+        return Directory(
+            token,
+            (),
+            refusal=f"{_ranks(missing)} of {world_size} did not join within {waited_s:.1f} s; "
+            f"came: {came}. Start every rank, with the same init method and world size",
+            missing=missing,
+        )
+    by_name: dict[str, int] = {}
+    for rank in range(world_size):
+        name = registrations[rank].name
+        if name in by_name:
+            return Directory(
+                token,
+                (),
+                refusal=f"worker name {name!r} is not unique: ranks {by_name[name]} and {rank} "
+                f"both call themselves {name!r}; give every worker its own name",
+                has_duplicates=True,
+            )
+        by_name[name] = rank
+    return Directory(token, tuple(registrations[rank] for rank in range(world_size)))
+
+
+def why_apart(registrations: Iterable[Registration]) -> str:
+    """Returns why some of these workers cannot reach each other, with what helps; or nothing."""
+    known = [each for each in registrations if _network(each)]
+    near = [each for each in known if not each.facts.get(IS_FAR)]
+    if not near or len({_network(each) for each in known}) == 1:
+        return ""
+    other = next(each for each in known if _network(each) != _network(near[0]))
+    if all(each.facts.get(HAS_SECRET) is True for each in near):
+        shown = ", ".join(map(_placed, near[:_NAMED])) + (", ..." if len(near) > _NAMED else "")
+        return (
+            f"worker {_placed(other)} is on another host than some that listen on loopback only: "
+            f"{shown}. Set WEFT_LISTEN on each of their hosts to its address in the network, or "
+            "pass listen=..."
+        )
+    return (
+        f"worker {_placed(near[0])} and worker {_placed(other)} are on different hosts, or in "
+        "containers with networks of their own. Between hosts, only workers that share a secret "
+        "connect, so that no stranger can run anything on them:\n"
+        "    torchweft secret new weft.secret        # once; copy the file to every host\n"
+        "    export WEFT_SECRET_FILE=weft.secret     # on every host, before the program starts"
+    )
+
+
+def versions_of(registration: Registration) -> dict[str, str]:
+    """Returns the versions that a worker has told of Python, torch and Weft, as far as it has."""
+    told = registration.facts.get(VERSIONS)
+    if not isinstance(told, dict):
+        return {}
+    return {
+        name: told[name][:_VERSION_LIMIT]
+        for name in (PYTHON, "torch", "Weft")
+        if isinstance(told.get(name), str)
+    }
+
+
+def differences(me: Registration, other: Registration) -> str:
+    """Returns in which versions another worker differs from this one, or nothing."""
+    mine, theirs = versions_of(me), versions_of(other)
+    return ", ".join(
+        f"{name} {theirs[name]} (here {mine[name]})"
+        for name in mine
+        if name in theirs and _public(theirs[name]) != _public(mine[name])
+    )
+
+
+def why_not_by_value(me: Registration, other: Registration) -> str:
+    """Returns why functions cannot travel by value between two workers, or nothing.
+
+    What a function is compiled to is another language in each minor version of Python.
+    """
+    mine, theirs = versions_of(me).get(PYTHON, ""), versions_of(other).get(PYTHON, "")
+    if not mine or not theirs or mine == theirs:
+        return ""
+    return (
+        f"worker {other.name!r} runs Python {theirs}, this one {mine}: functions do not travel by "
+        "value between them"
+    )
+
+
+def _public(version: str) -> str:
+    # Builds of one version for other devices work together.
+    return version.partition("+")[0]
+
+
+def _network(registration: Registration) -> str:
+    network = registration.facts.get(NETWORK)
+    return network if isinstance(network, str) else ""
+
+
+def _placed(registration: Registration) -> str:
+    told = registration.facts.get(HOST)
+    host = told[:_HOST_LIMIT] if isinstance(told, str) else "unknown"
+    return f"{registration.name!r} (rank {registration.rank}, host {host})"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    listed = ", ".join(str(rank) for rank in ranks[:16]) + (", ..." if len(ranks) > 16 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -1,0 +1,296 @@
+"""The machine of one worker: events in, actions out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
+from torchweft.protocol.references.actions import Action, Census, Leak
+from torchweft.protocol.references.handovers import Handovers
+from torchweft.protocol.references.outbox import Outbox
+from torchweft.protocol.references.owner import OwnedValues
+from torchweft.protocol.references.user import HeldReferences
+from torchweft.wire.references import (
+    NO_TOKEN,
+    Drop,
+    DropAck,
+    Gone,
+    Handed,
+    HandedAck,
+    Hold,
+    HoldAck,
+    Message,
+    NotCreated,
+    NotHanded,
+)
+
+
+class References:
+    """Keeps count of the remote references of one worker: those it holds and those it owns.
+
+    Every method is an event that the shell reports; what is to be done in answer is collected
+    until ``take_actions``. A handle is whatever the shell gives to its user, counted one by one:
+    ``creating``, ``owned`` and ``received`` count one each, ``handle_added`` one more, and each
+    ends by one ``handle_dropped``. Not thread-safe: the shell has one lock around all of it.
+
+    Args:
+        worker: The id of this worker. An id names one life of a worker: who comes back after it
+            was lost has another.
+        resend_s: Seconds after which a request that has no answer is sent again.
+    """
+
+    def __init__(self, worker: int, resend_s: float) -> None:
+        self._worker = worker
+        self._outbox = Outbox(resend_s)
+        self._handovers = Handovers()
+        self._owned = OwnedValues(worker, self._outbox)
+        self._held = HeldReferences(worker, self._outbox)
+        self._is_closed = False
+        self._handlers: dict[type[Message], Callable[[int, Any], None]] = {
+            Hold: self._on_hold,
+            Drop: self._on_drop,
+            NotCreated: self._on_not_created,
+            HoldAck: self._on_hold_ack,
+            Gone: self._on_gone,
+            DropAck: self._on_drop_ack,
+            Handed: self._on_handed,
+            HandedAck: self._on_handed_ack,
+            NotHanded: self._on_not_handed,
+        }
+
+    def take_actions(self) -> list[Action]:
+        """Returns what is to be done since the last call, in order."""
+        return self._outbox.take()
+
+    # Values come into being.
+
+    def owned(self) -> ReferenceId:
+        """Names a value that this worker has made itself, and counts one handle."""
+        reference = self._owned.make()
+        if self._is_closed:
+            self._uncount(reference)
+        return reference
+
+    def creating(self, owner: int) -> ReferenceId:
+        """Names a value that a call to ``owner`` will make, and counts one handle.
+
+        The call carries the reference; ``owner`` reports it as ``created``. A call that turns out
+        not to reach the owner is reported as ``not_created``.
+        """
+        is_own = owner == self._worker
+        reference = self._owned.make() if is_own else self._held.create(owner)
+        if self._is_closed:
+            self._uncount(reference)
+        return reference
+
+    def not_created(self, reference: ReferenceId) -> None:
+        """Takes back a ``creating`` whose call was not sent, or perhaps not; its handle stays."""
+        self._held.not_created(reference)
+
+    def created(self, reference: ReferenceId) -> bool:
+        """Notes that the call which makes a value here has arrived.
+
+        Returns:
+            Whether to make the value. False where the call was seen before or taken back.
+        """
+        return self._owned.created(reference)
+
+    def is_awaited(self, reference: ReferenceId) -> bool:
+        """Whether a value of this worker is not made yet, but the call that makes it may come."""
+        return self._owned.is_awaited(reference)
+
+    # Handles come and go.
+
+    def handle_added(self, reference: ReferenceId) -> None:
+        """Counts one more handle, made from one that is there; none after ``drop_all``."""
+        if not self._is_closed:
+            self._half(reference).change(reference, handles=1)
+
+    def handle_dropped(self, reference: ReferenceId) -> None:
+        """Counts one handle less; not an error after ``drop_all``."""
+        if not self._is_closed:
+            self._half(reference).change(reference, handles=-1)
+
+    # References travel.
+
+    def hand_on(self, reference: ReferenceId, to: int) -> int:
+        """Begins to hand a reference, of which there is a handle here, to worker ``to``.
+
+        Returns:
+            The token that has to travel with the reference. Whatever becomes of the message, it
+            ends in ``received`` or ``refused`` at ``to``, or ``undeliverable`` here. After
+            ``drop_all`` nothing is handed on: the receiver will not count what it receives.
+        """
+        if to == self._worker:
+            self.handle_added(reference)  # the handle that the message will become
+            return NO_TOKEN
+        if to in self._outbox.lost or self._is_closed:
+            return NO_TOKEN
+        self._half(reference).change(reference, handovers=1)
+        return self._handovers.open(reference, to)
+
+    def received(self, reference: ReferenceId, token: int, sender: int) -> bool:
+        """Notes a reference that came in a message, and counts one handle.
+
+        Returns:
+            Whether a handle was counted. False where this handover was received, refused or taken
+            back before, or after ``drop_all``: then no handle may be made.
+        """
+        if sender == self._worker:
+            if not self._is_closed:
+                self._half(reference).remind(reference)
+            return not self._is_closed
+        if not self._handovers.is_new(sender, token):
+            return False
+        if self._is_closed or reference.owner == self._worker:
+            if not self._is_closed:
+                self._owned.received(reference)
+            self._held.handed(sender, token)
+        else:
+            self._held.received(reference, sender, token)
+        return not self._is_closed
+
+    def came_home(self, reference: ReferenceId) -> bool:
+        """Notes a reference to a value of this worker in a call whose caller keeps its own handle.
+
+        Nothing is handed on: the caller's handle outlives the call, so the value is there. If it
+        is not (the caller has given the call up), whoever uses the handle is told so.
+
+        Returns:
+            Whether a handle was counted. False after ``drop_all``: then none may be made.
+
+        Raises:
+            ProtocolError: Another worker owns the value.
+        """
+        if reference.owner != self._worker:
+            raise ProtocolError(f"{reference} does not belong to worker {self._worker}")
+        if not self._is_closed:
+            self._owned.received(reference)
+        return not self._is_closed
+
+    def refused(self, reference: ReferenceId, token: int, sender: int) -> None:
+        """Notes a reference that came in a message which nobody will read."""
+        if sender == self._worker:
+            self.handle_dropped(reference)
+        elif self._handovers.is_new(sender, token):
+            self._held.handed(sender, token)
+
+    def undeliverable(self, reference: ReferenceId, token: int, to: int) -> None:
+        """Takes back a handover whose message was not sent, or perhaps not.
+
+        The receiver decides: it keeps the reference if the message came first, and refuses the
+        message otherwise. Until its answer the reference counts as handed on.
+        """
+        if to == self._worker:
+            self.handle_dropped(reference)
+        elif self._handovers.is_open(to, token):
+            self._outbox.request((NotHanded, to, token), to, NotHanded(token))
+
+    # The world outside.
+
+    def message(self, sender: int, message: Message) -> None:
+        """Takes a message of this protocol.
+
+        Raises:
+            ProtocolError: The sender has no say in what the message is about.
+        """
+        if sender not in self._outbox.lost:
+            self._handlers[type(message)](sender, message)
+
+    def tick(self, now_s: float) -> None:
+        """Sends again what has waited too long; may be called as often as is convenient."""
+        self._outbox.tick(now_s)
+
+    def peer_lost(self, peer: int) -> None:
+        """Drops all that a lost worker held here, and gives up all that it owned."""
+        self._outbox.lose(peer)
+        self._held.peer_lost(peer)
+        self._owned.peer_lost(peer)
+        for token in self._handovers.tokens_to(peer):
+            self._close_handover(peer, token)
+
+    # Shutdown.
+
+    def drop_all(self) -> None:
+        """Drops all handles at once, and counts none from now on: the end of the program."""
+        self._is_closed = True
+        self._held.drop_all()
+        self._owned.drop_all()
+
+    def is_settled(self) -> bool:
+        """Returns whether no request waits for an answer and no handover is under way."""
+        return self._outbox.is_answered() and not self._handovers
+
+    def leaks(self) -> list[Leak]:
+        """Returns what this worker still holds, and what it owns and somebody still holds."""
+        return self._owned.leaks() + self._held.leaks()
+
+    def census(self) -> Census:
+        """Returns how many references there are, and how far they have come."""
+        shared, users = self._owned.shared()
+        unconfirmed = self._held.unconfirmed()
+        return Census(shared, users, unconfirmed, len(self._handovers), len(self._outbox))
+
+    def _half(self, reference: ReferenceId) -> OwnedValues | HeldReferences:
+        return self._owned if reference.owner == self._worker else self._held
+
+    def _uncount(self, reference: ReferenceId) -> None:
+        """Takes the first handle off a new reference: after ``drop_all`` none counts."""
+        self._half(reference).change(reference, handles=-1)
+
+    def _close_handover(self, to: int, token: int) -> None:
+        reference = self._handovers.close(to, token)
+        if reference is not None:
+            self._outbox.answered((NotHanded, to, token))
+            self._half(reference).change(reference, handovers=-1)
+
+    # Messages from users.
+
+    def _on_hold(self, sender: int, message: Hold) -> None:
+        self._check(message.reference.owner == self._worker, sender, message)
+        self._owned.hold(sender, message)
+        # Only now: what the handover kept alive, the hold has to keep alive first.
+        self._close_handover(sender, message.token)
+
+    def _on_drop(self, sender: int, message: Drop) -> None:
+        self._check(message.reference.owner == self._worker, sender, message)
+        self._owned.drop(sender, message)
+
+    def _on_not_created(self, sender: int, message: NotCreated) -> None:
+        is_theirs = message.reference.creator == sender
+        self._check(is_theirs and message.reference.owner == self._worker, sender, message)
+        self._owned.not_created(sender, message)
+
+    # Messages from owners.
+
+    def _on_hold_ack(self, sender: int, message: HoldAck) -> None:
+        self._check(message.reference.owner == sender, sender, message)
+        self._held.hold_ack(message)
+
+    def _on_gone(self, sender: int, message: Gone) -> None:
+        self._check(message.reference.owner == sender, sender, message)
+        self._held.gone(message)
+
+    def _on_drop_ack(self, sender: int, message: DropAck) -> None:
+        self._check(message.reference.owner == sender, sender, message)
+        self._held.drop_ack(message)
+
+    # Messages about handovers.
+
+    def _on_handed(self, sender: int, message: Handed) -> None:
+        self._close_handover(sender, message.token)
+        self._outbox.send(sender, HandedAck(message.token))
+
+    def _on_handed_ack(self, sender: int, message: HandedAck) -> None:
+        self._outbox.answered((Handed, sender, message.token))
+
+    def _on_not_handed(self, sender: int, message: NotHanded) -> None:
+        # Not new: the message was received, and its own answer is given or will be.
+        if self._handovers.is_new(sender, message.token):
+            self._held.handed(sender, message.token)
+
+    def _check(self, is_allowed: bool, sender: int, message: Message) -> None:
+        if not is_allowed:
+            raise ProtocolError(f"worker {sender} has no say in {message} at {self._worker}")

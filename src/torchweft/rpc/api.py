@@ -1,0 +1,349 @@
+"""The calls that programs make: ``rpc_sync``, ``rpc_async`` and ``remote``, typed.
+
+A type checker compares ``args`` with the parameters of ``func``, and knows the result: that of the
+coroutine for an ``async def``, and that of the future for ``async_execution``. Of keyword arguments
+in ``kwargs`` it knows nothing; ``torchweft.rpc.on`` takes them as Python does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+
+from torchweft.agent.current import current
+from torchweft.rpc.calls import Destination, call_and_wait, checked_call, create, start
+from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.rpc.futures import Future
+from torchweft.rpc.handles import RRef
+from torchweft.rpc.worker import Worker
+from torchweft.serialize.tracebacks import shorten
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
+
+T = TypeVar("T")
+Answer = Coroutine[Any, Any, T] | torch.futures.Future[T]
+Kwargs = dict[str, Any]
+
+
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[[Unpack[Ts]], Answer[T]],
+    args: tuple[Unpack[Ts]],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[[], Answer[T]],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., Answer[T]],
+    args: Sequence[Any] | None,
+    kwargs: Kwargs,
+    timeout: float = ...,
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: Destination, func: Callable[..., Answer[T]], *, kwargs: Kwargs, timeout: float = ...
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[[Unpack[Ts]], T],
+    args: tuple[Unpack[Ts]],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[[], T],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None,
+    kwargs: Kwargs,
+    timeout: float = ...,
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: Destination, func: Callable[..., T], *, kwargs: Kwargs, timeout: float = ...
+) -> T: ...
+
+
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Runs ``func(*args, **kwargs)`` on another worker and returns its result. Blocks.
+
+    Args:
+        to: The worker: its name, its rank, or its ``WorkerInfo``; may be this one.
+        func: Any callable: a function, class, method or operator, a TorchScript function, an
+            ``async def``, or, by value, a lambda or closure.
+        args: Its positional arguments. Tensors travel without being pickled.
+        kwargs: Its keyword arguments.
+        timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker. In a
+            function that another worker has called, at most as long as that one still waits.
+
+    Returns:
+        What the function returned. Tensors in it own their memory.
+
+    Raises:
+        UnknownWorker: There is no worker ``to``.
+        CallTimeout: There was no answer in time. If the function has not begun, it will not; if
+            it runs, ``is_cancelled`` tells it.
+        CallCancelled: The function that makes this call was itself called, and its caller has
+            given up.
+        WorkerLost: The worker was lost before it answered.
+        SerializationError: The callable, an argument or the result cannot travel.
+        Exception: Whatever the function raised, with its remote traceback.
+    """
+    try:
+        agent = current()
+        worker: Worker = agent.parts[Worker]
+        peer = agent.find(to)
+        return call_and_wait(worker, peer, *checked_call(func, args, kwargs), timeout)
+    except Exception as error:
+        shorten(error)
+        raise
+
+
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[[Unpack[Ts]], Answer[T]],
+    args: tuple[Unpack[Ts]],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[[], Answer[T]],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[..., Answer[T]],
+    args: Sequence[Any] | None,
+    kwargs: Kwargs,
+    timeout: float = ...,
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: Destination, func: Callable[..., Answer[T]], *, kwargs: Kwargs, timeout: float = ...
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[[Unpack[Ts]], T],
+    args: tuple[Unpack[Ts]],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[[], T],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None,
+    kwargs: Kwargs,
+    timeout: float = ...,
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: Destination, func: Callable[..., T], *, kwargs: Kwargs, timeout: float = ...
+) -> Future[T]: ...
+
+
+def rpc_async(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """Starts ``func(*args, **kwargs)`` on another worker and returns a future of its result.
+
+    Arguments and errors are those of ``rpc_sync``; errors of the call itself are raised by the
+    future's ``wait``. Tensors among the arguments must not be changed before the call has ended.
+    """
+    try:
+        agent = current()
+        worker: Worker = agent.parts[Worker]
+        return start(worker, agent.find(to), *checked_call(func, args, kwargs), timeout)
+    except Exception as error:
+        shorten(error)
+        raise
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[[Unpack[Ts]], Answer[T]],
+    args: tuple[Unpack[Ts]],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[[], Answer[T]],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., Answer[T]],
+    args: Sequence[Any] | None,
+    kwargs: Kwargs,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination, func: Callable[..., Answer[T]], *, kwargs: Kwargs, timeout: float = ...
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[[Unpack[Ts]], T],
+    args: tuple[Unpack[Ts]],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[[], T],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None,
+    kwargs: Kwargs,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination, func: Callable[..., T], *, kwargs: Kwargs, timeout: float = ...
+) -> RRef[T]: ...
+
+
+def remote(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Starts ``func(*args, **kwargs)`` on another worker, which keeps the result.
+
+    Does not wait for the function: whoever asks for the value waits for it. There is no limit to
+    how long it may take, as the value is wanted for as long as somebody refers to it; give the
+    limit where the value is used.
+
+    Args:
+        to: As for ``rpc_sync``.
+        func: As for ``rpc_sync``.
+        args: As for ``rpc_sync``.
+        kwargs: As for ``rpc_sync``.
+        timeout: Accepted for compatibility.
+
+    Returns:
+        A reference to the result. If the function raises, using the reference raises that.
+
+    Raises:
+        UnknownWorker: There is no worker ``to``.
+        WorkerLost: The worker is lost. One that turns out to be lost, or cannot be reached, is told
+            of where the reference is used.
+        SerializationError: The callable or an argument cannot travel.
+    """
+    try:
+        agent = current()
+        worker: Worker = agent.parts[Worker]
+        made = create(worker, agent.find(to), *checked_call(func, args, kwargs), timeout)
+        if isinstance(func, type):
+            made.value_type = func
+        return made
+    except Exception as error:
+        shorten(error)
+        raise

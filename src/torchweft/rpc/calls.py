@@ -1,0 +1,209 @@
+"""How calls are made: of functions, and of what is behind a reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torchweft.agent.calls import PendingCall, Subject
+from torchweft.agent.peers import Peer
+from torchweft.agent.served_calls import current_call
+from torchweft.arguments import kind_of, limit_of, wrong_type
+from torchweft.errors import ArgumentTypeError, CallCancelled, NotOwner, WorkerLost
+from torchweft.ids import WorkerInfo
+from torchweft.rpc import serving
+from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.rpc.current_call import nest
+from torchweft.rpc.futures import Future
+from torchweft.rpc.handles import RRef
+from torchweft.rpc.worker import Worker
+
+T = TypeVar("T")
+Destination = str | int | WorkerInfo
+
+FETCH = b"torchweft.rpc.serving:fetch"
+CALL_METHOD = b"torchweft.rpc.serving:call_method"
+BACKWARD_FROM = b"torchweft.rpc.serving:backward_from"
+
+
+def fetch(reference: RRef[T], timeout: float) -> T:
+    """Returns a copy of the value behind a reference of another worker. Blocks."""
+    agent = reference.agent()
+    worker: Worker = agent.parts[Worker]
+    peer = agent.peers[reference.id.owner]
+    subject = (worker.references.describe_use, reference.id, "to_here")
+    try:
+        return call_and_wait(worker, peer, FETCH, (tuple(reference.id),), {}, timeout, subject)  # type: ignore[no-any-return]
+    except WorkerLost as error:
+        raise _as_owner_lost(worker, reference, peer, error) from None
+
+
+def call_method(
+    reference: RRef[Any], way: str, name: str, args: Any, kwargs: Any, timeout: float
+) -> Any:
+    """Calls a method of the value behind a reference, on its owner, in one of the three ways."""
+    agent = reference.agent()
+    worker: Worker = agent.parts[Worker]
+    peer = agent.peers[reference.id.owner]
+    # Nobody waits for a ``remote`` call, so the reference itself goes along and keeps the value.
+    kept = reference if way == "remote" else None
+    call_args = (tuple(reference.id), name, args, kwargs, kept)
+    subject = (worker.references.describe_use, reference.id, name)
+    try:
+        result = _WAYS[way](worker, peer, CALL_METHOD, call_args, {}, timeout, subject)
+    except WorkerLost as error:
+        raise _as_owner_lost(worker, reference, peer, error) from None
+    if way == "async":
+        result.kept = reference  # until it is answered
+    return result
+
+
+def _as_owner_lost(
+    worker: Worker, reference: RRef[Any], peer: Peer, error: WorkerLost
+) -> WorkerLost:
+    """Returns what to raise when a use of a reference ended with a lost worker."""
+    if peer.lost is None or error.worker != peer.name:
+        return error  # of the function that was to make the value, or of the method
+    return worker.references.owner_lost(reference.id)
+
+
+def backward_from(reference: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    """Runs a backward pass from the value behind a reference, on its owner."""
+    agent = reference.agent()
+    worker: Worker = agent.parts[Worker]
+    if reference.is_owner():
+        serving.run_backward(worker, reference.local_value(), context_id, retain_graph)
+        return
+    if context_id < 0:
+        raise NotOwner(
+            "User RRefs require 'dist_autograd_ctx_id' to be specified: the value is on worker "
+            f"{reference.owner_name()!r}; pass the number of an autograd context, from "
+            "'with torchweft.autograd.context() as context_id'"
+        )
+    peer = agent.peers[reference.id.owner]
+    args = (tuple(reference.id), context_id, retain_graph)
+    call_and_wait(worker, peer, BACKWARD_FROM, args, {}, 0.0)
+
+
+def checked_call(
+    function: Callable[..., Any], args: Sequence[Any] | None, kwargs: dict[str, Any] | None
+) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
+    """Returns what to call and with what, or raises ArgumentTypeError."""
+    if not callable(function):
+        raise wrong_type(
+            "func", function, "pass the function itself, and its arguments as args=(...)"
+        )
+    if args is None:
+        args = ()
+    elif not isinstance(args, (tuple, list)):
+        raise ArgumentTypeError(
+            f"args is {kind_of(args)}; pass a tuple, args=(value,) for a single argument"
+        )
+    if kwargs is None:
+        kwargs = {}
+    elif not isinstance(kwargs, dict):
+        raise ArgumentTypeError(f"kwargs is {kind_of(kwargs)}; pass a dict")
+    return function, args, kwargs
+
+
+def call_and_wait(
+    worker: Worker,
+    peer: Peer,
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Any,
+    timeout: float,
+    subject: Subject | None = None,
+) -> Any:
+    """Makes a call of ``peer``, waits for its end, and returns its result. Blocks."""
+    limit_s = limit_of(timeout, worker.agent.default_timeout_s)
+    parent = current_call.get()
+    if parent is not None:
+        parent, limit_s = nest(parent, peer, subject or function, limit_s)
+    request = worker.request(peer, function, args, kwargs, limit_s)
+    call = PendingCall(peer.id, peer.name, subject or function, limit_s, None, parent)
+    try:
+        worker.agent.calls.ask_and_wait(peer, call, request)
+    except Exception:
+        request.take_back()
+        raise
+    except BaseException:  # Ctrl-C: nobody waits any more.
+        worker.agent.calls.cancel(call, CallCancelled("interrupted", worker=peer.name))
+        raise
+    return worker.result_of(call)
+
+
+def start(
+    worker: Worker,
+    peer: Peer,
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Any,
+    timeout: float,
+    subject: Subject | None = None,
+) -> Future[Any]:
+    """Starts a call on ``peer``, whoever has its name by now; returns the future of its result.
+
+    Messages name ``subject``, where it is given, and otherwise the function.
+    """
+    limit_s = limit_of(timeout, worker.agent.default_timeout_s)
+    parent = current_call.get()
+    if parent is not None:
+        parent, limit_s = nest(parent, peer, subject or function, limit_s)
+    request = worker.request(peer, function, args, kwargs, limit_s)
+    call = PendingCall(peer.id, peer.name, subject or function, limit_s, None, parent)
+    call.kept = args  # References among them must outlive the call.
+    future: Future[Any] = Future(worker, call)
+    try:
+        worker.agent.calls.ask(peer, call, request)
+    except Exception:
+        request.take_back()
+        raise
+    return future
+
+
+def create(
+    worker: Worker,
+    peer: Peer,
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Any,
+    timeout: float,
+    subject: Subject | None = None,
+) -> RRef[Any]:
+    """Starts a call whose result stays on ``peer``; returns the reference to it.
+
+    The value is wanted for as long as somebody refers to it, so ``timeout`` is no limit.
+    """
+    references = worker.references
+    if timeout != UNSET_RPC_TIMEOUT:
+        limit_of(timeout, math.inf)
+    parent = current_call.get()
+    if parent is not None:
+        nest(parent, peer, subject or function, math.inf)  # May refuse.
+    if peer.is_self:
+        reference, _ = references.create_here()
+    else:
+        reference = references.creating(peer)
+    maker = subject[-1] if subject else getattr(function, "__qualname__", "")
+    handle = worker.reference_type.from_created(references, reference, maker)
+    try:
+        request = worker.request(peer, function, args, kwargs, math.inf, reference.number)
+        try:
+            worker.agent.send(peer, request.message(0))
+        except Exception:
+            request.take_back()
+            raise
+    except Exception:
+        if not peer.is_self:
+            references.not_created(reference)
+        raise
+    return handle
+
+
+_WAYS: dict[str, Callable[..., Any]] = {
+    "sync": call_and_wait,
+    "async": start,
+    "remote": create,
+}

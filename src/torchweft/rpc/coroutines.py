@@ -1,0 +1,243 @@
+"""``async def`` functions that are called remotely run on one event loop of the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from types import FrameType
+from typing import Any
+
+from torchweft.agent.mishaps import log_mishap
+from torchweft.agent.thread_modes import Modes, take_away, tidy
+from torchweft.autograd.contexts import set_current_id
+from torchweft.errors import CallRefused
+
+_log = logging.getLogger("torchweft")
+
+OnDone = Callable[[Any, BaseException | None], None]
+"""Takes the result or the error of a coroutine."""
+
+
+class CoroutineRunner:
+    """An event loop in a thread of its own, started when it is first needed.
+
+    Args:
+        name: Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, Any],
+        context_id: int,
+        on_done: OnDone,
+    ) -> Callable[[], None] | None:
+        """Runs ``coroutine`` in an autograd context; ``on_done`` gets its result or its error.
+
+        Returns:
+            What cancels it, from any thread, without blocking. None where the worker shuts down
+            and the coroutine was not begun.
+
+        Raises:
+            RuntimeError: The system has no room for a thread now.
+        """
+        try:
+            with self._lock:  # What is scheduled before ``close`` is at least cancelled.
+                loop = self._started()
+                if loop is not None:
+                    running = _Running(loop, coroutine, context_id, on_done)
+                    loop.call_soon_threadsafe(running.start)
+                    return running.cancel
+        except BaseException:
+            coroutine.close()
+            raise
+        coroutine.close()
+        on_done(None, CallRefused("the worker is shutting down; it starts no coroutine"))
+        return None
+
+    def _started(self) -> asyncio.AbstractEventLoop | None:
+        if self._is_closed:
+            return None
+        if self._loop is None:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(
+                target=self._serve, args=(loop,), name=self._name, daemon=True
+            )
+            try:
+                thread.start()
+            except BaseException:  # There may be room for a thread when the next one comes.
+                loop.close()
+                raise
+            self._loop, self._thread = loop, thread
+        return self._loop
+
+    def frames(self) -> list[tuple[str, list[FrameType]]]:
+        """Returns what the coroutines that have not ended are doing: names, and frames."""
+        loop = self._loop
+        if loop is None:
+            return []
+        tasks = asyncio.all_tasks(loop)
+        return [(f"{self._name} {task.get_name()}", _frames_of(task.get_coro())) for task in tasks]
+
+    def close(self, limit_s: float) -> None:
+        """Cancels what still runs, and ends the thread; not one whose coroutine blocks it.
+
+        Args:
+            limit_s: How long to wait for it.
+        """
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop, self._thread, self._is_closed = None, None, True
+            if loop is None or thread is None:
+                return
+            loop.call_soon_threadsafe(loop.stop)
+        thread.join(limit_s)
+        if thread.is_alive():
+            _log.warning("a coroutine blocks thread %r at shutdown", self._name)
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs what comes until ``close``, and what is left then until it is cancelled.
+
+        A task that a function has started, or a callback, may end a loop by ``SystemExit`` or
+        ``KeyboardInterrupt``, or stop it. The loop is as good as before, and goes on.
+        """
+        try:
+            while True:
+                _go_on(loop.run_forever)
+                if self._is_closed:
+                    break
+            while not _go_on(lambda: loop.run_until_complete(_cancel_others())):
+                pass
+        finally:
+            loop.close()
+
+
+def _go_on(run: Callable[[], object]) -> bool:
+    """Runs a loop; returns whether it came to its end, and was not ended by an exception."""
+    try:
+        run()
+    except BaseException:
+        log_mishap("a task or callback of an async function tried to end the worker's event loop")
+        return False
+    return True
+
+
+def _frames_of(awaiting: Any) -> list[FrameType]:
+    """Returns the frames of a coroutine and of what it awaits, outermost first."""
+    frames = []
+    while awaiting is not None:
+        frame = getattr(awaiting, "cr_frame", None) or getattr(awaiting, "gi_frame", None)
+        if frame is None:
+            break
+        frames.append(frame)
+        holder = frame.f_locals.get("self")
+        if isinstance(holder, _InContext) and inspect.isgenerator(awaiting):
+            awaiting = holder.coroutine  # which it drives by itself
+        else:
+            awaiting = getattr(awaiting, "cr_await", None) or getattr(
+                awaiting, "gi_yieldfrom", None
+            )
+    return frames
+
+
+class _InContext:
+    """Awaits a coroutine in an autograd context, which is that of its task from then on.
+
+    Modes of PyTorch belong to the thread, and other coroutines run on it in between: those within
+    which this one awaits something are its own.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], context_id: int) -> None:
+        self.coroutine = coroutine
+        self._context_id = context_id
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        set_current_id(self._context_id)
+        step: Callable[[Any], Any] = self.coroutine.send
+        argument: Any = None
+        modes: Modes | None = None
+        while True:
+            others = take_away()  # Of tasks that coroutines have started, which are nobody's.
+            if modes is not None:
+                modes.put_back()
+            try:
+                awaited = step(argument)
+                modes = take_away()
+            except BaseException as error:
+                tidy()
+                if isinstance(error, StopIteration):
+                    return error.value
+                raise
+            finally:
+                if others is not None:
+                    others.put_back()
+            try:
+                argument, step = (yield awaited), self.coroutine.send
+            except BaseException as error:
+                argument, step = error, self.coroutine.throw
+
+
+class _Running:
+    """A coroutine on the loop; its outcome is reported once, also where it is never begun."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Coroutine[Any, Any, Any],
+        context_id: int,
+        on_done: OnDone,
+    ) -> None:
+        self._loop = loop
+        self._coroutine = coroutine
+        self._context_id = context_id
+        self._on_done: OnDone | None = on_done
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._ended)
+
+    def cancel(self) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed, and has cancelled it.
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        assert self._task is not None, "it was started before, on the same loop"
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            result = await _InContext(self._coroutine, self._context_id)
+        except BaseException as error:
+            self._report(None, error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        else:
+            self._report(result, None)
+
+    def _ended(self, _: object) -> None:
+        """Reports a task that was cancelled before its first step."""
+        self._coroutine.close()
+        self._report(None, asyncio.CancelledError())
+
+    def _report(self, result: Any, error: BaseException | None) -> None:
+        on_done, self._on_done = self._on_done, None
+        if on_done is not None:
+            on_done(result, error)
+
+
+async def _cancel_others() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,355 @@
+"""How a process becomes a worker: of a closed group, whose size is known, or of an open one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from torchweft.agent import current as current_agent
+from torchweft.agent import deaths
+from torchweft.agent.admission import Admission, enter, note_left
+from torchweft.agent.agent import Agent
+from torchweft.agent.bounded_store import BoundedStore, host_of
+from torchweft.agent.members import Members
+from torchweft.agent.openmp import SpinLimit
+from torchweft.agent.peers import Peer
+from torchweft.agent.protection import Patience, Protection
+from torchweft.agent.rendezvous import join
+from torchweft.agent.signed_store import SignedStore
+from torchweft.agent.waits import LongWaits, names_of
+from torchweft.errors import ConfigurationError, ProtocolError, RendezvousError
+from torchweft.probe import network_id
+from torchweft.protocol.membership import (
+    HAS_SECRET,
+    HOST,
+    IS_FAR,
+    NETWORK,
+    PYTHON,
+    STRICT,
+    VERSIONS,
+    Registration,
+    differences,
+    why_apart,
+)
+from torchweft.rpc import serving, stack_report, victims
+from torchweft.rpc.departing import Departing
+from torchweft.rpc.gathering import Gatherings
+from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.options import RpcBackendOptions
+from torchweft.rpc.worker import Worker
+from torchweft.transport.addresses import (
+    LOOPBACK,
+    is_far,
+    is_unspecified,
+    listen_tcp,
+    listen_unix,
+    own_address_towards,
+    parse,
+)
+from torchweft.version import VERSION
+
+END_LIMIT_S = 5.0
+_UNASKED_LIMIT_S = 0.3
+_SHOWN_LENGTH = 160
+_MEETINGS = 32
+"""With how many others a newcomer makes itself known at a time."""
+_LEAST_MEETING_S = 0.5
+"""Time for those whose turn comes late: they may be there."""
+
+_log = logging.getLogger("torchweft")
+_loaded_by = os.getpid()
+
+
+def enter_closed(
+    name: str, rank: int, world_size: int, store: Any, options: RpcBackendOptions
+) -> None:
+    """Makes this process a worker of a group whose workers join together. Blocks until they have.
+
+    Raises:
+        RendezvousError: There is no group; says why.
+    """
+    with _listening(options, store) as (listeners, addresses):
+        registration = _registration(name, rank, addresses, options)
+        signed = SignedStore(BoundedStore(store, options.init_timeout), options.secret)
+        directory = join(signed, registration, world_size, options.init_timeout)
+        others = [each for each in directory.workers if each.id != rank]
+        members = Members(registration, others, is_open=False)
+        worker = _make_worker(directory.token, members, listeners, store, options)
+    leaving = Leaving(worker)
+    _start(worker, [leaving.tick])
+
+
+def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> None:
+    """Makes this process a worker of a group that others join and leave while it works.
+
+    Blocks until all that are there know this worker.
+
+    Raises:
+        DuplicateName: A worker that is there has the name or the rank.
+        RendezvousError: The group is a closed one, the store does not answer, or a worker that is
+            there cannot be reached, as it is on another host.
+    """
+    start_s = time.monotonic()
+    with _listening(options, store) as (listeners, addresses):
+        registration = _registration(name, rank, addresses, options)
+        signed = SignedStore(BoundedStore(store, options.init_timeout), options.secret)
+        admission = enter(signed, registration, options.init_timeout)
+        members = Members(admission.me, (), is_open=True)
+        worker = _make_worker(admission.token, members, listeners, store, options)
+    Departing(worker, store, admission.place)
+    _start(worker, [])
+    try:
+        _introduce(worker.agent, store, admission, start_s + options.init_timeout)
+    except BaseException:
+        note_left(store, admission.place)
+        end(worker)
+        raise
+
+
+def end(worker: Worker, limit_s: float | None = None, farewell: str = "") -> None:
+    """Makes this process no worker any more, at once: what still waits gets an error.
+
+    Args:
+        worker: The worker.
+        limit_s: Within about how many seconds it ends, whatever functions of the program and other
+            workers do; by default ``END_LIMIT_S``.
+        farewell: Why it leaves, for those who do not expect it.
+    """
+    limit_s = END_LIMIT_S if limit_s is None else limit_s
+    end_s = time.monotonic() + limit_s
+    finalize = worker.agent.parts.pop(Finalize, None)
+    if finalize is not None:
+        finalize.cancel()
+    worker.agent.links.farewell = farewell
+    worker.has_left = True
+    current_agent.install(None)
+    worker.agent.part(Gatherings).close()
+    worker.unseen.close()
+    worker.agent.part(SpinLimit).close()
+    worker.references.close()
+    worker.close(limit_s)
+    worker.agent.close(max(end_s - time.monotonic(), 0.0))
+
+
+class _Versions:
+    """Warns of workers that run other versions than this one, once of each difference."""
+
+    def __init__(self, me: Registration) -> None:
+        self._me = me
+        self._told: set[str] = set()
+
+    def compare(self, peer: Peer) -> None:
+        found = differences(self._me, peer.registration)
+        if found and found not in self._told:
+            self._told.add(found)
+            _log.warning(
+                "worker %r has other versions than worker %r, this one: %s; install the same "
+                "everywhere if something does not work between them",
+                peer.name,
+                self._me.name,
+                found,
+            )
+
+
+def _end_with_interpreter(worker: Worker) -> None:
+    """Has this process leave its group when the interpreter ends, if it has not done so before.
+
+    The others are told then. Without, they would know when its connections end: after all modules
+    have been taken apart, which takes a second and more, and longer on a busy machine.
+    """
+    # Also run where a process of ``multiprocessing`` ends; after what programs register
+    # themselves, which may well be the shutdown.
+    worker.agent.parts[Finalize] = Finalize(None, _end_unasked, (worker,), exitpriority=0)
+
+
+def _end_unasked(worker: Worker) -> None:
+    error = getattr(sys, "last_value", None)
+    if error is None or hasattr(sys, "ps1"):  # At a prompt, it may be of long ago.
+        farewell = "its process ended without shutdown()"
+    else:
+        raised = f"{type(error).__name__}: {error}".splitlines()[0][:_SHOWN_LENGTH]
+        farewell = f"its program raised {raised}; its process ended without shutdown()"
+    end(worker, _UNASKED_LIMIT_S, farewell)
+
+
+def _introduce(agent: Agent, store: Any, admission: Admission, end_s: float) -> None:
+    """Makes this worker and those who came earlier known to each other.
+
+    Who has not answered at ``end_s`` is taken for lost.
+
+    Raises:
+        DuplicateName: One of them lives and has this one's name or rank. Nobody else is told.
+        RendezvousError: One of them is on another host, and they cannot reach each other.
+    """
+    others = []
+    for place, earlier in admission.earlier.items():
+        if earlier.name == agent.info.name or earlier.rank == agent.info.id:
+            _meet(agent, end_s, Peer(earlier, main_by_name=False, is_self=False))
+            note_left(store, place)
+        else:
+            others.append(earlier)
+    if not others:
+        return
+    apart = why_apart([agent.me.registration, *others])
+    if apart:
+        raise RendezvousError(apart)
+    peers = [agent.take_up(earlier) for earlier in others]
+    # All at a time: some may be on hosts that are gone, and do not even refuse.
+    meeting = ThreadPoolExecutor(min(len(peers), _MEETINGS), f"weft-{agent.info.name}-meeting")
+    unmet = {peer.id: peer.name for peer in peers}
+
+    def meet(peer: Peer) -> Exception | None:
+        problem = _meet(agent, end_s, peer)
+        del unmet[peer.id]
+        return problem
+
+    def awaited() -> str:
+        return f"in init_rpc for {names_of(unmet.copy().values())} to answer"
+
+    with agent.part(LongWaits).during(awaited), meeting as pool:
+        problems = list(pool.map(meet, peers))
+    for peer, problem in zip(peers, problems, strict=True):
+        if problem is not None:
+            agent.lose(peer, f"it does not answer: {problem}")
+            _log.warning("%s", peer.lost)
+
+
+def _meet(agent: Agent, end_s: float, peer: Peer) -> Exception | None:
+    """Introduces this worker to another; returns why that is not there.
+
+    Raises:
+        DuplicateName: It has this one's name or rank.
+    """
+    try:
+        agent.introduce(peer, max(end_s - time.monotonic(), _LEAST_MEETING_S))
+    except (OSError, ProtocolError) as error:
+        return error
+    return None
+
+
+@contextlib.contextmanager
+def _listening(options: RpcBackendOptions, store: Any) -> Any:
+    """Opens the sockets that others connect to; closes them where the block raises."""
+    listeners: list[socket.socket] = []
+    host, told = _where_to_listen(options, store)
+    try:
+        unix_listener, unix_address = listen_unix()
+        listeners.append(unix_listener)
+        tcp_listener, tcp_address = listen_tcp(host, is_secure=options.tls is not None)
+        listeners.append(tcp_listener)
+        yield listeners, (str(unix_address), str(tcp_address._replace(host=told)))
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        raise
+
+
+def _where_to_listen(options: RpcBackendOptions, store: Any) -> tuple[str, str]:
+    """Returns where this worker listens, and where it says that it does.
+
+    Raises:
+        ConfigurationError: It is to listen on all addresses, and the one that others reach cannot
+            be told.
+    """
+    store_host = host_of(store)
+    towards = own_address_towards(store_host) if store_host else ""
+    if not options.listen:
+        # Whoever has the secret may come; others prove nothing, and are sent away.
+        host = towards if options.secret is not None and towards else LOOPBACK
+        return host, host
+    if not is_unspecified(options.listen):
+        return options.listen, options.listen
+    if not towards:
+        raise ConfigurationError(
+            f"this worker is to listen on {options.listen}, all addresses of its host, which does "
+            "not say at which of them others reach it: set WEFT_LISTEN (or listen=) to that one"
+        )
+    return options.listen, towards
+
+
+def _make_worker(
+    token: str,
+    members: Members,
+    listeners: list[socket.socket],
+    store: Any,
+    options: RpcBackendOptions,
+) -> Worker:
+    _renew_thread_pool()
+    agent = Agent(
+        Protection.of_run(token, options.secret, options.tls),
+        members,
+        listeners,
+        options.num_worker_threads,
+        options.default_timeout_s,
+        Patience(options.detection_time, options.reconnect_time),
+    )
+    # Rank 0 may host the store: it must live for as long as others may still read from it.
+    agent.parts[Store] = store
+    worker = Worker(agent, options)
+    serving.install(worker)
+    stack_report.install(worker)
+    agent.parts[SpinLimit] = SpinLimit(f"weft-{agent.info.name}-openmp")
+    victims.install()
+    waits = agent.parts[LongWaits] = LongWaits(agent.info.name)
+    waits.add(worker.engine.open_waits)
+    waits.add(Gatherings(agent).open_waits)
+    return worker
+
+
+def _start(worker: Worker, jobs: Iterable[Callable[[float], float]]) -> None:
+    worker.agent.members.on_joined(_Versions(worker.agent.me.registration).compare)
+    current_agent.install(worker.agent)
+    _end_with_interpreter(worker)
+    upkeep = [worker.references.tick, worker.parcels.tick, worker.unseen.tick]
+    upkeep += [worker.engine.tick, worker.agent.part(SpinLimit).tick]
+    worker.agent.start([*upkeep, worker.agent.part(LongWaits).tick, *jobs])
+
+
+def _renew_thread_pool() -> None:
+    """Has PyTorch make a new thread pool in a forked process, while there is one thread.
+
+    It does so when a thread first computes; two that do at the same time would abort the process.
+    """
+    if os.getpid() != _loaded_by:
+        torch.set_num_threads(torch.get_num_threads())
+
+
+def _registration(
+    name: str, rank: int, addresses: tuple[str, ...], options: RpcBackendOptions
+) -> Registration:
+    facts = {
+        HOST: socket.gethostname(),
+        STRICT: options.strict,
+        NETWORK: network_id(),
+        IS_FAR: any(is_far(parse(address)) for address in addresses),
+        HAS_SECRET: options.secret is not None,
+        VERSIONS: {
+            PYTHON: ".".join(platform.python_version_tuple()[:2]),
+            "torch": str(torch.__version__),
+            "Weft": VERSION,
+        },
+        **deaths.own_facts(),
+    }
+    return Registration(name, rank, addresses, _main_program(), facts)
+
+
+def _main_program() -> str:
+    """Returns what identifies the main program, or nothing where no other process has the same."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return f"module {spec.name}"
+    path = getattr(main, "__file__", None)
+    return f"file {os.path.realpath(path)}" if path and os.path.exists(path) else ""

@@ -1,0 +1,258 @@
+"""Calls to several workers at once, and futures in the order in which they are done."""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+
+from torchweft.agent import current as current_agent
+from torchweft.agent.agent import Agent
+from torchweft.agent.peers import Peer
+from torchweft.errors import ArgumentTypeError, CallTimeout, WorkerLost
+from torchweft.ids import WorkerInfo
+from torchweft.rpc.api import Answer, Kwargs
+from torchweft.rpc.calls import Destination, checked_call, start
+from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.rpc.current_call import remaining_time
+from torchweft.rpc.futures import Future, fail
+from torchweft.rpc.worker import Worker
+from torchweft.serialize.tracebacks import shorten
+
+T = TypeVar("T")
+AnyFuture = TypeVar("AnyFuture", bound=torch.futures.Future[Any])
+
+_NAMED_LIMIT = 8
+
+
+def as_completed(futures: Iterable[AnyFuture], timeout: float = 0.0) -> Iterator[AnyFuture]:
+    """Returns an iterator over futures, each as soon as it is done, also those that failed.
+
+    The iterator blocks while none is done. ``wait`` of a future that it yields returns at once,
+    and raises the error of a call that failed. Each future is yielded once. Thread-safe; several
+    iterators may go over the same futures.
+
+    Args:
+        futures: Futures of calls, or any ``torch.futures.Future``.
+        timeout: Seconds from now until all are done; 0 for no limit. Calls end by themselves
+            after their own timeout. In a function that another worker has called, at most as long
+            as that one still waits.
+
+    Raises:
+        CallTimeout: The time is up; says which calls have not ended. Raised by the iterator,
+            which has yielded what was done by then. The calls go on.
+        ArgumentTypeError: One of ``futures`` is no future.
+
+    Example::
+
+        futures = [rpc.rpc_async(worker, score, args=(batch,)) for worker in workers]
+        for future in rpc.as_completed(futures):
+            scores.append(future.wait())
+    """
+    pending = {id(future): future for future in _checked_futures(futures)}
+    limit_s = min(timeout if timeout > 0 else math.inf, remaining_time())
+    done: queue.SimpleQueue[AnyFuture] = queue.SimpleQueue()
+    for future in pending.values():
+        # Not through the class of Weft's futures: who is told of the end has not seen an error.
+        torch._C.Future.add_done_callback(future, done.put)
+    return _yielded(pending, done, time.monotonic(), limit_s)
+
+
+def _checked_futures(futures: Iterable[AnyFuture]) -> list[AnyFuture]:
+    if isinstance(futures, torch.futures.Future) or not isinstance(futures, Iterable):
+        raise ArgumentTypeError(
+            f"futures is a {type(futures).__name__}; pass several futures, as a list"
+        )
+    found = list(futures)
+    for future in found:
+        if not isinstance(future, torch.futures.Future):
+            raise ArgumentTypeError(
+                f"futures has a {type(future).__name__}; pass what rpc_async returns"
+            )
+    return found
+
+
+def _yielded(
+    pending: dict[int, AnyFuture],
+    done: queue.SimpleQueue[AnyFuture],
+    began_s: float,
+    limit_s: float,
+) -> Iterator[AnyFuture]:
+    while pending:
+        future = _next(done, began_s + limit_s)
+        if future is None:
+            raise _timed_out(list(pending.values()), limit_s)
+        yield pending.pop(id(future))
+
+
+def _next(done: queue.SimpleQueue[AnyFuture], deadline_s: float) -> AnyFuture | None:
+    try:
+        return done.get_nowait()
+    except queue.Empty:
+        pass
+    reactor = current_agent.current().reactor if current_agent.is_set() else None
+    is_counted = reactor is not None and reactor.begin_wait()
+    left_s = deadline_s - time.monotonic()
+    try:
+        return done.get(timeout=None if math.isinf(left_s) else max(left_s, 0.0))
+    except queue.Empty:
+        return None
+    finally:
+        if reactor is not None and is_counted:
+            reactor.end_wait()
+
+
+def _timed_out(pending: Sequence[torch.futures.Future[Any]], limit_s: float) -> CallTimeout:
+    workers = [future.worker_name for future in pending if isinstance(future, Future)]
+    named = ", ".join(map(repr, dict.fromkeys(workers[:_NAMED_LIMIT])))
+    more = f" and {len(workers) - _NAMED_LIMIT} more" if len(workers) > _NAMED_LIMIT else ""
+    calls = "1 call has" if len(pending) == 1 else f"{len(pending)} calls have"
+    return CallTimeout(
+        f"{calls} not ended within {limit_s:.1f} s" + (f": on {named}{more}" if named else ""),
+        worker=workers[0] if workers else "",
+        elapsed_s=limit_s,
+    )
+
+
+@overload
+def rpc_all(
+    workers: Iterable[Destination],
+    func: Callable[..., Answer[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Kwargs | None = None,
+    timeout: float = ...,
+    *,
+    return_exceptions: Literal[False] = False,
+) -> list[T]: ...
+
+
+@overload
+def rpc_all(
+    workers: Iterable[Destination],
+    func: Callable[..., Answer[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Kwargs | None = None,
+    timeout: float = ...,
+    *,
+    return_exceptions: bool,
+) -> list[T | Exception]: ...
+
+
+@overload
+def rpc_all(
+    workers: Iterable[Destination],
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Kwargs | None = None,
+    timeout: float = ...,
+    *,
+    return_exceptions: Literal[False] = False,
+) -> list[T]: ...
+
+
+@overload
+def rpc_all(
+    workers: Iterable[Destination],
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Kwargs | None = None,
+    timeout: float = ...,
+    *,
+    return_exceptions: bool,
+) -> list[T | Exception]: ...
+
+
+def rpc_all(
+    workers: Iterable[Destination],
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Kwargs | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    return_exceptions: bool = False,
+) -> list[Any]:
+    """Runs ``func(*args, **kwargs)`` on several workers at the same time. Blocks.
+
+    Every worker is sent the arguments. For large tensors that many workers need see
+    ``torchweft.mapreduce.broadcast``, where workers pass them on. Thread-safe.
+
+    Args:
+        workers: The workers: names, ranks or ``WorkerInfo``; a worker that is named twice is
+            called twice.
+        func: As for ``rpc_sync``.
+        args: As for ``rpc_sync``.
+        kwargs: As for ``rpc_sync``.
+        timeout: Seconds that each call may take; as for ``rpc_sync``.
+        return_exceptions: Whether to wait for all workers, and to return the errors of those where
+            it failed in the place of their results.
+
+    Returns:
+        The results, in the order of ``workers``.
+
+    Raises:
+        UnknownWorker: There is no such worker; nobody is called.
+        Exception: The first failure of a call, as ``rpc_sync`` raises it. The other calls are
+            cancelled; their failures are dropped.
+
+    Example::
+
+        names = ["trainer0", "trainer1"]
+        losses = rpc.rpc_all(names, train, args=(epoch,))
+    """
+    agent = current_agent.current()
+    peers = [agent.find(to) for to in _checked_workers(workers)]
+    call = checked_call(func, args, kwargs)
+    try:
+        return _results(agent, peers, call, timeout, return_exceptions)
+    except Exception as error:
+        shorten(error)
+        raise
+
+
+def _results(
+    agent: Agent,
+    peers: Iterable[Peer],
+    call: tuple[Any, Any, Any],
+    timeout: float,
+    return_exceptions: bool,
+) -> list[Any]:
+    futures: list[torch.futures.Future[Any]] = []
+    try:
+        for peer in peers:
+            futures.append(_started(agent, peer, call, timeout))
+        if not return_exceptions:
+            for future in as_completed(futures):
+                future.wait()
+        return [_outcome(future) for future in futures]
+    finally:
+        for future in futures:
+            if isinstance(future, Future):
+                future.cancel()  # Does nothing to one that has ended.
+
+
+def _checked_workers(workers: Iterable[Destination]) -> Iterable[Destination]:
+    if isinstance(workers, (str, int, WorkerInfo)) or not isinstance(workers, Iterable):
+        raise ArgumentTypeError(f"workers is {workers!r}; pass several workers, as a list")
+    return workers
+
+
+def _started(
+    agent: Agent, peer: Peer, call: tuple[Any, Any, Any], timeout: float
+) -> torch.futures.Future[Any]:
+    try:
+        return start(agent.parts[Worker], peer, *call, timeout)
+    except WorkerLost as error:  # One of several: the others may answer.
+        lost: torch.futures.Future[Any] = torch.futures.Future()
+        fail(lost, error)
+        return lost
+
+
+def _outcome(future: torch.futures.Future[Any]) -> Any:
+    try:
+        return future.wait()
+    except Exception as error:
+        return error

@@ -1,0 +1,188 @@
+"""The future of a remote call: a real ``torch.futures.Future`` that can be awaited as well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+
+import torch
+
+from torchweft.agent.calls import PendingCall
+from torchweft.agent.served_calls import current_call
+from torchweft.errors import CallCancelled
+from torchweft.serialize.exceptions import fresh_copy
+from torchweft.serialize.tracebacks import shorten
+
+if TYPE_CHECKING:
+    from torchweft.rpc.unseen import Guard
+    from torchweft.rpc.worker import Worker
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Future(torch.futures.Future[T]):
+    """The result of a remote call that may not be there yet.
+
+    Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``;
+    callbacks run on a thread of the worker. Thread-safe.
+    """
+
+    # Thousands may wait at a time: a dictionary in each would have the collector run for long.
+    __slots__ = ("_call", "_guard", "_worker", "is_watched", "kept")
+
+    def __init__(self, worker: Worker, call: PendingCall) -> None:
+        torch._C.Future.__init__(self, [])
+        self._worker = worker
+        self._call = call
+        self.kept: object = None
+        """What must live until the call has ended."""
+        self.is_watched = False
+        """Whether somebody is told of an error without taking the value."""
+        self._guard: Guard | None = None
+        call.on_done = self._complete
+
+    @property
+    def worker_name(self) -> str:
+        """Name of the worker that was called."""
+        return self._call.worker_name
+
+    def _complete(self, call: PendingCall) -> None:
+        call.on_done = None  # It leads back here, and no collector looks into futures.
+        call.kept = None
+        # What follows is part of the same call of another worker as what led here.
+        parent, call.parent = call.parent, None
+        before = current_call.set(parent)
+        try:
+            result = self._worker.result_of(call)
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self.set_result(result)
+        finally:
+            current_call.reset(before)
+
+    def _fail(self, error: BaseException) -> None:
+        guard = None
+        if not self.is_watched:
+            guard = self._worker.unseen.guard(error, self._call)
+        if guard is None:
+            fail(self, error)
+            return
+        self._guard = guard
+        self._set_unwrap_func(guard.raise_copy)
+        self.set_result(error.with_traceback(None))  # type: ignore[arg-type]
+
+    def _watch(self) -> None:
+        """Notes that somebody is told of an error."""
+        self.is_watched = True
+        guard = self._guard
+        if guard is not None:
+            guard.was_seen = True
+
+    def wait(self) -> T:
+        """Blocks until the call has ended, at most its timeout; returns its result.
+
+        The waiting thread reads the answer itself where it can, which saves a thread switch.
+
+        Raises:
+            CallTimeout: There was no answer in time.
+            WorkerLost: The callee was lost.
+            Exception: Whatever the remote function raised.
+        """
+        try:
+            if not self.done():
+                self._worker.agent.calls.wait(self._call)
+            return cast("T", torch._C.Future.wait(self))
+        except Exception as error:
+            shorten(error)
+            raise
+
+    def value(self) -> T:
+        """Returns the result of a call that has ended.
+
+        Raises:
+            Exception: What ``wait`` raises.
+        """
+        try:
+            return cast("T", torch._C.Future.value(self))
+        except Exception as error:
+            shorten(error)
+            raise
+
+    def then(self, callback: Callable[[Future[T]], S]) -> torch.futures.Future[S]:
+        """Returns the future of what ``callback`` returns, called with this one when it is done."""
+        self._watch()
+        return cast("torch.futures.Future[S]", torch._C.Future.then(self, callback))
+
+    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
+        """Has ``callback`` called with this future when it is done."""
+        self._watch()
+        torch._C.Future.add_done_callback(self, callback)
+
+    def set_exception(self, error: BaseException) -> None:  # type: ignore[override]
+        """Completes the future with an error; each who waits is raised a copy of it."""
+        fail(self, error)
+
+    def cancel(self) -> bool:
+        """Gives the call up: the future fails with ``CallCancelled``, and the callee is told.
+
+        A function that has not begun there does not. An ``async def`` is raised
+        ``asyncio.CancelledError``. Any other runs on and may ask ``torchweft.rpc.is_cancelled``;
+        what it calls ends or is refused, and its result is thrown away.
+
+        Returns:
+            Whether there was anything to give up.
+        """
+        call = self._call
+        self._watch()
+        error = CallCancelled("the call was cancelled by its caller", worker=call.worker_name)
+        return self._worker.agent.calls.cancel(call, error)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[T] = loop.create_future()
+
+        def pass_on(done: torch.futures.Future[T]) -> None:
+            try:
+                result = torch.futures.Future.wait(done)
+            except StopIteration as error:
+                # No coroutine can raise it: asyncio refuses it, and the caller would wait for ever.
+                stopped = RuntimeError(f"the remote function raised {error!r}")
+                stopped.__cause__ = error
+                loop.call_soon_threadsafe(_set, waiter, waiter.set_exception, stopped)
+            except BaseException as error:
+                loop.call_soon_threadsafe(_set, waiter, waiter.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(_set, waiter, waiter.set_result, result)
+
+        self.add_done_callback(pass_on)
+        waiter.add_done_callback(lambda ended: ended.cancelled() and self.cancel())
+        return waiter.__await__()
+
+
+def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
+    """Completes any future with an error; each who waits is raised a copy of it."""
+    # No collector looks into a future of PyTorch. A traceback in it would lead to frames that
+    # hold the future itself, and all of it would stay for good.
+    future._set_unwrap_func(_raise_copy)
+    future.set_result(error.with_traceback(None))
+
+
+def ignore_errors(future: Future[Any]) -> None:
+    """Has nobody told if a call fails that was made for its effect, where it can be had."""
+    future._watch()
+
+
+def _raise_copy(error: BaseException) -> NoReturn:
+    try:
+        raise fresh_copy(error)
+    except BaseException as copy:
+        BaseException.with_traceback(copy, None)
+        raise
+
+
+def _set(waiter: asyncio.Future[Any], setter: Callable[[Any], None], outcome: Any) -> None:
+    if not waiter.done():
+        setter(outcome)

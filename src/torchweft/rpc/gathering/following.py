@@ -1,0 +1,184 @@
+"""What a worker does in a gathering: it brings its value to the leader, and waits to be told."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torchweft.agent.agent import Agent
+from torchweft.agent.current import current
+from torchweft.agent.peers import Peer
+from torchweft.agent.waits import OpenWait
+from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
+from torchweft.rpc.api import rpc_async, rpc_sync
+from torchweft.rpc.current_call import detached
+from torchweft.rpc.futures import ignore_errors
+from torchweft.rpc.gathering.leading import Led
+from torchweft.rpc.gathering.terms import (
+    Gathering,
+    Key,
+    Limits,
+    Outcome,
+    Ways,
+    check_key,
+    failure,
+)
+from torchweft.rpc.strictness import check_types, strict_caller
+
+
+class Gatherings:
+    """All gatherings of one worker, those that it leads and the others. Thread-safe.
+
+    Args:
+        agent: The worker's agent.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._numbers: dict[tuple[tuple[int, ...], str], int] = {}
+        self._awaited: dict[Key, Gathering] = {}
+        self._is_closed = False
+        self.led = Led(agent, failed)
+        agent.parts[Gatherings] = self
+        agent.on_lost(self._on_lost)
+
+    def __len__(self) -> int:
+        return len(self._awaited) + len(self.led)
+
+    def gather(self, value: Any, workers: Iterable[Peer], ways: Ways, limits: Limits) -> Outcome:
+        """Brings ``value`` and waits until all ``workers``, this one among them, have brought one.
+
+        Raises:
+            CallTimeout: Not all came in time; on the leader it says who is missing.
+            WorkerLost: A worker was lost before it came.
+            CallError: The value of another worker cannot travel; says whose.
+        """
+        peers = {peer.id: peer for peer in workers}
+        me = self._agent.me
+        if me.id not in peers:
+            names = ", ".join(repr(peer.name) for peer in peers.values())
+            raise ConfigurationError(
+                f"worker {me.name!r} called {ways.name} for {names}, and is not one of them; only "
+                "the workers that take part may call it"
+            )
+        ids = tuple(sorted(peers))
+        with self._lock:
+            number = self._numbers.get((ids, ways.name), 0)
+            self._numbers[ids, ways.name] = number + 1
+        key = Key(ids, ways.name, number)
+        if ids[0] == me.id:
+            return self.led.gather(key, value, ways, limits)
+        return Outcome(self._follow(key, value, peers[ids[0]], ways, limits), {})
+
+    def _follow(
+        self, key: Key, value: Any, leader: Peer, ways: Ways, limits: Limits
+    ) -> dict[str, Any]:
+        gathering = Gathering()
+        with self._lock:
+            if self._is_closed:
+                raise _gone(self._agent)
+            self._awaited[key] = gathering
+        try:
+            self._bring(key, value, leader, ways, limits)
+            if leader.lost is not None:
+                gathering.fail(leader.lost_error())  # Perhaps nobody was there to be told of it.
+            if not gathering.wait(self._agent, limits.all_s):
+                raise CallTimeout(
+                    f"timed out in {ways.name} after {limits.all_s:.2f} seconds: worker "
+                    f"{leader.name!r}, which leads it, has not said that all have come",
+                    worker=leader.name,
+                    call=ways.name,
+                    elapsed_s=limits.all_s,
+                )
+        finally:
+            with self._lock:
+                del self._awaited[key]
+        return gathering.values()
+
+    def _bring(self, key: Key, value: Any, leader: Peer, ways: Ways, limits: Limits) -> None:
+        name = self._agent.me.name
+        try:
+            rpc_sync(leader.info, ways.bring, args=(key, name, value), timeout=limits.call_s)
+        except (CallTimeout, WorkerLost, NotInitialized):
+            raise  # It may have come; or nobody is there.
+        except Exception as error:
+            with contextlib.suppress(WorkerLost, NotInitialized), detached():
+                reason = failure(error, ways, name)
+                ignore_errors(rpc_async(leader.info, withdrawn, args=(key, name, reason)))
+            raise
+
+    def open_waits(self) -> list[OpenWait]:
+        """Returns the gatherings in which this worker waits for others."""
+        with self._lock:
+            awaited = list(self._awaited.items())
+        return self.led.open_waits() + [
+            OpenWait(key, gathering.began_s, partial(self._leader_awaited, key))
+            for key, gathering in awaited
+        ]
+
+    def _leader_awaited(self, key: Key) -> str:
+        leader = self._agent.peers[key.workers[0]].name
+        return f"in {key.kind} for worker {leader!r}, which has not said that all have come"
+
+    # What the leader says
+
+    def told(self, key: Key, values: dict[str, Any]) -> None:
+        """Notes that all have come, and what they brought."""
+        with self._lock:
+            gathering = self._awaited.get(key)
+        if gathering is not None:
+            gathering.end(values)
+
+    def failed(self, key: Key, error: Exception) -> None:
+        """Notes that not all can come."""
+        with self._lock:
+            gathering = self._awaited.get(key)
+        if gathering is not None:
+            gathering.fail(error)
+
+    def _on_lost(self, peer: Peer) -> None:
+        self.led.lost(peer)
+        with self._lock:
+            headless = [each for key, each in self._awaited.items() if key.workers[0] == peer.id]
+        for gathering in headless:
+            gathering.fail(peer.lost_error())
+
+    def close(self) -> None:
+        """Fails all that wait: this worker leaves."""
+        gone = _gone(self._agent)
+        self.led.close(gone)
+        with self._lock:
+            self._is_closed = True
+            waiting = list(self._awaited.values())
+        for gathering in waiting:
+            gathering.fail(gone)
+
+
+def _gone(agent: Agent) -> NotInitialized:
+    return NotInitialized(f"worker {agent.info.name!r} has shut down")
+
+
+# What workers call on one another: see ``Ways`` for the others.
+
+
+def failed(key: Key, error: Exception) -> None:
+    """Notes on a worker that a gathering has failed."""
+    _check(key, None, error)
+    current().part(Gatherings).failed(key, error)
+
+
+def withdrawn(key: Key, name: str, error: Exception) -> None:
+    """Notes on the leader that a worker cannot bring its value."""
+    _check(key, name, error)
+    current().part(Gatherings).led.withdrawn(key, name, error)
+
+
+def _check(key: Any, name: str | None, error: Any) -> None:
+    caller = strict_caller()
+    if caller is not None:
+        check_key(key, current(), caller, name)
+        check_types(error=(error, Exception))

@@ -1,0 +1,108 @@
+"""What a program can learn of the other workers: how they are, and that one was lost."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torchweft.agent.agent import Agent
+from torchweft.agent.current import current
+from torchweft.agent.mishaps import log_mishap
+from torchweft.agent.peers import Peer
+from torchweft.errors import WorkerLost
+from torchweft.ids import WorkerInfo
+
+
+class WorkerState(enum.Enum):
+    """How another worker is, seen from this one."""
+
+    SELF = "this worker"
+    UNUSED = "no connection yet"
+    CONNECTED = "connected"
+    SILENT = "silent"
+    """Its machine has not answered for half of ``detection_time``."""
+    RECONNECTING = "reconnecting"
+    """The connection broke, and is being made again."""
+    LOST = "lost"
+
+
+class WorkerHealth(NamedTuple):
+    """One worker, seen from this one.
+
+    Attributes:
+        worker: Name and rank.
+        state: How it is.
+        silence_s: Seconds since anything was heard of it or its machine; 0 where its end would be
+            noticed at once, as on this host, and where there is no connection.
+        error: Since when it is lost, and why; None where it is not.
+    """
+
+    worker: WorkerInfo
+    state: WorkerState
+    silence_s: float
+    error: WorkerLost | None
+
+    def __str__(self) -> str:
+        text = f"{self.worker.name} (rank {self.worker.id}): {self.state.value}"
+        if self.error is not None:
+            clock = time.strftime("%H:%M:%S", time.localtime(self.error.since))
+            return f"{text} since {clock}: {self.error.cause}"
+        return f"{text} for {self.silence_s:.1f} s" if self.silence_s >= 1 else text
+
+
+def health() -> list[WorkerHealth]:
+    """Returns how all workers that this one has known are, by rank; asks nobody, never blocks.
+
+    Who was lost is among them, until another worker takes its name; who has left is not.
+    """
+    agent = current()
+    peers = sorted(agent.members.known(), key=lambda peer: peer.info.id)
+    return [_health_of(agent, peer) for peer in peers]
+
+
+def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]:
+    """Has ``callback`` called with the error of each worker that is lost, once each.
+
+    It is called on a thread of this worker, after all that waited for the lost one has failed; at
+    once for those that are lost already. What it raises is logged. A worker that leaves an open
+    group gracefully is told of too: its ``cause`` is ``"left the group"``.
+
+    Returns:
+        A function that ends this.
+    """
+    agent = current()
+    told: set[int] = set()
+
+    def tell(peer: Peer) -> None:
+        # Those that are lost meanwhile are in both lists.
+        if peer.id not in told:
+            told.add(peer.id)
+            try:
+                callback(peer.lost_error())
+            except BaseException:
+                log_mishap("a callback for the loss of worker %r failed", peer.name)
+
+    agent.on_lost(tell)
+    for peer in list(agent.peers.values()):
+        if peer.lost is not None:
+            agent.reactor.submit(lambda lost, _: tell(lost), peer)
+    return lambda: agent.off_lost(tell)
+
+
+def _health_of(agent: Agent, peer: Peer) -> WorkerHealth:
+    if peer.is_self:
+        return WorkerHealth(peer.info, WorkerState.SELF, 0.0, None)
+    if peer.lost is not None:
+        return WorkerHealth(peer.info, WorkerState.LOST, 0.0, peer.lost_error())
+    link = peer.link
+    if link is None:
+        return WorkerHealth(peer.info, WorkerState.UNUSED, 0.0, None)
+    silence_s = agent.contacts.silence_s(peer)
+    state = WorkerState.CONNECTED
+    if link.is_broken:
+        state = WorkerState.RECONNECTING
+    elif silence_s > agent.links.patience.detection_s / 2:
+        state = WorkerState.SILENT
+    return WorkerHealth(peer.info, state, silence_s, None)

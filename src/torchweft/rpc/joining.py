@@ -1,0 +1,224 @@
+"""Joining a group of workers, and leaving it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from torchweft import knobs
+from torchweft.agent import current as current_agent
+from torchweft.agent.links import Traffic
+from torchweft.agent.rendezvous import open_store
+from torchweft.agent.waits import Following
+from torchweft.arguments import checked_int, limit_of, wrong_type
+from torchweft.errors import ConfigurationError
+from torchweft.ids import WorkerInfo
+from torchweft.rpc.departing import Departing
+from torchweft.rpc.entering import end, enter_closed, enter_open
+from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.options import RpcBackendOptions, from_tensorpipe
+from torchweft.rpc.tensorpipe import TensorPipeRpcBackendOptions, warn_of_ignored
+from torchweft.rpc.worker import Worker
+from torchweft.serialize.tracebacks import without_own_frames
+
+_log = logging.getLogger("torchweft")
+
+# The store of an init method may outlive a group; each group of this process has its own keys.
+_group_numbers = itertools.count()
+NAME_VARIABLE = "WEFT_WORKER_NAME"
+INIT_METHOD_VARIABLE = "WEFT_INIT_METHOD"
+
+
+@without_own_frames
+def init_rpc(
+    name: str | None = None,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | TensorPipeRpcBackendOptions | None = None,
+) -> None:
+    """Makes this process a worker of a group.
+
+    A group whose size is given is closed: this blocks until all have joined, and they leave
+    together. Without, it is open: this blocks until those that are there know this worker; others
+    may join and leave at any time, also one that comes back under its old name and rank.
+
+    Args:
+        name: Name of this worker, unique in the group. By default what ``torchweft run`` chose, or
+            ``worker`` and the rank.
+        backend: Accepted for compatibility; there is one.
+        rank: Number of this worker, from 0. By default environment variable ``RANK``.
+        world_size: Number of workers. By default environment variable ``WORLD_SIZE``; where that
+            is not set, the group is open.
+        rpc_backend_options: Everything else; those of PyTorch are taken as well.
+
+    Raises:
+        AlreadyInitialized: This process is a worker already.
+        ConfigurationError: An argument cannot work, or is missing.
+        RendezvousTimeout: Not all workers came in time; says which.
+        DuplicateName: Another worker has the same name.
+    """
+    current_agent.check_unset()
+    given = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
+    if isinstance(given, TensorPipeRpcBackendOptions):
+        warn_of_ignored(given, stacklevel=3)
+        options = from_tensorpipe(given)
+    elif isinstance(given, RpcBackendOptions):
+        options = given
+    else:
+        raise wrong_type("rpc_backend_options", given, "pass torchweft.rpc.RpcBackendOptions(...)")
+    rank = _from_environment("RANK", "rank", rank)
+    if world_size is not None:
+        world_size = checked_int("world_size", world_size)
+    elif "WORLD_SIZE" in os.environ:
+        world_size = _from_environment("WORLD_SIZE", "world_size", None)
+    join_group(name, rank, world_size, options)
+    if isinstance(given, TensorPipeRpcBackendOptions):
+        check_device_maps(given, world_size)
+
+
+def check_device_maps(given: TensorPipeRpcBackendOptions, world_size: int | None) -> None:
+    """Leaves the group again, and raises ConfigurationError, where device maps do not fit it."""
+    try:
+        # An open group has no last word on who is in it.
+        names = None if world_size is None else [info.name for info in get_worker_infos()]
+        given.check_device_maps(get_worker_info().name, names)
+    except Exception:
+        shutdown(graceful=False)
+        raise
+
+
+def join_group(
+    name: str | None, rank: int, world_size: int | None, options: RpcBackendOptions
+) -> None:
+    """Makes this process a worker of a closed group, or, without a ``world_size``, an open one.
+
+    Does what ``init_rpc`` does, but looks into the environment for a name and a store only.
+    """
+    knobs.check_environment()
+    options.check()
+    name = _checked_name(name, rank)
+    if rank < 0 or (world_size is not None and rank >= world_size):
+        fitting = "0 on" if world_size is None else "0 to world_size - 1"
+        raise ConfigurationError(
+            f"rank {rank} does not fit world_size {world_size}; ranks go from {fitting}"
+        )
+    store = options.store
+    if store is None:
+        method = options.init_method or os.environ.get(INIT_METHOD_VARIABLE)
+        store = open_store(method, rank, world_size, options.init_timeout)
+        # Whoever comes back to an open group must find it.
+        number = 0 if world_size is None else next(_group_numbers)
+        store = PrefixStore(f"weft/{number}", store)
+    if world_size is None:
+        enter_open(name, rank, store, options)
+    else:
+        enter_closed(name, rank, world_size, store, options)
+
+
+@without_own_frames
+def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
+    """Leaves the group. Does nothing where this process is no worker.
+
+    Gracefully, it blocks until all workers have called ``shutdown`` and every call in the group
+    has ended; meanwhile this worker goes on serving. All references are dropped then. It gives
+    up, after having left, when a worker is lost or the time is up. In an open group it waits for
+    its own calls and those it serves only; the others work on.
+
+    Args:
+        graceful: Whether to wait for the others. Without, calls that wait for this worker fail.
+        timeout: Seconds to wait at most; 0 for no limit.
+
+    Raises:
+        ShutdownError: It did not end as it should; says which workers were missing and why.
+    """
+    limit_of(timeout, math.inf)
+    if not current_agent.is_set():
+        return
+    if graceful:
+        leave(timeout)
+    else:
+        end(current_agent.current().part(Worker), farewell="it left by shutdown(graceful=False)")
+
+
+def leave(timeout: float, follow: Following | None = None) -> None:
+    """Leaves the group gracefully, as ``shutdown`` does; this process is a worker.
+
+    Args:
+        timeout: Seconds to wait at most; 0 for no limit.
+        follow: Follows the wait; by default it is told of where it takes long.
+
+    Raises:
+        ShutdownError: It did not end as it should; says which workers were missing and why.
+    """
+    agent = current_agent.current()
+    leaving: Departing | Leaving = (
+        agent.part(Departing) if agent.members.is_open else agent.part(Leaving)
+    )
+    farewell = "it left before its shutdown() was done"
+    try:
+        problem = leaving.wait(timeout, follow=follow)
+        farewell = "" if problem is None else farewell
+    finally:
+        end(agent.part(Worker), farewell=farewell)
+    if problem is not None:
+        raise problem
+
+
+def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
+    """Returns name and rank of a worker, or of this one.
+
+    Args:
+        worker_name: Its name or rank; None for this worker.
+
+    Raises:
+        UnknownWorker: There is no such worker.
+    """
+    agent = current_agent.current()
+    return agent.info if worker_name is None else agent.find(worker_name).info
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """Returns all workers of the group, by rank."""
+    return [peer.info for peer in current_agent.current().members.present()]
+
+
+def traffic() -> Traffic:
+    """Returns the bytes that this worker has sent to and received from all others so far."""
+    return current_agent.current().traffic()
+
+
+def get_rpc_timeout() -> float:
+    """Returns the seconds that a call may take unless it says otherwise; 0 for no limit."""
+    timeout_s = current_agent.current().default_timeout_s
+    return 0.0 if math.isinf(timeout_s) else timeout_s
+
+
+def is_available() -> bool:
+    """Whether RPC can be used here; kept for compatibility."""
+    return True
+
+
+def _from_environment(variable: str, argument: str, value: int | None) -> int:
+    if value is not None and (number := checked_int(argument, value)) >= 0:
+        return number
+    text = os.environ.get(variable)
+    if text is None:
+        raise ConfigurationError(
+            f"{argument} is not given and environment variable {variable} is not set; pass "
+            f"{argument}=..., or start the script with 'torchweft run' or 'torchrun'"
+        )
+    if not text.isdigit():
+        raise ConfigurationError(f"environment variable {variable} is {text!r}, which is no number")
+    return int(text)
+
+
+def _checked_name(name: str | None, rank: int) -> str:
+    if name is None:
+        name = os.environ.get(NAME_VARIABLE) or f"worker{rank}"
+    return WorkerInfo(name, rank).name

@@ -1,0 +1,61 @@
+"""What small calls carry besides plain values: functions by name, and references going home.
+
+Programs written for PyTorch's RPC call methods of remote objects by a function of their own,
+which is passed the method and the reference to the object. So these two are as usual as tensors.
+A reference goes home, to the owner of its value, without being handed on: the caller keeps its
+own until the call has ended.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+from torchweft.agent.peers import Peer
+from torchweft.errors import ProtocolError, ReferenceGone
+from torchweft.ids import ReferenceId
+from torchweft.rpc.handles import RRef
+from torchweft.serialize.functions import name_of
+
+if TYPE_CHECKING:
+    from torchweft.rpc.worker import Worker
+
+_REFERENCE = struct.Struct("<qqq")
+_FUNCTION, _HOMECOMER = b"f", b"r"
+_FUNCTION_TYPES = (FunctionType, BuiltinFunctionType, type)
+
+
+def encoder(peer: Peer) -> Callable[[Any], bytes | None]:
+    """Returns what encodes such values for a call to ``peer``."""
+
+    def encode(value: Any) -> bytes | None:
+        if isinstance(value, RRef):
+            if value.id.owner != peer.id:
+                return None
+            value.check_travels()
+            return _HOMECOMER + _REFERENCE.pack(*value.id)
+        if isinstance(value, _FUNCTION_TYPES):
+            name = name_of(value, peer.main_by_name)
+            return None if name is None else _FUNCTION + name
+        return None
+
+    return encode
+
+
+def decoder(worker: Worker) -> Callable[[bytes], Any]:
+    """Returns what makes such values of their bytes, at ``worker``."""
+    resolve = worker.reader.resolve
+
+    def decode(data: bytes) -> Any:
+        if data[:1] == _FUNCTION:
+            return resolve(data[1:])
+        if data[:1] != _HOMECOMER or len(data) != 1 + _REFERENCE.size:
+            raise ProtocolError(f"a message has a value of unknown kind: {data[:20]!r}")
+        reference = ReferenceId(*_REFERENCE.unpack_from(data, 1))
+        if not worker.references.came_home(reference):
+            raise ReferenceGone(f"{reference} arrived after this worker had dropped its references")
+        return worker.reference_type.from_received(worker.references, reference)
+
+    return decode

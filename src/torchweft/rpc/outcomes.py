@@ -1,0 +1,201 @@
+"""What becomes of a call of another worker: its answer, or a value of this worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import CoroutineType
+from typing import Any, NamedTuple
+
+import torch
+
+from torchweft.agent.mishaps import log_mishap
+from torchweft.agent.references import OwnedValue
+from torchweft.agent.served_calls import ServedCall, current_call
+from torchweft.autograd.contexts import enter
+from torchweft.errors import CallCancelled, ConfigurationError, SerializationError
+from torchweft.ids import ReferenceId
+from torchweft.rpc.functions import is_async_execution
+from torchweft.rpc.worker import Worker
+from torchweft.serialize.exceptions import pack_error, unpack_error
+from torchweft.serialize.functions import describe
+
+
+class WhenReady(NamedTuple):
+    """What a function returns whose work begins when a value of this worker is ready.
+
+    No thread waits meanwhile.
+    """
+
+    owned: OwnedValue
+    then: Callable[[Any], Any]
+    kept: object = None
+
+
+class Call(ServedCall):
+    """A call of another worker; called with the outcome, it replies or makes it a value here."""
+
+    __slots__ = ("context_id", "owned", "reference", "worker")
+
+    worker: Worker
+    context_id: int
+    owned: OwnedValue | None
+    reference: ReferenceId
+
+    def __call__(self, result: Any, error: BaseException | None) -> None:
+        """Ends it with its outcome."""
+        worker = self.worker
+        try:
+            if self.owned is not None:
+                self._keep(self.owned, result, error)
+            elif self.was_cancelled:
+                pass  # Nobody waits. What the result refers to was not handed on yet.
+            elif error is None:
+                worker.reply(self.peer, self.number, result, self.context_id)
+            else:
+                worker.reply_error(self.peer, self.number, error)
+        except BaseException as failure:
+            self._fail(failure)
+        # As ``end``, without calling it.
+        if self.number and not self.has_ended:
+            del self.peer.served[self.number]
+        self.has_ended = True
+        self._on_cancel = None
+
+    def fail(self, error: BaseException) -> None:
+        """Ends it with an error that is being handled; logs that where it has ended already."""
+        if self.has_ended:
+            log_mishap("a call of worker %r failed after it had ended", self.peer.name)
+        else:
+            self(None, error)
+
+    def _fail(self, failure: BaseException) -> None:
+        """Ends it where its outcome could be told neither as it is nor as an error."""
+        name = self.worker.agent.info.name
+        log_mishap("the outcome of a call of worker %r could not be told", self.peer.name)
+        error = SerializationError(
+            f"worker {name!r} could not tell the outcome of the call: {type(failure).__name__} was "
+            "raised meanwhile; its log says more"
+        )
+        if self.owned is not None:
+            self._keep(self.owned, None, error)
+        else:
+            self.worker.reply_error(self.peer, self.number, error)
+
+    def _keep(self, owned: OwnedValue, result: Any, error: BaseException | None) -> None:
+        if error is not None:
+            self.worker.note_failure(self.peer, error)
+            # As its users will get it: the original's traceback would keep what its frames hold.
+            is_plain = self.worker.reader.is_strict
+            packed = pack_error(error, self.worker.agent.info.name, is_plain=is_plain)
+            error = self.worker.as_raised_here(unpack_error(packed))
+            guard = owned.guard = self.worker.unseen.guard_value(error, self.peer)
+            if guard is not None and owned.was_asked_for:
+                guard.was_seen = True
+        owned.resolve(result, error)
+        self.worker.unfinished.discard(self)
+        self.owned = None  # Futures of nested calls may outlive the value.
+
+    def create(self, worker: Worker, creation: int) -> bool:
+        """Has the outcome become a value here; returns False where it is not to be made."""
+        self.reference = ReferenceId(self.peer.id, worker.agent.me.id, creation)
+        self.owned = worker.references.created(self.reference)
+        if self.owned is None:
+            self.end()
+            return False
+        worker.unfinished.add(self)
+        return True
+
+    def is_unwanted(self, now_s: float) -> bool:
+        """Whether nobody waits for it; where it makes a value, whether nobody can want that."""
+        if self.number:
+            return super().is_unwanted(now_s)
+        return self.peer.lost is not None and not self.worker.references.is_owned(self.reference)
+
+
+def settle(
+    worker: Worker, context_id: int, function: Callable[..., Any], result: Any, call: Call
+) -> None:
+    """Finishes a call with what its function returned, now or when that has come about.
+
+    Raises nothing: a callable whose attributes are computed may, and that is the outcome then.
+    """
+    try:
+        if is_async_execution(function):
+            _finish_with_future(worker, function, result, call)
+        elif isinstance(result, CoroutineType):
+            cancel = worker.coroutines.run(result, context_id, call)
+            if cancel is not None:
+                call.on_cancel(cancel)
+        elif type(result) is WhenReady:
+            _finish_when_ready(worker, context_id, result, call)
+        else:
+            call(result, None)
+    except BaseException as error:
+        call.fail(error)
+
+
+def _finish_with_future(
+    worker: Worker, function: Callable[..., Any], result: Any, call: Call
+) -> None:
+    if not isinstance(result, torch._C.Future):
+        name = describe(function)
+        call(
+            None,
+            ConfigurationError(
+                "Functions decorated with @rpc.async_function must return a "
+                f"torch.futures.Future object, but {name}, marked by async_execution, "
+                f"returned a {type(result).__name__}"
+            ),
+        )
+        return
+
+    def pass_on(done: Any) -> None:
+        try:
+            value = done.wait()
+        except BaseException as error:
+            call(None, error)
+        else:
+            call(value, None)
+
+    result.then(pass_on)
+
+
+def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call: Call) -> None:
+    def proceed(owned: OwnedValue, _: object = None) -> None:
+        if owned.error is not None:
+            call(None, owned.error)
+            return
+        before = current_call.set(call)
+        try:
+            _check_wanted(call)
+            with enter(context_id):
+                function, result = waiting.then(owned.value)
+        except BaseException as error:
+            call(None, error)
+        else:
+            settle(worker, context_id, function, result, call)
+        finally:
+            current_call.reset(before)
+
+    def ready(owned: OwnedValue) -> None:
+        # The thread that makes the value has its own work to do.
+        worker.agent.reactor.submit_task(proceed, owned)
+
+    def give_up(owned: OwnedValue, _: object) -> None:
+        if owned.forget(ready):
+            call(None, CallCancelled("the caller has given the call up"))
+
+    owned = waiting.owned
+    if owned.is_ready:
+        proceed(owned)
+    else:
+        owned.when_ready(ready)
+        # As a task, for what waits there goes, and with it who knows what.
+        call.on_cancel(lambda: worker.agent.reactor.submit_task(give_up, owned))
+
+
+def _check_wanted(call: Call) -> None:
+    """Raises where nobody waits for a call any more, so that it need not go on."""
+    if call.is_unwanted(time.monotonic()):
+        raise CallCancelled("the caller of this call waits no longer")

@@ -1,0 +1,109 @@
+"""Calls and results as messages, ready to be numbered and sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchweft.agent.agent import Outgoing
+from torchweft.agent.peers import Peer
+from torchweft.serialize.objects import Packed
+from torchweft.wire.messages import HandedReference, Kind, encode_compact_call
+
+if TYPE_CHECKING:
+    from torchweft.rpc.worker import Worker
+
+
+class Request:
+    """A message whose content is pickled, with its tensors and references taken out."""
+
+    __slots__ = ("_head", "_kind", "_message_id", "_packed", "_peer", "_references", "_worker")
+
+    def __init__(
+        self,
+        worker: Worker,
+        peer: Peer,
+        head: bytes,
+        packed: Packed,
+        references: tuple[HandedReference, ...],
+        message_id: int = 0,
+        kind: Kind = Kind.CALL,
+    ) -> None:
+        self._worker = worker
+        self._peer = peer
+        self._head = head
+        self._packed = packed
+        self._references = references
+        self._message_id = message_id
+        self._kind = kind
+
+    def message(self, number: int) -> Outgoing:
+        """Returns what to send, under the number of its call."""
+        packed = self._packed
+        return self._worker.parcels.seal(
+            self._peer,
+            self._kind,
+            0,
+            number,
+            self._head,
+            packed.payload,
+            packed.tensors,
+            packed.externals,
+        )
+
+    def take_back(self) -> None:
+        """Takes back what the message hands on: it could not be sent."""
+        for handed in self._references:
+            self._worker.references.undeliverable(handed, self._peer)
+        if self._message_id:
+            self._worker.engine.outside.take_back(self._message_id)
+
+
+class CompactRequest:
+    """A call of a function by name with a few small plain values."""
+
+    __slots__ = (
+        "_context_id",
+        "_creation",
+        "_function",
+        "_message_id",
+        "_remaining_s",
+        "_values",
+        "_worker",
+    )
+
+    def __init__(
+        self,
+        worker: Worker,
+        remaining_s: float,
+        creation: int,
+        context_id: int,
+        message_id: int,
+        function: bytes,
+        values: bytes,
+    ) -> None:
+        self._worker = worker
+        self._remaining_s = remaining_s
+        self._creation = creation
+        self._context_id = context_id
+        self._message_id = message_id
+        self._function = function
+        self._values = values
+
+    def message(self, number: int) -> Outgoing:
+        """Returns what to send, under the number of its call."""
+        return [
+            encode_compact_call(
+                number,
+                self._remaining_s,
+                self._creation,
+                self._context_id,
+                self._message_id,
+                self._function,
+                self._values,
+            )
+        ]
+
+    def take_back(self) -> None:
+        """Lets go of the graph behind its tensors: it could not be sent."""
+        if self._message_id:
+            self._worker.engine.outside.take_back(self._message_id)

@@ -1,0 +1,315 @@
+"""Calls from other workers: running what they ask for, and answering."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchweft import knobs
+from torchweft.agent.current import current
+from torchweft.agent.parcels import Parcel
+from torchweft.agent.peers import Peer
+from torchweft.agent.references import OwnedValue
+from torchweft.agent.served_calls import ServedCall, current_call
+from torchweft.arguments import did_you_mean
+from torchweft.autograd.arrivals import NO_GRAD
+from torchweft.autograd.contexts import enter, set_current_id
+from torchweft.errors import (
+    ArgumentTypeError,
+    AutogradError,
+    ProtocolError,
+    QueueFull,
+    UnknownFunction,
+)
+from torchweft.rpc.outcomes import Call, WhenReady, settle
+from torchweft.rpc.strictness import reference_in
+from torchweft.rpc.worker import Worker
+from torchweft.serialize.functions import resolve
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import (
+    COMPACT,
+    NO_CREATION,
+    CallHead,
+    decode_call_head,
+    decode_compact_call,
+)
+
+_log = logging.getLogger("torchweft")
+
+SLOW_S = 0.0005
+"""A function that took longer the last time is slow: others need not wait while it runs."""
+_SLOW_LIMIT = 4096
+
+NO_ARGUMENTS = "the arguments of a call are a tensor, which would be taken apart row by row"
+"""A tensor of few bytes may have any number of rows."""
+
+
+def install(worker: Worker) -> None:
+    """Has ``worker`` serve calls."""
+
+    def serve(peer: Peer, call: Call) -> None:
+        try:
+            _serve(worker, peer, call)
+        except ProtocolError as error:  # What goes wrong in the function itself is its answer.
+            worker.agent.turn_away(peer, error)
+        except BaseException as error:  # Before the function was called, or after it has answered.
+            call.fail(error)
+
+    def refuse(peer: Peer, call: Call) -> None:
+        try:
+            _refuse(worker, peer, call)
+        except ProtocolError as error:
+            worker.agent.turn_away(peer, error)
+        except BaseException as error:
+            call.fail(error)
+
+    def drop_creations(peer: Peer) -> None:
+        """Cancels what makes values for a lost worker, where nobody else refers to them."""
+        worker.references.peer_lost(peer)  # Perhaps it has not been told yet.
+        making = [call for call in worker.unfinished.copy() if isinstance(call, Call)]
+        mine = [call for call in making if call.peer is peer and call.is_unwanted(0.0)]
+        worker.agent.cancelling.cancel(list[ServedCall](mine))
+
+    worker.agent.on_calls(serve, refuse, Call)
+    worker.agent.on_lost(drop_creations)
+
+
+def _serve(worker: Worker, peer: Peer, call: Call) -> None:
+    """Runs one call; whatever goes wrong with it becomes its answer."""
+    frame, call.frame = call.frame, None
+    assert frame is not None
+    call.worker, call.owned = worker, None
+    if frame.flags == COMPACT:
+        _serve_compact(worker, peer, call, frame)
+        return
+    parcel = worker.parcels.read(frame)
+    del frame
+    head = decode_call_head(parcel.head)
+    call.function = head.function
+    if not _begins(worker, call, head.creation, head.remaining_s, head.context_id):
+        worker.parcels.discard(peer, parcel)
+        worker.refuse(peer, head.references, head.context_id, head.message_id)
+        return
+    if parcel.channel_table:
+        try:
+            worker.parcels.fetch(peer, parcel)
+        except Exception as error:
+            worker.refuse(peer, head.references, head.context_id, head.message_id)
+            call(None, error)
+            return
+    was_slow = head.function in worker.slow
+    if was_slow or not head.function:
+        worker.agent.reactor.arm_all()
+    began_s = time.monotonic()
+    before = current_call.set(call)
+    try:
+        if not head.context_id or head.context_id == NO_GRAD:
+            _run(worker, peer, head, parcel, call)
+            return
+        with enter(head.context_id):
+            _run(worker, peer, head, parcel, call)
+    finally:
+        current_call.reset(before)
+        if was_slow != (time.monotonic() - began_s > SLOW_S):
+            _note_speed(worker, head.function, was_slow)
+
+
+def _begins(worker: Worker, call: Call, creation: int, remaining_s: float, context_id: int) -> bool:
+    """Takes note of what a request says; returns whether to run it. If not, it has ended."""
+    call.context_id = context_id
+    call.deadline_s = call.arrived_s + remaining_s
+    if creation != NO_CREATION:
+        return call.create(worker, creation)
+    if call.was_cancelled or time.monotonic() > call.deadline_s or call.peer.lost is not None:
+        call.end()
+        return False
+    return True
+
+
+def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
+    """Answers a call that is not run because too many wait; its references are given back."""
+    name = worker.agent.info.name
+    frame, call.frame = call.frame, None
+    assert frame is not None
+    call.worker, call.owned = worker, None
+    error = QueueFull(
+        f"worker {name!r} has too many calls of worker {peer.name!r} waiting and refuses more; "
+        f"wait for some answers before the next call, or raise {knobs.QUEUE_LIMIT_CALLS.variable} "
+        f"or {knobs.QUEUE_LIMIT_BYTES.variable} there",
+        worker=name,
+    )
+    if frame.flags == COMPACT:
+        remaining_s, creation, context_id, message_id, *_ = decode_compact_call(frame.control)
+        worker.give_back(peer, context_id, message_id)
+    else:
+        parcel = worker.parcels.read(frame)
+        head = decode_call_head(parcel.head)
+        remaining_s, creation, context_id = head.remaining_s, head.creation, head.context_id
+        worker.parcels.discard(peer, parcel)
+        worker.refuse(peer, head.references, head.context_id, head.message_id)
+    if _begins(worker, call, creation, remaining_s, context_id):
+        call(None, error)
+
+
+def _serve_compact(worker: Worker, peer: Peer, call: Call, frame: Frame) -> None:
+    remaining_s, creation, context_id, message_id, name, start = decode_compact_call(frame.control)
+    began_s = time.monotonic()
+    call.function = name
+    call.context_id = context_id
+    call.deadline_s = call.arrived_s + remaining_s
+    if creation != NO_CREATION:
+        if not call.create(worker, creation):
+            worker.give_back(peer, context_id, message_id)
+            return
+    elif call.was_cancelled or began_s > call.deadline_s or peer.lost is not None:
+        call.end()
+        worker.give_back(peer, context_id, message_id)
+        return
+    was_slow = name in worker.slow
+    if was_slow:
+        worker.agent.reactor.arm_all()
+    entered_id = 0 if context_id == NO_GRAD else context_id
+    if entered_id:
+        set_current_id(entered_id)
+    before = current_call.set(call)
+    try:
+        args = worker.open_values(peer, frame.control, start, context_id, message_id)
+        function = worker.reader.resolve(name)
+        result = function(*args)
+        del args
+    except BaseException as error:
+        call(None, error)
+    else:
+        settle(worker, entered_id, function, result, call)
+    finally:
+        current_call.reset(before)
+        if entered_id:
+            set_current_id(0)
+        if was_slow != (time.monotonic() - began_s > SLOW_S):
+            _note_speed(worker, name, was_slow)
+
+
+def _note_speed(worker: Worker, name: bytes, was_slow: bool) -> None:
+    """Notes that a function took longer, or not as long, as it was known to."""
+    if was_slow:
+        worker.slow.discard(name)
+    elif name and len(worker.slow) < _SLOW_LIMIT:
+        worker.slow.add(name)
+
+
+def _run(worker: Worker, peer: Peer, head: CallHead, parcel: Parcel, call: Call) -> None:
+    try:
+        content = worker.open_content(
+            peer, parcel, head.references, head.context_id, head.message_id
+        )
+        if isinstance(content, torch.Tensor):
+            raise ArgumentTypeError(NO_ARGUMENTS)
+        if head.function:
+            find = resolve if parcel.is_local else worker.reader.resolve
+            (args, kwargs), function = content, find(head.function)
+        else:
+            args, kwargs, function = content
+            if not parcel.is_local:
+                worker.reader.check_called(function)
+            call.function = function
+        if isinstance(args, torch.Tensor):
+            raise ArgumentTypeError(NO_ARGUMENTS)
+        del content
+        parcel.buffers = ()  # Freed with the arguments, before an answer as large is sent.
+        result = function(*args, **kwargs)
+        del args, kwargs
+    except BaseException as error:
+        call(None, error)
+        return
+    entered_id = 0 if head.context_id == NO_GRAD else head.context_id
+    settle(worker, entered_id, function, result, call)
+
+
+# What other workers ask for by name: see torchweft.rpc.calls.
+
+
+def fetch(reference: tuple[int, int, int]) -> WhenReady:
+    """Returns the value behind a reference of this worker."""
+    return WhenReady(owned(reference), lambda value: (fetch, value))
+
+
+def call_method(
+    reference: tuple[int, int, int], name: str, args: Any, kwargs: dict[str, Any], kept: object
+) -> WhenReady:
+    """Calls a method of the value behind a reference of this worker.
+
+    ``kept`` is the reference itself where nobody else may keep it meanwhile.
+    """
+    if isinstance(args, torch.Tensor):
+        raise ArgumentTypeError(NO_ARGUMENTS)
+
+    def call(value: Any) -> tuple[Callable[..., Any], Any]:
+        method = method_of(value, name)
+        served = current_call.get()
+        if served is not None:
+            served.function = method
+        return method, method(*args, **kwargs)
+
+    return WhenReady(owned(reference), call, kept)
+
+
+def method_of(value: Any, name: str) -> Any:
+    """Returns a method of a value of this worker, for whoever asks for it.
+
+    Raises:
+        NotAllowed: Another worker does, and may not call it.
+        UnknownFunction: The value has none of that name.
+    """
+    served = current_call.get()
+    is_own = served is None or served.peer.is_self
+    try:
+        return getattr(value, name) if is_own else _worker().reader.method_of(value, name)
+    except AttributeError as error:
+        names = dir(value)
+        if name in names:
+            raise  # Something that the program computes is missing.
+        kind = type(value).__name__
+        text = f"{error}{did_you_mean(name, names)}"
+        raise UnknownFunction(text, call=f"{kind}.{name}") from None
+
+
+def backward_from(
+    reference: tuple[int, int, int], context_id: int, retain_graph: bool
+) -> WhenReady:
+    """Runs a backward pass from the value behind a reference of this worker."""
+
+    def run(value: Any) -> tuple[Callable[..., Any], None]:
+        run_backward(_worker(), value, context_id, retain_graph)
+        return backward_from, None
+
+    return WhenReady(owned(reference), run)
+
+
+def run_backward(worker: Worker, value: Any, context_id: int, retain_graph: bool) -> None:
+    """Runs a backward pass from a value of this worker, in a context or (-1) locally."""
+    if not isinstance(value, torch.Tensor):
+        raise AutogradError(
+            "RRef should contain a tensor for .backward(); this one refers to a "
+            f"{type(value).__name__}"
+        )
+    if context_id < 0:
+        torch.autograd.backward([value], retain_graph=retain_graph)
+    else:
+        worker.engine.backward(context_id, [value], retain_graph=retain_graph)
+
+
+def _worker() -> Worker:
+    return current().part(Worker)
+
+
+def owned(reference: tuple[int, int, int]) -> OwnedValue:
+    """Returns the value of this worker that a caller means, who keeps a reference to it."""
+    worker = _worker()
+    target = reference_in(reference)
+    if target.owner != worker.agent.me.id:
+        raise ProtocolError(f"{target} was asked of worker {worker.agent.info.name!r}")
+    return worker.references.value_of(target)

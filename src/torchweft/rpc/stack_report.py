@@ -1,0 +1,332 @@
+"""Says what a worker is doing: the stacks of its threads, and the calls that it serves.
+
+A thread that reads connections answers the question, off the slots for user functions: so it is
+answered while all of these are taken, as long as the interpreter runs Python. Where code in C keeps
+the interpreter to itself, a signal remains; its handler walks the stacks without asking for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import linecache
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+from torchweft import knobs
+from torchweft.agent.calls import PendingCall, function_name
+from torchweft.agent.current import current
+from torchweft.agent.open_calls import SimpleRequest
+from torchweft.agent.peers import Peer
+from torchweft.agent.reactor import Reactor
+from torchweft.agent.served_calls import ServedCall
+from torchweft.errors import (
+    CallTimeout,
+    ConfigurationError,
+    NotInitialized,
+    ProtocolError,
+    WorkerLost,
+)
+from torchweft.ids import WorkerInfo
+from torchweft.rpc.worker import Worker
+from torchweft.wire.frames import Buffer, Frame, encode_frame
+from torchweft.wire.messages import (
+    COMPACT,
+    Kind,
+    decode_call_head,
+    decode_compact_call,
+    decode_parcel,
+)
+
+NAME = "torchweft.rpc.stacks"
+_STANDARD_ERROR = 2
+_MOST_FRAMES = 100
+_OWN = (os.path.dirname(os.path.dirname(__file__)) + os.sep, threading.__file__, "<string>")
+"""Files of which the frames are that lead to those of the program, in a thread of Weft."""
+_IDLE = {vars(Reactor)["_serve"].__code__}
+
+
+@dataclass(frozen=True)
+class CallStatus:
+    """A call of another worker that has not been answered.
+
+    Attributes:
+        function: What was called, as ``module.name``.
+        caller: Name of the worker that called.
+        age_s: Seconds since the call arrived.
+        has_begun: Whether it is being run; if not, it waits in line.
+    """
+
+    function: str
+    caller: str
+    age_s: float
+    has_begun: bool
+
+    def __str__(self) -> str:
+        state = "since" if self.has_begun else "waiting in line for"
+        return f"{self.function}, called by {self.caller!r}, {state} {self.age_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class ThreadStack:
+    """The stack of one thread, or of one coroutine.
+
+    Attributes:
+        name: The thread's name.
+        frames: Its frames, the innermost one last, as in a traceback, without those of Weft that
+            lead to the program's; none for a thread of Weft that waits for work.
+    """
+
+    name: str
+    frames: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.frames:
+            return f"{self.name}: idle"
+        return "\n".join([f"{self.name}:", *self.frames])
+
+
+@dataclass(frozen=True)
+class WorkerStacks:
+    """What a worker was doing when it was asked.
+
+    Attributes:
+        worker: The worker's name.
+        pid: Its process id.
+        calls: The calls that it serves, oldest first.
+        threads: Its threads and coroutines; those that are idle come last.
+    """
+
+    worker: str
+    pid: int
+    calls: tuple[CallStatus, ...]
+    threads: tuple[ThreadStack, ...]
+
+    def __str__(self) -> str:
+        calls = [f"  {call}" for call in self.calls] or ["  none"]
+        return "\n".join(
+            [f"worker {self.worker!r} (pid {self.pid}) serves these calls:", *calls]
+            + [str(thread) for thread in self.threads]
+        )
+
+
+def stacks(worker: str | int | WorkerInfo | None = None, timeout: float = 10.0) -> WorkerStacks:
+    """Returns what a worker is doing: the calls that it serves, and its threads' stacks. Blocks.
+
+    It is answered also while user functions run on all threads that serve calls; not while code in
+    C keeps the interpreter to itself. Then ``kill -USR1 PID`` has the worker write its stacks to
+    its standard error (``WEFT_STACKS_SIGNAL``). ``str`` makes a text to print of the result::
+
+        for info in rpc.get_worker_infos():
+            print(rpc.stacks(info))
+
+    Args:
+        worker: Its name, rank or ``WorkerInfo``; None for this worker.
+        timeout: Seconds to wait for the answer.
+
+    Raises:
+        UnknownWorker: There is no such worker.
+        CallTimeout: It has not answered in time.
+        WorkerLost: It was lost.
+    """
+    agent = current()
+    peer = agent.me if worker is None else agent.find(worker)
+    return ask(agent.part(Worker), peer, timeout)
+
+
+def ask(worker: Worker, peer: Peer, timeout_s: float) -> WorkerStacks:
+    """Returns what a worker is doing; raises as ``stacks``."""
+    if peer.is_self:
+        return _here(worker)
+    call = PendingCall(peer.id, peer.name, NAME, timeout_s)
+    try:
+        worker.agent.calls.ask_and_wait(peer, call, SimpleRequest(_request))
+        return _decode(worker.result_of(call))
+    except CallTimeout:
+        raise CallTimeout(
+            f"worker {peer.name!r} has not said within {timeout_s:.1f} s what it is doing: code in "
+            "C keeps its interpreter busy, or it is stopped; if it runs, kill -USR1 PID has it "
+            "write its stacks to its standard error",
+            worker=peer.name,
+            call=NAME,
+            elapsed_s=call.elapsed_s,
+        ) from None
+
+
+def ask_all(
+    worker: Worker, peers: Iterable[Peer], timeout_s: float
+) -> dict[str, WorkerStacks | None]:
+    """Returns what some workers are doing, by name; None of those that do not say."""
+    told: dict[str, WorkerStacks | None] = {}
+    calls: list[PendingCall] = []
+    for peer in peers:
+        told[peer.name] = _here(worker) if peer.is_self else None
+        call = PendingCall(peer.id, peer.name, NAME, timeout_s)
+        with contextlib.suppress(CallTimeout, WorkerLost, NotInitialized):
+            if not peer.is_self:
+                worker.agent.calls.ask(peer, call, SimpleRequest(_request))
+                calls.append(call)
+    for call in calls:
+        worker.agent.calls.wait(call)
+        with contextlib.suppress(CallTimeout, WorkerLost, NotInitialized):
+            told[call.worker_name] = _decode(worker.result_of(call))
+    return told
+
+
+def _request(number: int) -> list[Buffer]:
+    return encode_frame(Kind.STACKS, 0, number, b"")
+
+
+def install(worker: Worker) -> None:
+    """Has ``worker`` say what it is doing, when another one asks or by a signal."""
+    agent = worker.agent
+
+    def answer(peer: Peer, frame: Frame) -> None:
+        try:
+            told = json.dumps(asdict(_here(worker)))
+        except Exception as error:
+            worker.reply_error(peer, frame.id, error)
+        else:
+            worker.reply(peer, frame.id, told, 0)
+
+    # Urgent, so that it is done whatever runs; not where it is read, as sending may block.
+    agent.on(
+        Kind.STACKS, lambda peer, frame: agent.reactor.submit(answer, peer, frame), inline=True
+    )
+    answer_signal()
+
+
+# The signal
+
+_answered: int | None = None
+
+
+def answer_signal() -> None:
+    """Has this process write its threads' stacks to standard error on ``WEFT_STACKS_SIGNAL``.
+
+    A handler that the program has set stays. Harmless when repeated. Once it is asked for, it is
+    so until the process ends: leaving a group may be what takes long.
+
+    Raises:
+        ConfigurationError: There is no such signal.
+    """
+    global _answered
+    number = _chosen_signal()
+    is_free = number is not None and signal.getsignal(number) is signal.SIG_DFL
+    if number is not None and is_free and _answered is None:
+        faulthandler.register(number, file=_STANDARD_ERROR, all_threads=True, chain=False)
+        _answered = number
+
+
+def _chosen_signal() -> int | None:
+    name = knobs.STACKS_SIGNAL.get()
+    if not name:
+        return None
+    try:
+        return signal.Signals[name]
+    except KeyError:
+        raise ConfigurationError(
+            f"environment variable {knobs.STACKS_SIGNAL.variable} is {name!r}, which is no signal; "
+            f"set it like {knobs.STACKS_SIGNAL.variable}=SIGUSR2, or empty for none"
+        ) from None
+
+
+# What there is to say
+
+
+def _here(worker: Worker) -> WorkerStacks:
+    agent = worker.agent
+    has_source = not agent.me.registration.is_strict
+    threads = [*_threads(has_source), *_coroutines(worker, has_source)]
+    threads.sort(key=lambda thread: not thread.frames)
+    return WorkerStacks(agent.info.name, os.getpid(), tuple(calls_of(worker)), tuple(threads))
+
+
+def calls_of(worker: Worker) -> list[CallStatus]:
+    """Returns the calls of others that a worker serves now, oldest first."""
+    served = [call for peer in list(worker.agent.peers.values()) for call in _copy(peer.served)]
+    making = [call for call in worker.unfinished.copy() if isinstance(call, ServedCall)]
+    calls = {id(call): call for call in [*served, *making] if not call.has_ended}
+    now_s = time.monotonic()
+    return [
+        CallStatus(_name(call), call.peer.name, now_s - call.arrived_s, call.frame is None)
+        for call in sorted(calls.values(), key=lambda call: call.arrived_s)
+    ]
+
+
+def _copy(served: dict[int, Any]) -> list[ServedCall]:
+    return list(served.copy().values())
+
+
+def _name(call: ServedCall) -> str:
+    function, frame = call.function, call.frame
+    if frame is not None:
+        function = _named_in(frame)
+    if isinstance(function, bytes):
+        return function.decode(errors="replace").replace(":", ".") or "a function sent by value"
+    return function_name(function)
+
+
+def _named_in(frame: Frame) -> bytes:
+    """Returns the function that a request names which nobody has looked at."""
+    try:
+        if frame.flags == COMPACT:
+            _, _, _, _, name, _ = decode_compact_call(frame.control)
+            return name
+        return decode_call_head(decode_parcel(frame.control).head).function
+    except ProtocolError:
+        return b"what no worker asks for"
+
+
+def _threads(has_source: bool) -> Iterator[ThreadStack]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        if ident == threading.get_ident():
+            continue
+        frames = [] if frame.f_code in _IDLE else _inwards(frame)
+        yield ThreadStack(names.get(ident, f"thread {ident}"), _lines(frames, has_source))
+
+
+def _coroutines(worker: Worker, has_source: bool) -> Iterator[ThreadStack]:
+    for name, frames in worker.coroutines.frames():
+        yield ThreadStack(name, _lines(frames, has_source))
+
+
+def _inwards(frame: FrameType | None) -> list[FrameType]:
+    """Returns the frames of a thread from the first one that is not Weft's."""
+    frames: deque[FrameType] = deque()
+    while frame is not None:
+        frames.appendleft(frame)
+        frame = frame.f_back
+    while len(frames) > 1 and frames[0].f_code.co_filename.startswith(_OWN):
+        frames.popleft()
+    return list(frames)
+
+
+def _lines(frames: list[FrameType], has_source: bool) -> tuple[str, ...]:
+    lines = []
+    for frame in frames[-_MOST_FRAMES:]:
+        path, number = frame.f_code.co_filename, frame.f_lineno
+        text = f'  File "{path}", line {number}, in {frame.f_code.co_name}'
+        source = linecache.getline(path, number).strip() if has_source else ""
+        lines.append(f"{text}\n    {source}" if source else text)
+    return tuple(lines)
+
+
+def _decode(text: str) -> WorkerStacks:
+    told = json.loads(text)
+    return WorkerStacks(
+        told["worker"],
+        told["pid"],
+        tuple(CallStatus(**call) for call in told["calls"]),
+        tuple(ThreadStack(each["name"], tuple(each["frames"])) for each in told["threads"]),
+    )

@@ -1,0 +1,188 @@
+"""Errors of calls that nobody waits for: logged once, at the caller.
+
+A call that fails has a *guard*. The future of the call holds it, or the value that could not be
+made. Whoever looks at the error disarms the guard. A guard that dies armed puts its report into a
+queue, and a task writes the log. What is still armed at shutdown is logged then. Calls that
+succeed have no guard, so they pay nothing.
+
+The owner of a value knows whether anybody asked for it, the creator does not. So the owner has
+the guard, and sends the report to the creator in a ``FAILED`` message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from torchweft.agent.calls import PendingCall, function_name
+from torchweft.agent.peers import Peer
+from torchweft.errors import CallCancelled, NotInitialized
+from torchweft.serialize.exceptions import fresh_copy, shown
+from torchweft.wire.frames import Frame, encode_frame
+from torchweft.wire.messages import Kind
+
+if TYPE_CHECKING:
+    from torchweft.rpc.worker import Worker
+
+_log = logging.getLogger("torchweft")
+
+_QUEUE_LIMIT = 1000
+_SHOWN_LIMIT = 20
+_CALL = "the call of {} on worker {!r} failed, and its result was never looked at"
+_VALUE = "a remote() call on worker {!r} failed, and its reference was never used"
+_UNTOLD = (CallCancelled, NotInitialized)
+"""Who cancels a call, or shuts its own worker down, knows what becomes of the calls."""
+
+
+class Report(NamedTuple):
+    """An error that nobody has looked at.
+
+    Attributes:
+        text: What failed.
+        error: The error; bytes where another worker sent it or is to get it.
+        creator: The worker that is to be told; None for this one.
+    """
+
+    text: str
+    error: BaseException | bytes
+    creator: Peer | None = None
+
+
+class Guard:
+    """Has a report made when it dies, unless somebody has looked at the error.
+
+    Args:
+        report: What to report.
+        enqueue: Takes the report; called by the finalizer.
+    """
+
+    __slots__ = ("__weakref__", "_enqueue", "_report", "was_seen")
+
+    def __init__(self, report: Report, enqueue: Callable[[Report], None]) -> None:
+        self.was_seen = False
+        self._report = report
+        self._enqueue = enqueue
+
+    def raise_copy(self, error: BaseException) -> NoReturn:
+        """Raises a copy of the error for somebody who takes the value of a future."""
+        self.was_seen = True
+        try:
+            raise fresh_copy(error)
+        except BaseException as copy:
+            BaseException.with_traceback(copy, None)  # The traceback begins where the program asks.
+            raise
+
+    def trip(self) -> None:
+        """Reports the error, if nobody has looked at it; at most once."""
+        if not self.was_seen:
+            self.was_seen = True
+            self._enqueue(self._report)
+
+    __del__ = trip
+
+
+class UnseenErrors:
+    """The guards of one worker, and the queue of their reports. Thread-safe.
+
+    Args:
+        worker: The worker.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._agent = worker.agent
+        self._lock = threading.Lock()
+        self._guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+        self._failed: deque[Report] = deque(maxlen=_QUEUE_LIMIT)
+        self._untold: deque[Report] = deque()
+        worker.agent.on(Kind.FAILED, self._on_message, inline=True)
+        worker.references.before_flush = self._tell_creators
+
+    def guard(self, error: BaseException, call: PendingCall) -> Guard | None:
+        """Returns the guard of an error of this worker's call, None where nobody need be told."""
+        if isinstance(error, _UNTOLD):
+            return None
+        name = function_name(call.function)
+        return self._keep(Report(_CALL.format(name, call.worker_name), error))
+
+    def guard_value(self, error: BaseException, creator: Peer) -> Guard | None:
+        """Returns the guard of a value of this worker that could not be made for ``creator``."""
+        if isinstance(error, _UNTOLD):
+            return None
+        if creator.is_self:
+            return self._keep(Report(_VALUE.format(creator.name), error))
+        return self._keep(Report("", self._worker.pack_error(creator, error), creator))
+
+    def _keep(self, report: Report) -> Guard:
+        guard = Guard(report, self._enqueue)
+        with self._lock:
+            self._guards.add(guard)
+        return guard
+
+    def _enqueue(self, report: Report) -> None:
+        """Notes a report; called by finalizers."""
+        (self._failed if report.creator is None else self._untold).append(report)
+        if self._agent.housekeeper is not None:
+            self._agent.housekeeper.nudge(0.0)
+
+    def _on_message(self, peer: Peer, frame: Frame) -> None:
+        self._failed.append(Report(_VALUE.format(peer.name), bytes(frame.control)))
+        self._agent.reactor.submit_task(self._log_task)
+
+    def _tell_creators(self) -> None:
+        """Sends what creators are to be told; they hear it before the end of their references."""
+        for _, content, creator in _taken(self._untold):
+            assert creator is not None
+            assert isinstance(content, bytes)
+            self._agent.post(creator, encode_frame(Kind.FAILED, 0, 0, content))
+
+    def tick(self, now_s: float) -> float:
+        """Sees to the queues; a job of the housekeeper."""
+        self._tell_creators()
+        if self._failed:
+            # Not here: handlers of the program's logging may block.
+            self._agent.reactor.submit_task(self._log_task)
+        return math.inf
+
+    def close(self) -> None:
+        """Logs what nobody has looked at until now: this worker leaves."""
+        with self._lock:
+            guards = list(self._guards)
+        for guard in guards:
+            guard.trip()
+        self._log_task(None, None)
+
+    def _log_task(self, _: object, __: object) -> None:
+        _log_all(list(_taken(self._failed)), self._read)
+
+    def _read(self, content: bytes) -> BaseException:
+        return self._worker.reader.unpack_error(content)
+
+
+def _taken(queue: deque[Report]) -> Iterator[Report]:
+    """Takes what is in a queue, from which other threads take as well."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield queue.popleft()
+
+
+def _log_all(reports: Iterable[Report], read: Callable[[bytes], BaseException]) -> None:
+    """Logs reports, those that say the same as one."""
+    errors: dict[tuple[str, str], BaseException] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for text, error, _ in reports:
+        known = read(error) if isinstance(error, bytes) else error
+        key = (text, shown(known))
+        errors.setdefault(key, known)
+        counts[key] += 1
+    for key in list(errors)[:_SHOWN_LIMIT]:
+        times = f" ({counts[key]} times)" if counts[key] > 1 else ""
+        _log.error("%s%s", key[0], times, exc_info=errors[key])
+    if len(errors) > _SHOWN_LIMIT:
+        _log.error("%d more failed calls were never looked at", len(errors) - _SHOWN_LIMIT)

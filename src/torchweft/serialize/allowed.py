@@ -1,0 +1,331 @@
+"""The allow-list: which names in messages a worker follows, and which methods it lets be called.
+
+A name leads to code in three ways: as the function of a call, as a global in a pickle, and as a
+method of a value behind a reference. A prefix test on the module would stop none of them:
+``my_program:os.system`` begins in an allowed module, and so does ``my_program:system`` where that
+module says ``from os import system``. So a name is followed step by step:
+
+1. The module must be on the list before it is imported.
+2. What lies between the module and the last part of the name must be classes of allowed modules;
+   never a module, and never an object, whose attributes lead anywhere.
+3. What is found must have been defined in an allowed module. A plain object has no such mark; it
+   belongs to the module that it was found in.
+
+What needs no entry is listed in ``names``: Weft's own entry points, and what only makes a value.
+
+That is a guard against mistakes. It is none against attackers: see ``callables`` for that.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from torchweft.errors import NotAllowed, UnknownFunction
+from torchweft.serialize import arrays, names
+from torchweft.serialize.functions import MAIN_MODULES, import_module, resolve, unknown
+
+BY_ITSELF = "torchweft.checkpoint"
+"""The one part of Weft that needs an entry: it writes and removes files where it is told to."""
+
+OPTION = "RpcBackendOptions(allowed_modules=...) or WEFT_ALLOWED_MODULES"
+
+_DEFINED: tuple[type, ...] = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+)
+"""What says where it was defined; anything else is a plain object."""
+
+_TENSOR_CLASSES: tuple[type, ...] = (torch.Tensor, torch._C.TensorBase)
+_KNOWN_LIMIT = 4096
+_TENSOR_BASE = "TensorBase"
+_OPERATORS = "torch.ops"
+_OPERATOR_TYPES = (OpOverload, OpOverloadPacket)
+
+
+class AllowList:
+    """The names that one worker follows in messages of others. Thread-safe.
+
+    Args:
+        modules: Modules that may be used, with all that is below them in the package.
+        worker: Name of this worker, for error messages.
+    """
+
+    def __init__(self, modules: Iterable[str], worker: str) -> None:
+        entries = {_without_alias(module) for module in modules}
+        self._has_torch = names.TORCH in entries
+        if self._has_torch:
+            entries = entries - {names.TORCH} | names.TORCH_PARTS
+        self._entries = frozenset(entries)
+        self._worker = worker
+        self._known: dict[bytes, tuple[object, str, object]] = {}
+
+    # Names
+
+    def resolve(self, name: bytes) -> Any:
+        """Returns the function or class with a name that ``name_of`` gave it on another worker.
+
+        Raises:
+            NotAllowed: It may not be used here.
+            UnknownFunction: This worker has nothing of that name.
+        """
+        known = self._known.get(name)
+        if known is not None:
+            # Looked up anew, since a program may replace it; then it is checked again.
+            parent, attribute, before = known
+            if getattr(parent, attribute, None) is before:
+                return before
+        text = name.decode("utf-8", "backslashreplace")
+        if text in names.ENTRY_POINTS or text in names.SAFE or names.is_error(text):
+            return resolve(name)
+        parent, attribute = self._locate(text)
+        found = self._found(parent, attribute, text)
+        if len(self._known) < _KNOWN_LIMIT:
+            self._known[bytes(name)] = (parent, attribute, found)
+        return found
+
+    def find_global(self, module: str, path: str) -> Any:
+        """Returns what a pickle, or the record of an error, means by a global.
+
+        Raises:
+            NotAllowed: It may not be used here.
+            UnknownFunction: This worker has nothing of that name.
+        """
+        text = f"{_without_alias(module)}:{path}"
+        stand_in = arrays.STAND_INS.get(text)
+        if stand_in is not None:
+            return stand_in
+        if text in names.REBUILDERS_OF_PICKLES or names.is_weft_error(text):
+            return resolve(text.encode())
+        if text in names.SCRIPT_LOADERS:
+            if self._is_allowed("torch.jit"):
+                return resolve(text.encode())
+            self._refuse(
+                text,
+                "TorchScript is a program by itself; have this worker load it from a file, or "
+                "add 'torch.jit' to",
+            )
+        if module == names.TORCH:
+            constant = getattr(torch, path, None)
+            if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
+                return constant
+        if module.partition(".")[0] == "cloudpickle":
+            self._refuse(
+                "a function or class that travels by value",
+                "define it at the top level of a module that this worker can import, and add "
+                "that module to",
+            )
+        return self.resolve(text.encode())
+
+    def _locate(self, text: str) -> tuple[object, str]:
+        """Returns the object that has what a name means as an attribute, and its name there."""
+        module, separator, path = text.partition(":")
+        parts = path.split(".")
+        if not separator or not all(map(str.isidentifier, (*module.split("."), *parts))):
+            raise UnknownFunction(f"{text!r} is no name of a function; it should be module:name")
+        if any(_is_hidden(part) for part in parts):
+            self._refuse(text, "no such name may be used from another worker, whatever is on")
+        if module == names.TORCH and parts[0] == "ops":
+            return self._locate_operator(text, parts)
+        is_tensor_method = module == "torch._C" and parts[0] == _TENSOR_BASE and len(parts) == 2
+        is_torch = self._has_torch and (module == names.TORCH or is_tensor_method)
+        if not is_torch and not self._is_allowed(module):
+            self._refuse(text, _to_add(module))
+        parent: object = import_module(module, path)
+        for part in parts[:-1]:
+            parent = self._attribute(parent, part, text)
+            if not isinstance(parent, type) or not self._may_use(parent):
+                self._refuse(text, f"{part!r} is no class of an allowed module; see")
+        return parent, parts[-1]
+
+    def _locate_operator(self, text: str, parts: list[str]) -> tuple[object, str]:
+        if not self._is_allowed(_OPERATORS):
+            self._refuse(text, f"add {_OPERATORS!r} to")
+        parent: object = torch.ops
+        for part in parts[1:-1]:
+            parent = self._attribute(parent, part, text)
+        found = self._attribute(parent, parts[-1], text)
+        if not isinstance(found, _OPERATOR_TYPES):
+            self._refuse(text, "that is no operator of torch; see")
+        return parent, parts[-1]
+
+    def _found(self, parent: object, attribute: str, text: str) -> Any:
+        found = self._attribute(parent, attribute, text)
+        if not self._belongs(found):
+            home = _home_of(found)
+            whose = "a module" if isinstance(found, types.ModuleType) else f"of module {home!r}"
+            self._refuse(f"{text}, which is {whose}", _to_add(home))
+        return found
+
+    def _attribute(self, parent: object, name: str, text: str) -> Any:
+        try:
+            return getattr(parent, name)
+        except (AttributeError, RuntimeError) as error:  # RuntimeError: no such operator
+            module, _, path = text.partition(":")
+            raise unknown(module, path, str(error)) from None
+
+    # Methods
+
+    def method_of(self, value: Any, name: str) -> Any:
+        """Returns the method of a value of this worker that another one may call.
+
+        Raises:
+            NotAllowed: Others may not call it.
+            AttributeError: There is none of that name.
+        """
+        kind = value if isinstance(value, type) else type(value)
+        text = f"method {name!r} of a {kind.__module__}.{kind.__qualname__}"
+        if type(name) is not str or _is_hidden(name, single=True):
+            self._refuse(text, "no such method may be called by another worker, whatever is on")
+        if isinstance(value, types.ModuleType):
+            self._refuse(text, "no module may be reached by a reference, whatever is on")
+        if name == "__call__":
+            self._check_called(value, text)
+            return getattr(value, name)
+        home = next((base for base in kind.__mro__ if name in vars(base)), None)
+        if home is None:  # Of the object itself, or made by its class when it is asked for.
+            self._check_class(kind, text)
+        elif not _is_tame(home):
+            self._check_class(home, text)
+            self._check_belongs(vars(home)[name], text)
+        elif (home, name) in names.REFUSED_METHODS:
+            self._refuse(text, "call a function that does it; see")
+        found = getattr(value, name)
+        if home is None or not _is_tame(home):
+            self._check_belongs(found, text)  # A property may have returned anything.
+        return found
+
+    def _check_called(self, value: object, text: str) -> None:
+        if isinstance(_unwrapped(value), _DEFINED):
+            self._check_belongs(value, text)
+        else:
+            self._check_class(type(value), text)
+
+    def _check_class(self, kind: type, text: str) -> None:
+        if not self._may_use(kind) and not _is_tame(kind):
+            self._refuse(f"{text}, which {kind.__module__} defines", _to_add(kind.__module__))
+
+    def _check_belongs(self, found: object, text: str) -> None:
+        if not self._belongs(found):
+            home = _home_of(found)
+            self._refuse(f"{text}, which {home} defines", _to_add(home))
+
+    # What belongs
+
+    def _is_allowed(self, module: str) -> bool:
+        module = _without_alias(module)
+        below = ""
+        while module:
+            if module in self._entries:
+                # The entry "torch" leaves out what torch keeps to itself: it compiles and writes.
+                is_part = self._has_torch and module in names.TORCH_PARTS
+                return not (is_part and "._" in below)
+            module, _, name = module.rpartition(".")
+            below = f".{name}{below}"
+        return False
+
+    def _may_use(self, kind: type) -> bool:
+        return self._is_allowed(kind.__module__) or (self._has_torch and kind in _TENSOR_CLASSES)
+
+    def _belongs(self, found: object) -> bool:
+        """Whether something was defined in an allowed module, as far as it says where."""
+        if isinstance(found, types.ModuleType):
+            return False
+        home = _home_of(found)
+        if home is None or self._is_allowed(home):
+            return True
+        if isinstance(found, _OPERATOR_TYPES):
+            return self._is_allowed(_OPERATORS)
+        if not self._has_torch:
+            return False
+        found = _unwrapped(found)
+        if getattr(found, "__objclass__", None) is torch._C.TensorBase:
+            return True
+        return names.is_operator(found) or any(found is kind for kind in _TENSOR_CLASSES)
+
+    def _refuse(self, what: str, advice: str) -> NoReturn:
+        raise NotAllowed(
+            f"worker {self._worker!r} does not allow {names.shortened(what)}: {advice} its allowed "
+            f"modules ({OPTION})",
+            worker=self._worker,
+            refused=what,
+        )
+
+
+def is_part_of_weft(module: str) -> bool:
+    """Tells whether a module is Weft's own."""
+    return _is_below(module, "torchweft")
+
+
+def _is_below(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def _without_alias(module: str) -> str:
+    return "__main__" if module in MAIN_MODULES else module
+
+
+def _is_hidden(name: str, *, single: bool = False) -> bool:
+    return name.startswith("_" if single else "__") and name not in names.USUAL_DUNDERS
+
+
+def _is_tame(kind: type) -> bool:
+    """Whether methods of a class do no more than their name says, whoever calls them."""
+    if kind in names.METHOD_CLASSES or kind.__module__.startswith("torch.nn.modules."):
+        return True
+    return f"{kind.__module__}:{kind.__qualname__}" in names.METHOD_NAMES
+
+
+def _unwrapped(found: Any) -> Any:
+    """Returns the function that a method, partial or descriptor of a class calls."""
+    while True:
+        if isinstance(found, functools.partial):
+            found = found.func
+        elif isinstance(found, (types.MethodType, staticmethod, classmethod)):
+            found = found.__func__
+        elif isinstance(found, property):
+            found = found.fget
+        else:
+            return found
+
+
+def _home_of(found: object) -> str | None:
+    """Returns the module where a function or class was defined; None for a plain object."""
+    found = _unwrapped(found)
+    home = getattr(found, "__module__", None)
+    if isinstance(found, _DEFINED):
+        if not isinstance(home, str):
+            home = _home_of_method(found)
+        return home
+    if isinstance(home, str) and home != type(found).__module__:
+        return home  # A wrapper around a function, which has taken its name.
+    return None
+
+
+def _home_of_method(found: Any) -> str | None:
+    kind = getattr(found, "__objclass__", None)
+    if kind is None:
+        # Of a method in C: the class, or the object, that it is bound to.
+        bound_to = getattr(found, "__self__", None)
+        if isinstance(bound_to, types.ModuleType):
+            return bound_to.__name__
+        kind = bound_to if isinstance(bound_to, type) else None
+    return kind.__module__ if isinstance(kind, type) else None
+
+
+def _to_add(module: str | None) -> str:
+    if module is not None and is_part_of_weft(module):
+        module = BY_ITSELF if _is_below(module, BY_ITSELF) else None
+    if module is None or module == "builtins":
+        return "call a function of an allowed module that does what you need; see"
+    return f"add {module!r} to"

@@ -1,0 +1,257 @@
+"""What others may call on a strict worker: what was registered one by one, and declared methods.
+
+A list of modules is a list of everything that they contain, and of all that torch or numpy can be
+talked into by way of it. So a strict worker follows no name: it looks names up in a table that the
+program has filled, entry by entry, and imports nothing to do so. A method of a value may be called
+if its class declares it, at the place where the method is defined.
+
+Both marks are kept here by identity. Nothing that a message contains can add to them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from types import FunctionType
+from typing import Any, NoReturn, TypeVar
+
+from torchweft.errors import ArgumentTypeError, NotAllowed
+from torchweft.serialize import names
+from torchweft.serialize.functions import MAIN_MODULES, describe, name_of, resolve
+
+T = TypeVar("T")
+
+REGISTER = "rpc.register"
+EXPOSE = "rpc.expose"
+OPTION = "RpcBackendOptions(strict=True, callables=(...))"
+
+_exposed: weakref.WeakSet[FunctionType] = weakref.WeakSet()
+
+
+class Callables:
+    """Functions and classes by the names under which others call them."""
+
+    def __init__(self, members: Iterable[Any] = ()) -> None:
+        self._members: dict[bytes, Any] = {}
+        for member in members:
+            self.add(member)
+
+    def add(self, function: Any) -> None:
+        """Adds a function or class; a new definition takes the place of one of the same name.
+
+        Raises:
+            ArgumentTypeError: It is no function or class, or has no name that others could send.
+        """
+        self._members[_name(function)] = function
+
+    def find(self, name: bytes) -> Any:
+        """Returns what a name stands for, or None."""
+        return self._members.get(name)
+
+    def has(self, function: Any) -> bool:
+        """Tells whether something is one of them itself, by whatever name."""
+        return any(function is member for member in list(self._members.values()))
+
+
+_registered = Callables()
+
+
+def register(function: T) -> T:
+    """Lets other workers call a function or class of a strict worker; a decorator, or a call.
+
+    The function itself is registered, as it is at this moment, under its module and name. As a
+    decorator it is the outermost. For functions that are defined elsewhere, call it
+    (``rpc.register(torch.nn.Linear)``), or name them in ``RpcBackendOptions(callables=...)``. To
+    register a class lets others make objects of it; methods are declared by ``expose``. A worker
+    that is not strict pays no attention to it. Thread-safe.
+
+    Args:
+        function: A function or class that other workers can import.
+
+    Returns:
+        The same.
+
+    Raises:
+        ArgumentTypeError: It is neither, or it has no name that others could send: a lambda, or
+            a function that was defined inside of another one.
+
+    Example::
+
+        @rpc.register
+        def evaluate(batch: torch.Tensor) -> float: ...
+    """
+    _registered.add(function)
+    return function
+
+
+def expose(method: T) -> T:
+    """Lets other workers call a method by reference on a strict worker; a decorator.
+
+    It is the outermost one, but for ``staticmethod`` and ``classmethod``. A subclass inherits the
+    declaration with the method; where it overrides the method, it declares it anew. Names that
+    begin with an underscore are refused, except those of operators and calls, such as
+    ``__call__``. A worker that is not strict pays no attention to it.
+
+    Args:
+        method: A function in the body of a class.
+
+    Returns:
+        The same.
+
+    Raises:
+        ArgumentTypeError: It is no such function, or its name is for the class alone.
+
+    Example::
+
+        class Observer:
+            @rpc.expose
+            def run_episode(self, steps: int) -> torch.Tensor: ...
+    """
+    function = getattr(method, "__func__", method)
+    if not isinstance(function, FunctionType):
+        raise ArgumentTypeError(
+            f"{EXPOSE} declares methods, and this is a {type(method).__name__}; write it above "
+            "the definition of a method"
+        )
+    parent = function.__qualname__.rpartition(".")[0]
+    if not parent or parent.endswith("<locals>"):
+        raise ArgumentTypeError(
+            f"{EXPOSE} declares methods, and {function.__qualname__} is defined outside of any "
+            f"class; use {REGISTER} for functions"
+        )
+    if not _is_public(function.__name__):
+        raise ArgumentTypeError(
+            f"{EXPOSE} cannot declare {function.__qualname__}: a name with a leading underscore "
+            "is for the class alone; give the method another name"
+        )
+    _exposed.add(function)
+    return method
+
+
+class StrictNames:
+    """The names that one strict worker follows in messages of others. Thread-safe.
+
+    Args:
+        members: What this worker has registered beside the program.
+        worker: Name of this worker, for error messages.
+    """
+
+    def __init__(self, members: Iterable[Any], worker: str) -> None:
+        self._own = Callables(members)
+        self._worker = worker
+
+    def resolve(self, name: bytes) -> Any:
+        """Returns the function that a call names.
+
+        Raises:
+            NotAllowed: It is not registered here.
+        """
+        found = self._find(name)
+        if found is None:
+            found = names.strict_entry_point(name)
+        return self._refuse_name(name) if found is None else found
+
+    def resolve_value(self, name: bytes) -> Any:
+        """Returns the function or class that stands in arguments, results or errors.
+
+        Raises:
+            NotAllowed: It is neither registered here nor a class of errors of Python or Weft.
+        """
+        found = self._find(name)
+        if found is None and names.is_known_error(_text(name)):
+            found = resolve(name)
+        return self._refuse_name(name) if found is None else found
+
+    def find_type(self, module: str, path: str) -> Any:
+        """Returns the class of errors that a record of an error names.
+
+        Raises:
+            NotAllowed: It is neither registered here nor one of Python or Weft.
+        """
+        return self.resolve_value(f"{_without_alias(module)}:{path}".encode())
+
+    def check_called(self, function: Any) -> None:
+        """Raises NotAllowed where something that a message contains is not to be called."""
+        if not (self._own.has(function) or _registered.has(function)):
+            self._refuse_name(describe(function).encode(errors="backslashreplace"))
+
+    def method_of(self, value: Any, name: str) -> Any:
+        """Returns the method of a value of this worker that another one may call.
+
+        Raises:
+            NotAllowed: The class of the value does not declare it.
+        """
+        kind = type(value)
+        home = next((base for base in kind.__mro__ if name in vars(base)), None)
+        # Neither the value nor its class is asked: either may have code for that.
+        if home is not None and is_exposed(vars(home)[name]):
+            return vars(home)[name].__get__(value, kind)
+        self._refuse(
+            f"method {name!r} of a {kind.__module__}.{kind.__qualname__}",
+            self._why_not(kind, home, name),
+        )
+
+    def _why_not(self, kind: type, home: type | None, name: str) -> str:
+        if any(is_exposed(vars(base).get(name)) for base in kind.__mro__):
+            assert home is not None
+            return f"as {home.__qualname__} overrides it without @{EXPOSE}; put that there as well"
+        if kind.__module__.partition(".")[0] in ("builtins", "torch", "torchweft"):
+            return f"which declares no methods; call a function that does it (@{REGISTER})"
+        return f"which the class does not declare; put @{EXPOSE} above its definition"
+
+    def _find(self, name: bytes) -> Any:
+        found = self._own.find(name)
+        return _registered.find(name) if found is None else found
+
+    def _refuse_name(self, name: bytes) -> NoReturn:
+        self._refuse(
+            _text(name),
+            f"which is not registered there; put @{REGISTER} above its definition, or name it in "
+            f"{OPTION}",
+        )
+
+    def _refuse(self, what: str, why: str) -> NoReturn:
+        shown = names.shortened(what)
+        raise NotAllowed(
+            f"worker {self._worker!r} is strict and does not run {shown}, {why}",
+            worker=self._worker,
+            refused=what,
+        )
+
+
+def is_exposed(attribute: object) -> bool:
+    """Tells whether what stands in the body of a class was declared by ``expose``."""
+    function = getattr(attribute, "__func__", attribute)
+    return isinstance(function, FunctionType) and function in _exposed
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") or name in names.USUAL_DUNDERS
+
+
+def _name(function: Any) -> bytes:
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"{REGISTER} takes functions and classes, and this is a {type(function).__name__}"
+        )
+    name = name_of(function, main_by_name=True)
+    if name is not None:
+        return name
+    module = getattr(function, "__module__", None)
+    path = getattr(function, "__qualname__", "<")
+    # A decorator runs before the name leads to the function.
+    is_definition = isinstance(function, (FunctionType, type)) and "<" not in path
+    if not is_definition or not isinstance(module, str):
+        raise ArgumentTypeError(
+            f"{describe(function)} has no name by which another worker could call it; define it "
+            f"at the top level of a module, and register that ({REGISTER})"
+        )
+    return f"{_without_alias(module)}:{path}".encode()
+
+
+def _without_alias(module: str) -> str:
+    return "__main__" if module in MAIN_MODULES else module
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace")

@@ -1,0 +1,195 @@
+"""Which part of an object cannot be sent, and what to do about it.
+
+Pickle names the type that it stumbled over, not where it was. When packing has failed, the parts
+of the object are tried one by one, then the parts of the part that fails, and so on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import io
+import multiprocessing.process
+import queue
+import socket
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchweft.errors import SerializationError
+
+_DEPTH_LIMIT = 30
+_SHOWN_LENGTH = 60
+
+_Why = Callable[[object], "Exception | None"]
+
+_LOCK = (
+    "a lock works within one process only: leave it out in __getstate__, or leave its owner "
+    "where it is and send a remote reference to it"
+)
+_FUTURE = "wait for it and send its value"
+
+_ADVICE: tuple[tuple[tuple[type, ...], str], ...] = (
+    ((type(threading.Lock()), type(threading.RLock())), _LOCK),
+    ((threading.Condition, threading.Event, threading.Semaphore, threading.Barrier), _LOCK),
+    ((queue.Queue, queue.SimpleQueue), "send what is in it as a list"),
+    ((types.GeneratorType, types.AsyncGeneratorType), "send what it yields, as a list"),
+    ((types.CoroutineType,), "send the function and its arguments, and await it there"),
+    ((asyncio.Future, concurrent.futures.Future, torch.futures.Future), _FUTURE),
+    ((io.IOBase,), "send its path or its content"),
+    ((socket.socket,), "send its address, and connect on the other worker"),
+    ((threading.Thread, multiprocessing.process.BaseProcess), "it belongs to one process"),
+    ((weakref.ReferenceType,), "send the object itself"),
+    ((types.FrameType, types.TracebackType), "send its text, see traceback.format_exception"),
+)
+
+# Of modules that PyTorch does not import: whoever has such an object has imported them.
+_ADVICE_BY_NAME = {
+    "sqlite3.Connection": "send its path, and open it on the other worker",
+}
+
+_GENERAL_ADVICE = (
+    "give its type a __getstate__ that leaves out what cannot travel, or leave it on its worker "
+    "and send a remote reference to it"
+)
+
+
+def diagnose(value: object, error: Exception, why_not: _Why) -> SerializationError:
+    """Makes the error that says which part of ``value`` cannot be sent.
+
+    Args:
+        value: What could not be packed.
+        error: What packing it raised.
+        why_not: Returns why a part cannot be packed by itself, None if it can.
+    """
+    path, culprit, reason = _find(value, error, why_not)
+    kind = type(culprit)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    if _is_too_deep(reason):
+        return SerializationError(
+            f"{path} ({name}) cannot be sent: it is nested too deeply; send it as a flat list"
+        )
+    advice = _advice(culprit)
+    if advice is None:
+        advice = "" if isinstance(reason, SerializationError) else _GENERAL_ADVICE
+    text = f"{path} ({name}) cannot be sent: {str(reason) or type(reason).__name__}"
+    return SerializationError(f"{text}; {advice}" if advice else text)
+
+
+def _advice(culprit: object) -> str | None:
+    for kinds, text in _ADVICE:
+        if isinstance(culprit, kinds):
+            return text
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(culprit).__mro__)
+    return next((_ADVICE_BY_NAME[name] for name in names if name in _ADVICE_BY_NAME), None)
+
+
+def _is_too_deep(error: Exception) -> bool:
+    # cloudpickle raises an error of its own from it.
+    return isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError)
+
+
+def _find(value: object, error: Exception, why_not: _Why) -> tuple[str, object, Exception]:
+    names = _call_parts(value)
+    path = "" if names else "value"
+    parts = iter(names or _parts(value))
+    culprit, reason, seen = value, error, {id(value)}
+    for _ in range(_DEPTH_LIMIT):
+        try:
+            found = _first_failing(parts, seen, why_not)
+        except Exception:
+            break  # an object that cannot even be looked into: name what holds it
+        if found is None:
+            break
+        step, culprit, reason = found
+        path, parts = path + step, _parts(culprit)
+        if _is_too_deep(reason) or _advice(culprit) is not None:
+            break  # nothing inside it would say more
+    return path or "value", culprit, reason
+
+
+def _first_failing(
+    parts: Iterator[tuple[str, object]], seen: set[int], why_not: _Why
+) -> tuple[str, object, Exception] | None:
+    for step, part in parts:
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        reason = why_not(part)
+        if reason is not None:
+            return step, part, reason
+    return None
+
+
+def _call_parts(value: object) -> list[tuple[str, object]]:
+    """Names the parts of a call: arguments, and the function, first or last, if it is there."""
+    if type(value) is not tuple or not value:
+        return []
+    if len(value) == 3 and callable(value[2]) and isinstance(value[1], dict):
+        return list(zip(("args", "kwargs", "function"), value, strict=True))
+    if not isinstance(value[-1], dict):
+        return []
+    if len(value) == 2 and isinstance(value[0], (tuple, list)):
+        return list(zip(("args", "kwargs"), value, strict=True))
+    if len(value) == 3 and callable(value[0]) and isinstance(value[1], (tuple, list)):
+        return list(zip(("function", "args", "kwargs"), value, strict=True))
+    return []
+
+
+def _parts(value: Any) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{_shown(key)}]", part) for key, part in list(value.items()))
+        yield from ((f" key {_shown(key)}", key) for key in list(value))
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    elif isinstance(value, (set, frozenset)):
+        yield from ((f" element {_shown(part)}", part) for part in value)
+    elif isinstance(value, functools.partial):
+        yield ".func", value.func
+        yield ".args", value.args
+        yield ".keywords", value.keywords
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from _captured(value)
+    if not isinstance(value, (type, types.ModuleType, types.FunctionType)):
+        yield from _attributes(value)
+
+
+def _captured(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """Names what a function sent by value takes along."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f" variable {name!r}", cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield f" global {name!r}", function.__globals__[name]
+    yield " defaults", function.__defaults__
+
+
+def _attributes(value: object) -> Iterator[tuple[str, object]]:
+    attributes = getattr(value, "__dict__", {})
+    if isinstance(value, torch.nn.Module):
+        for group in ("_modules", "_parameters", "_buffers"):
+            yield from ((f".{name}", part) for name, part in attributes[group].items())
+    yield from ((f".{name}", part) for name, part in list(attributes.items()))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."

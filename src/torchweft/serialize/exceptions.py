@@ -1,0 +1,447 @@
+"""Errors from one worker to another: type, message, attributes, causes, where it was raised.
+
+Pickle rebuilds an exception by calling its type with ``args``. For a type whose constructor
+takes anything else than it hands to ``Exception.__init__``, that raises, or builds the message
+into another message. So the type's own constructor is not called here: the object is made by the
+built-in type below it, which restores ``args`` and the fields written in C, and then gets its
+attributes. A type that defines how it is reduced is asked first.
+
+Where the type cannot be had (the receiver cannot import it), the nearest base that can be made
+with one string takes its place, with the name of the original in the text; and where there is
+none, ``RemoteError``. What must not travel under its own type at all, because it would stop the
+receiver instead of telling it something, becomes ``RemoteError`` too: KeyboardInterrupt,
+SystemExit, and whatever else is no ``Exception``.
+
+Nothing in this file raises: an error about an error would hide the one that matters. Packing
+runs code of the error and its attributes, which may raise anything, ``SystemExit`` as well.
+"""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import torch
+
+from torchweft.errors import RemoteError
+from torchweft.serialize import plain
+from torchweft.serialize.functions import MAIN_MODULES, find_global
+from torchweft.serialize.objects import pack, pack_plain, unpack
+from torchweft.serialize.tensors import as_memory, describe, rebuild
+from torchweft.serialize.tracebacks import (
+    PRINTS_NOTES,
+    RemoteTraceback,
+    notes_with_place,
+    places_of,
+)
+
+_CHAIN_LIMIT = 64
+_LEFT_OUT = frozenset({"name_from"})
+"""With it Python imports a module that the error names, for advice, when it prints the error."""
+_NOTES = "__notes__"
+ORIGINAL_TYPE = "_original_type"
+"""Attribute of a type that stands for another one on this worker only."""
+_HEAP_TYPE = 1 << 9  # type.__flags__ of a type that was not defined statically in C
+GROUPS: tuple[Any, ...] = tuple(
+    getattr(builtins, name) for name in ("BaseExceptionGroup",) if hasattr(builtins, name)
+)
+
+
+class ScriptError(torch.jit.Error, RuntimeError):
+    """What a compiled function raised on another worker.
+
+    Here it is a ``torch.jit.Error``; users of ``torch.distributed.rpc`` catch a RuntimeError.
+    """
+
+
+class _Record(NamedTuple):
+    """One exception of a chain, made of nothing but what a bare unpickler may read."""
+
+    type_name: str
+    text: str
+    bases: tuple[tuple[str, str], ...]  # module and qualified name, the nearest first
+    is_error: bool  # an Exception, or a group
+    name: tuple[str, str] | None  # where the receiver finds the type
+    kind: Any  # the type itself where it does not; this and the next are blobs, see _blob
+    whole: Any
+    arguments: tuple[Any, ...]
+    attributes: dict[str, Any]
+    members: tuple[int, ...]
+    cause: int | None
+    context: int | None
+    is_context_hidden: bool
+
+
+def pack_error(
+    error: BaseException, worker: str, *, main_by_name: bool = True, is_plain: bool = False
+) -> bytes:
+    """Turns an exception, with all that led to it, into bytes.
+
+    Args:
+        error: The exception that a user function or Weft raised on this worker.
+        worker: Name of this worker, for the text of the traceback.
+        main_by_name: Whether the receiver runs the same main program.
+        is_plain: Whether to leave out what cannot be plain, for a receiver that reads no pickles.
+    """
+    try:
+        records = _Packer(worker, main_by_name, is_plain).pack(error)
+        return _dump((worker, [tuple(record) for record in records]), is_plain)
+    except BaseException:
+        record = _bare_record(error, worker)
+        return _dump((worker, [tuple(record)]), is_plain)
+
+
+def _dump(content: object, is_plain: bool) -> bytes:
+    return plain.Encoder(True, ()).encode(content) if is_plain else pickle.dumps(content, 5)
+
+
+def _load(content: bytes | bytearray | memoryview) -> Any:
+    if len(content) and content[0] == plain.MARK:
+        return plain.decode(content, (), (), _refuse_name)
+    return _PlainUnpickler(BytesIO(content)).load()
+
+
+def _refuse_name(name: bytes) -> Any:
+    raise pickle.UnpicklingError(f"an error message names {name!r}")
+
+
+def unpack_error(
+    content: bytes | bytearray | memoryview,
+    *,
+    find: Callable[[str, str], object] = find_global,
+    unpack: Callable[[Any, Any, Any], Any] = unpack,
+) -> BaseException:
+    """Returns the exception that ``pack_error`` was given on another worker.
+
+    Its notes say where it was raised; see ``torchweft.serialize.tracebacks``.
+
+    Args:
+        content: What ``pack_error`` returned.
+        find: Returns the class with a module and a name, or raises.
+        unpack: Does as ``objects.unpack``.
+    """
+    try:
+        worker, rows = _load(content)
+        records = [_Record(*row) for row in rows]
+        error = _Rebuilder(records, worker, find, unpack).rebuild()
+        if not PRINTS_NOTES:
+            places = [place for part in chain(error) for place in places_of(part)]
+            _assign(chain(error)[-1], "__cause__", RemoteTraceback("\n".join(places)))
+        return error
+    except Exception as failure:
+        return RemoteError(f"a remote error could not be read: {failure!r}")
+
+
+def fresh_copy(error: BaseException) -> BaseException:
+    """Returns an equal error without traceback, to be raised in place of one that is kept.
+
+    Raising adds the frames that an error passes, and who keeps it keeps all that they hold. An
+    error that cannot be copied is returned itself.
+    """
+    return copy_as(type(error), error)
+
+
+def _as_raised(error: BaseException) -> BaseException:
+    """Returns an error as the type that it had on the worker where it was raised."""
+    kind = vars(type(error)).get(ORIGINAL_TYPE)
+    return error if kind is None else copy_as(kind, error).with_traceback(error.__traceback__)
+
+
+def copy_as(kind: Any, error: BaseException) -> BaseException:
+    """Returns an equal error of a type with the same layout; itself where it cannot be copied."""
+    try:
+        arguments, attributes = _state(error)
+        native = _native_base(kind)
+        copy: BaseException = native.__new__(kind, *arguments)
+        native.__init__(copy, *arguments)
+        for name, value in attributes.items():
+            _assign(copy, name, list(value) if name == _NOTES else value)
+    except Exception:
+        return error
+    for name in ("__cause__", "__context__", "__suppress_context__"):
+        _assign(copy, name, getattr(error, name))
+    return copy
+
+
+class _Packer:
+    """Makes the records of one exception and all that hang on it."""
+
+    def __init__(self, worker: str, main_by_name: bool, is_plain: bool) -> None:
+        self._worker = worker
+        self._main_by_name = main_by_name
+        self._is_plain = is_plain
+        self._numbers: dict[int, int] = {}
+        self._records: list[_Record | None] = []
+
+    def pack(self, error: BaseException) -> list[_Record]:
+        self._add(error)
+        return [record for record in self._records if record is not None]
+
+    def _add(self, error: BaseException | None) -> int | None:
+        """Returns the number of the record for ``error``; each one is made once."""
+        if error is None or isinstance(error, RemoteTraceback):
+            return None  # What it says is in the notes.
+        number = self._numbers.get(id(error))
+        if number is None and len(self._records) < _CHAIN_LIMIT:
+            number = self._numbers[id(error)] = len(self._records)
+            self._records.append(None)
+            self._records[number] = self._record(_as_raised(error))
+        return number
+
+    def _record(self, error: BaseException) -> _Record:
+        kind = ScriptError if type(error) is torch.jit.Error else type(error)
+        exceptions: Any = error.exceptions if isinstance(error, GROUPS) else ()
+        members = [self._add(member) for member in exceptions]
+        arguments, attributes = _state(error)
+        by_name = _is_importable(kind) and (
+            self._main_by_name or kind.__module__ not in MAIN_MODULES
+        )
+        bare = _bare_record(error, self._worker)
+        blobs = {name: self._blob(value) for name, value in attributes.items()} | bare.attributes
+        return bare._replace(
+            name=(kind.__module__, kind.__qualname__) if by_name else None,
+            kind=None if by_name or self._is_plain else self._blob(kind),
+            whole=self._blob(error) if _has_own_reduce(kind) and not self._is_plain else None,
+            arguments=() if exceptions else tuple(map(self._argument, arguments)),
+            attributes={name: blob for name, blob in blobs.items() if blob is not None},
+            members=tuple(number for number in members if number is not None),
+            cause=self._add(error.__cause__),
+            context=self._add(error.__context__),
+        )
+
+    def _argument(self, value: object) -> Any:
+        blob = self._blob(value)
+        return self._blob(shown(value)) if blob is None else blob
+
+    def _blob(self, value: object) -> Any:
+        """Packs a value with its tensors, or returns None."""
+        if type(value) in _ATOMS:
+            return (value,)
+        try:
+            packed = (pack_plain if self._is_plain else pack)(
+                value, main_by_name=self._main_by_name
+            )
+            if packed.externals:
+                return None  # a reference needs the layer that counts it
+            table, buffers = describe(packed.tensors)
+            return packed.payload, table, [bytes(as_memory(buffer)) for buffer in buffers]
+        except BaseException:
+            return None
+
+
+_ATOMS = (str, int, float, bool, bytes, type(None))
+
+
+class _Rebuilder:
+    """Makes exceptions out of records."""
+
+    def __init__(
+        self,
+        records: list[_Record],
+        worker: str,
+        find: Callable[[str, str], object],
+        unpack: Callable[[Any, Any, Any], Any],
+    ) -> None:
+        self._records = records
+        self._worker = worker
+        self._find = find
+        self._unpack = unpack
+        self._made: dict[int, BaseException] = {}
+
+    def rebuild(self) -> BaseException:
+        errors = [self._once(number) for number in range(len(self._records))]
+        # Only now: a context may lead in a circle, also through the members of a group.
+        for error, record in zip(errors, self._records, strict=True):
+            _assign(error, "__cause__", None if record.cause is None else errors[record.cause])
+            _assign(
+                error, "__context__", None if record.context is None else errors[record.context]
+            )
+            _assign(error, "__suppress_context__", record.is_context_hidden)
+        return errors[0]
+
+    def _once(self, number: int) -> BaseException:
+        error = self._made.get(number)
+        if error is None:
+            error = self._made[number] = self._make(self._records[number])
+        return error
+
+    def _make(self, record: _Record) -> BaseException:
+        error = self._exact(record) if record.is_error else None
+        if error is None and record.is_error:
+            error = self._nearest(record)
+        if error is None:
+            text = f"{record.type_name}: {record.text}" if record.text else record.type_name
+            error = RemoteError(text, type_name=record.type_name, worker=self._worker)
+        for name, blob in record.attributes.items():
+            self._set(error, name, blob)
+        return error
+
+    def _exact(self, record: _Record) -> BaseException | None:
+        try:
+            kind: Any = self._find(*record.name) if record.name else self._open(record.kind)
+            if not _is_exception_type(kind):
+                return None
+            error = self._from_whole(record, kind) or self._from_parts(record, kind)
+        except Exception:
+            return None
+        is_right = isinstance(error, (Exception, *GROUPS))
+        return error if is_right else None
+
+    def _from_whole(self, record: _Record, kind: type) -> BaseException | None:
+        if record.whole is None:
+            return None
+        try:
+            error = self._open(record.whole)
+        except Exception:
+            return None
+        return error if isinstance(error, BaseException) and type(error) is kind else None
+
+    def _from_parts(self, record: _Record, kind: Any) -> BaseException:
+        native = _native_base(kind)
+        if record.members:
+            members = [self._once(number) for number in record.members]
+            group: BaseException = native.__new__(kind, record.text, members)
+            return group
+        arguments = [self._open(blob) for blob in record.arguments]
+        error: BaseException = native.__new__(kind, *arguments)
+        native.__init__(error, *arguments)
+        return error
+
+    def _nearest(self, record: _Record) -> BaseException | None:
+        text = f"{record.text} [{record.type_name} on worker {self._worker!r}]"
+        for module, name in record.bases:
+            try:
+                base: Any = self._find(module, name)
+                if base is Exception:
+                    return None  # RemoteError is one too, and says more.
+                if _is_exception_type(base):
+                    error = base(text)
+                    return error if isinstance(error, Exception) else None
+            except Exception:
+                continue
+        return None
+
+    def _set(self, error: BaseException, name: str, blob: Any) -> None:
+        if name in _LEFT_OUT or (name.startswith("__") and name != _NOTES):
+            return
+        try:
+            value = self._open(blob)
+        except Exception:
+            return
+        try:
+            _assign(error, name, value)
+        except Exception:  # a property without a setter
+            vars(error)[name] = value
+
+    def _open(self, blob: Any) -> Any:
+        if len(blob) == 1:
+            return blob[0]
+        payload, table, buffers = blob
+        tensors = rebuild(table, [bytearray(buffer) for buffer in buffers])
+        return self._unpack(payload, tensors, ())
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, strings and containers only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"an error message names {module}.{name}")
+
+
+def _bare_record(error: BaseException, worker: str) -> _Record:
+    """Returns what is known of an exception without asking any code of its own but ``str``."""
+    kind = type(error)
+    return _Record(
+        type_name=f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."),
+        text=_text(error),
+        bases=tuple((base.__module__, base.__qualname__) for base in kind.__mro__[1:-1]),
+        is_error=isinstance(error, (Exception, *GROUPS)),
+        name=None,
+        kind=None,
+        whole=None,
+        arguments=((_text(error),),),
+        attributes={_NOTES: (notes_with_place(error, worker),)},
+        members=(),
+        cause=None,
+        context=None,
+        is_context_hidden=bool(BaseException.__getattribute__(error, "__suppress_context__")),
+    )
+
+
+def _state(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the constructor arguments of the built-in type, and all attributes."""
+    native = _native_base(type(error))
+    reduced = native.__reduce__(error)
+    attributes = dict(reduced[2]) if len(reduced) > 2 and isinstance(reduced[2], dict) else {}
+    for kind in type(error).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(error, name):
+                attributes[name] = getattr(error, name)
+    return tuple(reduced[1]), attributes
+
+
+def _is_exception_type(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseException)
+
+
+def _native_base(kind: Any) -> Any:
+    """Returns the built-in type that decides how objects of ``kind`` are laid out."""
+    while kind.__flags__ & _HEAP_TYPE:
+        kind = kind.__base__
+    return kind
+
+
+def _has_own_reduce(kind: type) -> bool:
+    return any(
+        name in vars(base)
+        for base in kind.__mro__
+        if base.__flags__ & _HEAP_TYPE
+        for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+    )
+
+
+def _is_importable(kind: type) -> bool:
+    try:
+        return find_global(kind.__module__, kind.__qualname__) is kind
+    except BaseException:
+        return False
+
+
+def _assign(error: BaseException, name: str, value: object) -> None:
+    BaseException.__setattr__(error, name, value)  # a frozen dataclass would refuse
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """Returns an error and what led to it, in the order opposite to that in which it is printed."""
+    found = [error]
+    seen = {id(error)}
+    while True:
+        following = error.__cause__
+        if following is None and not error.__suppress_context__:
+            following = error.__context__
+        if following is None or id(following) in seen:
+            return found
+        seen.add(id(following))
+        found.append(following)
+        error = following
+
+
+def _text(error: BaseException) -> str:
+    try:
+        if isinstance(error, GROUPS):
+            return str(error.message)
+        return str(error)
+    except BaseException as failure:
+        return f"<its text cannot be made: {type(failure).__name__}>"
+
+
+def shown(value: object) -> str:
+    """Returns the ``repr`` of a value, or its type where that raises."""
+    try:
+        return repr(value)
+    except BaseException:
+        return f"<{type(value).__name__} object>"

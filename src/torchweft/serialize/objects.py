@@ -1,0 +1,396 @@
+"""Objects to bytes: a pickle with the tensors and the references taken out.
+
+The default way to pickle a tensor copies its memory and takes some hundred microseconds. Here
+tensors are taken out of the pickle, wherever they are (arguments, modules, dataclasses,
+closures), and leave a number behind. So do the objects of registered classes: a remote reference
+is handed on by the layer above, which has to know of each one.
+
+Two picklers share that. The first is C code but for tensors, functions, classes and instances;
+it sends functions and classes by name. Where something has no name that the other side could
+import, everything is pickled again by cloudpickle, which sends those by value.
+
+Each taken-out tensor is pickled as a call of one marker. Pickling the marker itself would cost a
+microsecond a message, so the pickler is told that the marker is in its memo already, as number 0,
+and every payload starts with the few instructions that put it there when it is read.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, TypeGuard, TypeVar
+
+import cloudpickle
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from torchweft.errors import ProtocolError, SerializationError, WeftError
+from torchweft.serialize import plain
+from torchweft.serialize.diagnosis import diagnose
+from torchweft.serialize.dtypes import CODES
+from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, unknown
+from torchweft.serialize.reducers import reduce_tensor, reduce_torch, set_attributes
+
+Kind = TypeVar("Kind")
+Reducers = Mapping[type, Callable[[Any], Any]]
+
+_PROTOCOL = 5
+_MARKER_MODULE = "torchweft"
+_MARKER_NAME = "tensor"
+
+_STRIDED = torch.strided
+_external_types: tuple[type, ...] = ()
+
+
+class Packed:
+    """An object as bytes, with what was taken out of it.
+
+    Attributes:
+        payload: A pickle, or plain, with numbers in place of ``tensors`` and ``externals``.
+        tensors: The tensors in order of first appearance, each once.
+        externals: The objects of registered classes in order of first appearance, each once.
+    """
+
+    __slots__ = ("externals", "payload", "tensors")
+
+    def __init__(self, payload: bytes, tensors: list[Tensor], externals: list[object]) -> None:
+        self.payload = payload
+        self.tensors = tensors
+        self.externals = externals
+
+
+def register_external(kind: type[Kind]) -> type[Kind]:
+    """Has all instances of ``kind`` taken out of every pickle from now on; a class decorator."""
+    global _external_types
+    if kind not in _external_types:
+        _external_types = (*_external_types, kind)
+    return kind
+
+
+def pack(value: object, *, main_by_name: bool, not_by_value: str = "") -> Packed:
+    """Turns an object into bytes, tensors and references.
+
+    Args:
+        value: Anything that pickle or cloudpickle can handle, with tensors anywhere in it.
+        main_by_name: Whether the receiver runs the same main program, so that what it defines
+            can go by name.
+        not_by_value: Why functions cannot travel by value; empty where they can.
+
+    Raises:
+        SerializationError: Some part cannot be sent; says which one, and what to do.
+    """
+    # Most results are one tensor or nothing: these need no pickle.
+    if value is None:
+        return Packed(b"", [], [])
+    if _is_plain(value):
+        return Packed(b"", [value], [])
+    try:
+        return _pack_by_name(value, main_by_name)
+    except Exception:
+        # Usually something that has no name. If it is anything else, this fails as well.
+        try:
+            return _pack_by_value(value, main_by_name, not_by_value=not_by_value)
+        except _NotByValue as error:
+            raise SerializationError(str(error)) from None
+        except Exception as error:
+            raise diagnose(value, error, lambda part: _why_not(part, main_by_name)) from error
+
+
+def pack_plain(value: object, *, main_by_name: bool) -> Packed:
+    """Does what ``pack`` does without pickle, for a worker that is strict.
+
+    Args:
+        value: Something that can be plain; see ``plain``.
+        main_by_name: Whether the receiver runs the same main program.
+
+    Raises:
+        SerializationError: Some part cannot be plain; says which one, and what to do.
+    """
+    if value is None:
+        return Packed(b"", [], [])
+    if _is_plain(value):
+        return Packed(b"", [value], [])
+    encoder = plain.Encoder(main_by_name, _external_types)
+    try:
+        payload = encoder.encode(value)
+    except Exception as error:
+        raise diagnose(value, error, lambda part: _why_not_plain(part, main_by_name)) from error
+    return Packed(payload, encoder.tensors, encoder.externals)
+
+
+def pack_with(value: object, reducers: Reducers) -> Packed:
+    """Does what ``pack`` does, with a program's own functions for some classes.
+
+    Args:
+        value: What ``pack`` takes; the receiver runs the same main program.
+        reducers: What the pickle protocol calls reducers, by class, subclasses not included. They
+            come before anything that ``pack`` does.
+
+    Raises:
+        SerializationError: Some part cannot be sent; says which one, and what to do.
+    """
+    try:
+        return _pack_by_value(value, True, reducers)
+    except Exception as error:
+        raise diagnose(value, error, lambda part: _why_not(part, True, reducers)) from error
+
+
+def unpack(
+    payload: bytes | bytearray | memoryview,
+    tensors: Sequence[Tensor],
+    externals: Sequence[object],
+) -> object:
+    """Returns the object that ``pack`` was given on another worker.
+
+    The payload can name and call anything: it must come from a worker that is trusted.
+
+    Raises:
+        UnknownFunction: A function or class in it cannot be imported here.
+        SerializationError: Rebuilding some object in it failed.
+        ProtocolError: It was made with more tensors or references than came.
+    """
+    if not payload:
+        return tensors[0] if tensors else None
+    if payload[0] == plain.MARK:
+        return plain.decode(payload, tensors, externals)
+    unpickler = _Unpickler(io.BytesIO(payload))
+    unpickler.tensors = tensors
+    unpickler.externals = externals
+    try:
+        return unpickler.load()
+    except WeftError:
+        raise
+    except Exception as error:
+        raise SerializationError(
+            f"a received object cannot be rebuilt: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        # Its memo may hold the error, whose traceback leads here. Before 3.11 the collector cannot
+        # see that circle, and what the message held would never be freed.
+        del unpickler
+
+
+def _is_plain(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor that its memory and its entry in the table say all about."""
+    return (
+        (type(value) is Tensor or type(value) is Parameter)
+        and value.layout is _STRIDED
+        and value.dtype in CODES
+        and not value.is_nested
+        and not value.is_meta
+        and not value.__dict__
+    )
+
+
+def _tensor(number: int) -> Tensor:
+    """Stands for tensor ``number`` in a pickle; the reader puts its own list in place."""
+    raise ProtocolError("a payload of Weft was read by another unpickler")
+
+
+def _external(number: int) -> object:
+    """Stands for reference ``number`` in a pickle, in the same way."""
+    raise ProtocolError("a payload of Weft was read by another unpickler")
+
+
+def _marker_to_memo() -> bytes:
+    """Returns the instructions that look the marker up and put it into the reader's memo."""
+    parts = [pickle.PROTO, bytes([_PROTOCOL])]
+    for text in (_MARKER_MODULE, _MARKER_NAME):
+        parts += [pickle.SHORT_BINUNICODE, bytes([len(text)]), text.encode()]
+    return b"".join([*parts, pickle.STACK_GLOBAL, pickle.MEMOIZE, pickle.POP])
+
+
+TENSOR_MARKER = (_MARKER_MODULE, _MARKER_NAME)
+EXTERNAL_MARKER = (__name__, _external.__name__)
+"""The globals that stand for what was taken out of a pickle."""
+
+_PREFIX = _marker_to_memo()
+_MEMO: Any = {id(_tensor): (0, _tensor)}
+
+
+class _NeedsValue(pickle.PicklingError):
+    """A function or class has no name that the receiver can import."""
+
+
+class _NamePickler(pickle.Pickler):
+    """Pickles functions and classes by name; in C as far as possible."""
+
+    __slots__ = ("externals", "main_by_name", "tensors")
+
+    tensors: list[Tensor]
+    externals: list[object]
+    main_by_name: bool
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if _is_plain(value):
+            tensors = self.tensors
+            tensors.append(value)
+            return _tensor, (len(tensors) - 1,)
+        if kind is FunctionType or isinstance(value, type):
+            module = value.__module__
+            if module in MAIN_MODULES:
+                if not self.main_by_name:
+                    raise _NeedsValue(f"{value!r} is part of the main program")
+            elif is_registered_by_value(module):
+                raise _NeedsValue(f"module {module!r} goes by value")
+            return NotImplemented
+        return _take_out(self, value)
+
+
+class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles functions and classes by value where the receiver cannot import them."""
+
+    tensors: list[Tensor]
+    externals: list[object]
+    main_by_name: bool
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (FunctionType, type)):
+            if self.main_by_name and _is_in_main(value):
+                return NotImplemented
+            return super().reducer_override(value)
+        reduced = _take_out(self, value)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+
+class _NotByValue(pickle.PicklingError):
+    """A function would have to travel by value, and cannot."""
+
+
+class _NamedFunctionsPickler(_ValuePickler):
+    """Refuses functions that the receiver cannot import."""
+
+    not_by_value: str
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = super().reducer_override(value)
+        if isinstance(value, FunctionType) and reduced is not NotImplemented:
+            name = value.__qualname__
+            raise _NotByValue(
+                f"{self.not_by_value}; put {name!r} into a module that both can import"
+            )
+        return reduced
+
+
+class _ReducingPickler(_ValuePickler):
+    """Asks a program's own reducers first."""
+
+    reducers: Reducers
+
+    def reducer_override(self, value: Any) -> Any:
+        reducer = self.reducers.get(type(value))
+        return super().reducer_override(value) if reducer is None else reducer(value)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what the picklers above wrote."""
+
+    __slots__ = ("externals", "tensors")
+
+    tensors: Sequence[Tensor]
+    externals: Sequence[object]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == _MARKER_MODULE:
+            return self.tensors.__getitem__
+        if module == __name__ and name == _external.__name__:
+            return self.externals.__getitem__
+        if module in MAIN_MODULES:
+            module = "__main__"
+        try:
+            if module not in sys.modules:
+                load_module(module)
+            return super().find_class(module, name)
+        except (AttributeError, ImportError) as error:
+            raise unknown(module, name, str(error)) from error
+
+
+def _take_out(pickler: _NamePickler | _ValuePickler, value: Any) -> Any:
+    """Does what both picklers do with anything but functions and classes."""
+    if isinstance(value, Tensor):
+        reduced = reduce_tensor(value)
+        if reduced is None:
+            pickler.tensors.append(value)
+            reduced = (_tensor, (len(pickler.tensors) - 1,))
+        if reduced is not NotImplemented and len(reduced) == 2 and vars(value):
+            return (*reduced, dict(vars(value)), None, None, set_attributes)
+        return reduced
+    if isinstance(value, _external_types):
+        pickler.externals.append(value)
+        return _external, (len(pickler.externals) - 1,)
+    reduced = reduce_torch(value)
+    return NotImplemented if reduced is None else reduced
+
+
+def _pack_by_name(value: object, main_by_name: bool) -> Packed:
+    tensors: list[Tensor] = []
+    externals: list[object] = []
+    buffer = io.BytesIO()
+    buffer.write(_PREFIX)
+    pickler = _NamePickler(buffer, _PROTOCOL)
+    pickler.memo = _MEMO
+    pickler.tensors = tensors
+    pickler.externals = externals
+    pickler.main_by_name = main_by_name
+    pickler.dump(value)
+    return Packed(buffer.getvalue(), tensors, externals)
+
+
+def _pack_by_value(
+    value: object, main_by_name: bool, reducers: Reducers | None = None, not_by_value: str = ""
+) -> Packed:
+    if not main_by_name and "__mp_main__" in sys.modules:
+        # cloudpickle knows the main program by its first name only.
+        cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
+    buffer = io.BytesIO()
+    buffer.write(_PREFIX)
+    pickler: _ValuePickler
+    if not_by_value:
+        pickler = _NamedFunctionsPickler(buffer, _PROTOCOL)
+        pickler.not_by_value = not_by_value
+    elif reducers is None:
+        pickler = _ValuePickler(buffer, _PROTOCOL)
+    else:
+        pickler = _ReducingPickler(buffer, _PROTOCOL)
+        pickler.reducers = reducers
+    pickler.memo = _MEMO
+    pickler.tensors, pickler.externals = [], []
+    pickler.main_by_name = main_by_name
+    pickler.dump(value)
+    return Packed(buffer.getvalue(), pickler.tensors, pickler.externals)
+
+
+def _is_in_main(value: Any) -> bool:
+    if value.__module__ not in MAIN_MODULES:
+        return False
+    found: object = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def _why_not(
+    part: object, main_by_name: bool, reducers: Reducers | None = None
+) -> Exception | None:
+    """Returns why one part of an object cannot be packed, None if it can."""
+    try:
+        _pack_by_name(part, main_by_name)
+    except Exception:
+        try:
+            _pack_by_value(part, main_by_name, reducers)
+        except Exception as error:
+            return error
+    return None
+
+
+def _why_not_plain(part: object, main_by_name: bool) -> Exception | None:
+    try:
+        plain.Encoder(main_by_name, _external_types).encode(part)
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,10 @@
+"""Values to bytes and back without pickle: what a strict worker takes.
+
+``tags`` has the format, ``encoding`` writes it and ``decoding`` reads it.
+"""
+
+from torchweft.serialize.plain.decoding import decode
+from torchweft.serialize.plain.encoding import TAKES, Encoder
+from torchweft.serialize.plain.tags import MARK
+
+__all__ = ["MARK", "TAKES", "Encoder", "decode"]

@@ -1,0 +1,321 @@
+"""How the objects of torch are taken apart for the pickler.
+
+A dense tensor is left whole: its memory travels beside the pickle. Everything else of torch
+becomes a call that rebuilds it from dense tensors, which the pickler then takes out in turn.
+Taking apart is differentiable where torch allows it, so that gradients find their way back.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchweft.errors import ProtocolError, SerializationError
+from torchweft.serialize.dtypes import CODES
+from torchweft.serialize.functions import name_of, resolve
+
+Reduced = tuple[Any, ...]
+"""A callable, its arguments and what else the pickle protocol allows to follow them."""
+
+TRAVEL = "torchweft.travel"
+"""In the metadata of a node: how many, from it on, only take apart a tensor or rebuild it."""
+
+_DENSE_REDUCE = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
+
+
+def reduce_tensor(tensor: Tensor) -> Any:
+    """Takes apart a tensor that has more to it than dense memory.
+
+    Returns:
+        What the pickle protocol calls a reduced value, NotImplemented for a type that has its
+        own, and None for a dense tensor.
+
+    Raises:
+        SerializationError: The tensor has no parts that could be sent.
+    """
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter:
+        return _reduce_subclass(tensor)
+    if is_dense(tensor):
+        return None
+    with torch.enable_grad():  # the parts require grad where the tensor does
+        if kind is Parameter:
+            return _as_parameter, (tensor.detach(), tensor.requires_grad)
+        if tensor.is_nested:
+            return _nested, (list(tensor.unbind()), tensor.layout)
+        if tensor.is_quantized:
+            return _reduce_quantized(tensor)
+        return _reduce_layout(tensor)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tells whether a tensor of torch's own type is nothing but memory, shape and strides."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and tensor.dtype in CODES
+    )
+
+
+def set_attributes(target: object, attributes: dict[str, object]) -> None:
+    """Puts back what a program had attached to a tensor."""
+    _check_tensor(target, type(target))
+    vars(target).update(attributes)
+
+
+def reduce_torch(value: object) -> Reduced | None:
+    """Takes apart what torch, or the default pickler, cannot pickle; None for other objects."""
+    reducer = _REDUCERS.get(type(value))
+    if reducer is not None:
+        return reducer(value)
+    if isinstance(value, torch.jit.ScriptModule):
+        return _load_script, (_script_bytes(value),)
+    return None
+
+
+def register_reducer(kind: type, reducer: Callable[[Any], Reduced | None]) -> None:
+    """Has objects of a class, subclasses not included, taken apart by ``reducer`` from now on."""
+    _REDUCERS[kind] = reducer
+
+
+def _reduce_subclass(tensor: Tensor) -> Any:
+    kind = type(tensor)
+    if kind.__reduce_ex__ not in _DENSE_REDUCE or kind.__reduce__ is not object.__reduce__:
+        return NotImplemented  # it knows better: lazy modules' uninitialized parameters do
+    with torch.enable_grad():
+        if is_traceable_wrapper_subclass(tensor):
+            return _reduce_wrapper(tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = tensor.as_subclass(Tensor)
+    state = dict(vars(tensor)) or None
+    return _as_subclass, (plain, kind), state, None, None, set_attributes
+
+
+def _as_parameter(data: Tensor, requires_grad: bool) -> Parameter:
+    return Parameter(data, requires_grad)
+
+
+def _check_tensor(value: object, kind: object) -> None:
+    """Raises where a message has these functions change anything but a tensor."""
+    is_kind = isinstance(kind, type) and issubclass(kind, Tensor)
+    if not is_kind or not isinstance(value, Tensor):
+        raise ProtocolError(f"a message makes a tensor of {kind!r} out of a {type(value).__name__}")
+
+
+def _as_subclass(plain: Tensor, kind: type[Tensor]) -> Tensor:
+    _check_tensor(plain, kind)
+    try:
+        # The same object, so that a leaf stays a leaf and a placeholder of the autograd layer
+        # stays the object that it knows.
+        plain.__class__ = kind
+    except TypeError:  # the subclass has slots
+        return plain.as_subclass(kind)
+    return plain
+
+
+def _reduce_wrapper(tensor: Any) -> Reduced:
+    """Takes apart a subclass that holds other tensors instead of memory."""
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    return _wrapper, (type(tensor), parts, context, tuple(tensor.size()), tensor.stride())
+
+
+def _wrapper(
+    kind: Any, parts: dict[str, Tensor], context: object, shape: object, strides: object
+) -> Tensor:
+    for part in parts.values():
+        _check_tensor(part, kind)
+    made: Tensor = kind.__tensor_unflatten__(parts, context, shape, strides)
+    return made
+
+
+def _reduce_layout(tensor: Tensor) -> Reduced:
+    shape = tuple(tensor.shape)
+    if tensor.layout is torch.sparse_coo:
+        if tensor.requires_grad:
+            whole = tensor
+            tensor = tensor.coalesce()  # only then torch hands out values that carry gradients
+            values = tensor.values()
+            _mark(values, 1 if tensor.grad_fn is whole.grad_fn else 2)
+            return _sparse_coo, (tensor.indices(), values, shape, True)
+        return _sparse_coo, (tensor._indices(), tensor._values(), shape, tensor.is_coalesced())
+    if tensor.layout in _COMPRESSED:
+        by_column = tensor.layout in _BY_COLUMN
+        compressed = tensor.ccol_indices() if by_column else tensor.crow_indices()
+        plain = tensor.row_indices() if by_column else tensor.col_indices()
+        return _sparse_compressed, (compressed, plain, tensor.values(), shape, tensor.layout)
+    if tensor.is_mkldnn:
+        return _mkldnn, (tensor.to_dense(),)
+    if tensor.is_meta:
+        return _meta, (shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+    raise SerializationError(
+        f"a tensor with layout {tensor.layout} cannot be sent; send its dense equivalent"
+    )
+
+
+def _sparse_coo(
+    indices: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool
+) -> Tensor:
+    # Checked: with indices beyond the shape, later operations would leave the memory. And copied
+    # before: the sender, or a part of the message that shares them, could change them afterwards.
+    for part in (indices, values):
+        if not isinstance(part, Tensor) or part.layout is not torch.strided:
+            raise ProtocolError(f"a message makes a sparse tensor of a {type(part).__name__}")
+    made = torch.sparse_coo_tensor(
+        indices.detach().clone(), values, shape, is_coalesced=is_coalesced, check_invariants=True
+    )
+    _mark(made, 1)
+    return made
+
+
+def _mark(tensor: Tensor, count: int) -> None:
+    """Notes that the last ``count`` nodes behind a tensor are those that are made here."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[TRAVEL] = count
+
+
+def _sparse_compressed(
+    compressed: Tensor, plain: Tensor, values: Tensor, shape: Any, layout: torch.layout
+) -> Tensor:
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=layout, check_invariants=True
+    )
+
+
+def _mkldnn(dense: Tensor) -> Tensor:
+    return dense.to_mkldnn()
+
+
+def _meta(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
+) -> Tensor:
+    return torch.empty_strided(
+        shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad
+    )
+
+
+def _nested(parts: list[Tensor], layout: torch.layout) -> Tensor:
+    return torch.nested.as_nested_tensor(parts, layout=layout)
+
+
+def _reduce_quantized(tensor: Tensor) -> Reduced:
+    if tensor.dtype not in _QUANTIZED:
+        raise SerializationError(
+            f"a tensor of dtype {tensor.dtype} cannot be sent; send tensor.dequantize()"
+        )
+    scheme = tensor.qscheme()
+    if scheme == torch.per_tensor_affine:
+        return _per_tensor, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+    if scheme == torch.per_channel_affine:
+        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        axis = tensor.q_per_channel_axis()
+        return _per_channel, (tensor.int_repr(), scales, zero_points, axis)
+    raise SerializationError(
+        f"a tensor quantised as {scheme} cannot be sent; send tensor.dequantize()"
+    )
+
+
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
+
+
+def _per_tensor(integers: Tensor, scale: float, zero_point: int) -> Tensor:
+    return torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)
+
+
+def _per_channel(integers: Tensor, scales: Tensor, zero_points: Tensor, axis: int) -> Tensor:
+    return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
+
+
+def _reduce_untyped_storage(storage: torch.UntypedStorage) -> Reduced:
+    # As a tensor, so that tensors on the same storage in the message go on sharing it.
+    content = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return _untyped_storage, (content.set_(storage),)
+
+
+def _untyped_storage(content: Tensor) -> torch.UntypedStorage:
+    if content.untyped_storage().nbytes() != content.numel():
+        content = content.clone()  # it arrived in a buffer with room to spare
+    return content.untyped_storage()
+
+
+def _reduce_typed_storage(storage: Any) -> Reduced:
+    return _typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    kind: Any = torch.TypedStorage
+    made: torch.TypedStorage = kind(wrap_storage=untyped, dtype=dtype, _internal=True)
+    return made
+
+
+def _reduce_memory_format(value: object) -> Reduced:
+    return resolve, (f"torch:{str(value).removeprefix('torch.')}".encode(),)
+
+
+def _reduce_operator(operator: Any) -> Reduced | None:
+    name = name_of(operator, main_by_name=True)
+    return None if name is None else (resolve, (name,))
+
+
+def _reduce_builtin(function: Any) -> Reduced | None:
+    if isinstance(function.__reduce__(), str):
+        return None  # A global by itself. Others call getattr, which no allow-list can let pass.
+    return _reduce_operator(function)
+
+
+def _reduce_script_function(function: Any) -> Reduced:
+    name = name_of(function, main_by_name=False)
+    if name is not None:
+        return resolve, (name,)
+    return _load_script_function, (_script_bytes(function),)
+
+
+def _script_bytes(scripted: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.jit.save(scripted, buffer)
+    return buffer.getvalue()
+
+
+def _load_script(content: bytes) -> object:
+    load: Callable[[io.BytesIO], object] = torch.jit.load
+    return load(io.BytesIO(content))
+
+
+@functools.lru_cache(maxsize=256)
+def _load_script_function(content: bytes) -> object:
+    # Functions have no state, so the same one can be handed out again. It must also outlive the
+    # call that brought it: what it has started with torch.jit.fork goes on using its code.
+    return _load_script(content)
+
+
+def _reduce_number_info(info: Any) -> Reduced:
+    return type(info), (getattr(torch, info.dtype),)
+
+
+_REDUCERS: dict[type, Callable[[Any], Reduced | None]] = {
+    torch.UntypedStorage: _reduce_untyped_storage,
+    torch.TypedStorage: _reduce_typed_storage,
+    torch.memory_format: _reduce_memory_format,
+    torch.layout: _reduce_memory_format,
+    torch.finfo: _reduce_number_info,
+    torch.iinfo: _reduce_number_info,
+    torch.jit.ScriptFunction: _reduce_script_function,
+    OpOverload: _reduce_operator,
+    OpOverloadPacket: _reduce_operator,
+    types.BuiltinFunctionType: _reduce_builtin,
+    types.MethodDescriptorType: _reduce_builtin,
+    types.WrapperDescriptorType: _reduce_builtin,
+}

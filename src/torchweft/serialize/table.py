@@ -1,0 +1,166 @@
+"""The bytes that describe the tensors of a message, and the checks before memory is touched.
+
+::
+
+    header   tensors u32 · buffers u32 · 1 if some tensor requires grad, 3 if it is no leaf, too u8
+    entry    dtype u8 · flags u8 · dimensions u8 · device type u8 · device index u8 · buffer u32
+             size u64 for each dimension
+             with the flag STRIDED: offset u64 · stride u64 for each dimension
+
+All numbers are little-endian. Offset and strides count elements, from the start of the buffer.
+An empty tensor has no buffer. The table comes from another process: whatever it says, nothing
+outside the buffers may be read, so extents are computed here with Python's integers, which do
+not overflow.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+from torchweft.errors import ProtocolError
+
+HEADER = struct.Struct("<IIB")
+ENTRY = struct.Struct("<BBBBBI")
+
+REQUIRES_GRAD = 1
+PARAMETER = 2
+STRIDED = 4
+SHARED = 8
+"""Other entries use the same buffer: all of them must become views onto one storage."""
+COMPUTED = 16
+"""The tensor requires grad and is no leaf: it has a graph at its sender."""
+
+SOME_GRAD = 1
+SOME_COMPUTED = 2
+"""Flags of the header, which say that some tensor has the flag of that name."""
+
+NO_BUFFER = 0xFFFFFFFF
+_ALL_FLAGS = REQUIRES_GRAD | PARAMETER | STRIDED | SHARED | COMPUTED
+_INT64_LIMIT = 1 << 63
+
+SIMPLE_NDIM = 8
+"""Dimensions up to which a contiguous tensor takes the short way."""
+
+SIZES = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(SIMPLE_NDIM + 1))
+SIMPLE = tuple(struct.Struct(f"<BBBBBI{ndim}Q") for ndim in range(SIMPLE_NDIM + 1))
+"""A whole entry without strides, by its number of dimensions."""
+
+
+class Entry:
+    """What the table says about one tensor."""
+
+    __slots__ = ("buffer", "code", "device", "flags", "offset", "shape", "strides")
+
+    def __init__(
+        self,
+        code: int,
+        flags: int,
+        shape: tuple[int, ...],
+        buffer: int,
+        device: tuple[int, int] = (0, 0),
+        offset: int = 0,
+        strides: tuple[int, ...] | None = None,
+    ) -> None:
+        self.code = code
+        self.flags = flags
+        self.shape = shape
+        self.buffer = buffer
+        self.device = device
+        self.offset = offset
+        self.strides = strides
+
+    def end(self) -> int:
+        """Counts the elements of the buffer up to the last one that this tensor reaches."""
+        if self.strides is None:
+            return prod(self.shape)
+        return self.offset + extent(self.shape, self.strides)
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Counts the elements from the first to the last one of a tensor that is not empty."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _numbers(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}Q")
+
+
+def write(entries: Sequence[Entry], buffer_count: int) -> bytes:
+    """Returns the table for ``entries``."""
+    flags = 0
+    for entry in entries:
+        flags |= entry.flags
+    parts = [HEADER.pack(len(entries), buffer_count, header_flags(flags))]
+    for entry in entries:
+        numbers = entry.shape
+        if entry.strides is not None:
+            numbers = (*entry.shape, entry.offset, *entry.strides)
+        parts.append(
+            ENTRY.pack(entry.code, entry.flags, len(entry.shape), *entry.device, entry.buffer)
+        )
+        parts.append(_numbers(len(numbers)).pack(*numbers))
+    return b"".join(parts)
+
+
+def header_flags(flags: int) -> int:
+    """Returns the flags of a header, by those that any of its entries have."""
+    return (SOME_GRAD if flags & REQUIRES_GRAD else 0) | (SOME_COMPUTED if flags & COMPUTED else 0)
+
+
+def read(table: bytes | bytearray | memoryview) -> tuple[list[Entry], int]:
+    """Returns the entries of a table and how many buffers belong to it.
+
+    No bytes at all are the table of a message without tensors.
+
+    Raises:
+        ProtocolError: The bytes are no such table, or describe what no tensor can be.
+    """
+    if not len(table):
+        return [], 0
+    try:
+        count, buffer_count, _ = HEADER.unpack_from(table)
+        # An entry takes nine bytes at least: refuse a count that would loop for ages.
+        if count * ENTRY.size > len(table) - HEADER.size:
+            raise ProtocolError(f"the tensor table is too short for {count} tensors")
+        position, entries = HEADER.size, []
+        for _ in range(count):
+            entry, position = _read_entry(table, position)
+            entries.append(entry)
+    except struct.error as error:
+        raise ProtocolError(f"the tensor table is cut short: {error}") from None
+    if position != len(table):
+        raise ProtocolError(f"the tensor table has {len(table) - position} bytes too many")
+    for entry in entries:
+        _check(entry, buffer_count)
+    return entries, buffer_count
+
+
+def _read_entry(table: bytes | bytearray | memoryview, position: int) -> tuple[Entry, int]:
+    code, flags, ndim, *device, buffer = ENTRY.unpack_from(table, position)
+    position += ENTRY.size
+    strided = flags & STRIDED
+    layout = _numbers(2 * ndim + 1 if strided else ndim)
+    numbers = layout.unpack_from(table, position)
+    entry = Entry(code, flags, numbers[:ndim], buffer, (device[0], device[1]))
+    if strided:
+        entry.offset, entry.strides = numbers[ndim], numbers[ndim + 1 :]
+    return entry, position + layout.size
+
+
+def _check(entry: Entry, buffer_count: int) -> None:
+    if entry.flags & ~_ALL_FLAGS:
+        raise ProtocolError(f"the tensor table has the unknown flags {entry.flags:#x}")
+    if entry.flags & SHARED and entry.strides is None:
+        raise ProtocolError("the tensor table has a shared tensor without strides")
+    if max((*entry.shape, *(entry.strides or ()), entry.offset), default=0) >= _INT64_LIMIT:
+        raise ProtocolError("the tensor table has a size beyond what a tensor can have")
+    empty = 0 in entry.shape
+    if empty != (entry.buffer == NO_BUFFER) or (not empty and entry.buffer >= buffer_count):
+        raise ProtocolError(f"the tensor table names buffer {entry.buffer} of {buffer_count}")
+    # Sizes without the zeros: torch computes the product of an empty shape in this order too.
+    if prod(size or 1 for size in entry.shape) >= _INT64_LIMIT:
+        raise ProtocolError(f"the tensor table has the impossible shape {entry.shape}")

@@ -1,0 +1,148 @@
+"""Tracebacks as users read them: the frames of their own program, and those of each worker once.
+
+An error that travels takes a *place* along for each worker that it passed: a note with the name of
+the worker and the frames of the program there. Python prints notes below the error itself. Before
+3.11 it does not, so there the places are the last cause as well (``RemoteTraceback``).
+
+Weft's own frames are left out, unless ``WEFT_TRACEBACKS`` is ``full``. An error of Weft itself
+that is no ``WeftError`` is a bug, and keeps all frames.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from torchweft import knobs
+from torchweft.errors import WeftError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# The package has Python print notes from its import on; anyio, trio and pytest bring it along.
+PRINTS_NOTES = sys.version_info >= (3, 11) or "exceptiongroup" in sys.modules
+
+_PACKAGE = __name__.partition(".")[0]
+_PLACE = 'On worker "'
+_FULL = "full"
+_TEXT_LIMIT = 200_000
+# They call functions of the program: what goes wrong in such a frame is the call itself.
+_CALLERS = frozenset(f"{_PACKAGE}.rpc.{name}" for name in ("serving", "outcomes", "coroutines"))
+
+
+class RemoteTraceback(Exception):
+    """Carries the places of an error as its last cause, where Python prints no notes."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+def places_of(error: BaseException) -> list[str]:
+    """Returns where on other workers an error was raised and passed, the first place first."""
+    return [note for note in _notes(error) if note.startswith(_PLACE)]
+
+
+def notes_with_place(error: BaseException, worker: str) -> list[str]:
+    """Returns the notes of an error, with its place on this worker if it has one."""
+    texts, frames = _notes(error), _frames_text(error)
+    if frames:
+        texts.append(f'{_PLACE}{worker}":\n{frames}')
+    elif not places_of(error):
+        texts.append(f'{_PLACE}{worker}"')
+    return texts
+
+
+def shorten(error: BaseException) -> None:
+    """Leaves Weft's own frames out of the traceback of an error, and of what led to it.
+
+    A function that catches an error, shortens it and raises it again by a bare ``raise`` does not
+    appear in the traceback itself, from Python 3.11 on.
+    """
+    if knobs.TRACEBACKS.get() == _FULL:
+        return
+    seen: set[int] = set()
+    part: BaseException | None = error
+    while part is not None and id(part) not in seen:
+        seen.add(id(part))
+        if part.__traceback__ is not None and not _is_bug(part):
+            trace = _joined(_users(_entries(part.__traceback__)))
+            BaseException.with_traceback(part, trace)  # also of an error that takes no attributes
+        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+
+
+def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
+    """Returns a function that does the same, and shortens the errors that it raises."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            shorten(error)
+            raise
+
+    return call
+
+
+def _frames_text(error: BaseException) -> str:
+    try:
+        entries = _entries(_attribute(error, "__traceback__"))
+        if knobs.TRACEBACKS.get() != _FULL and not _is_bug(error):
+            entries = _users(entries)
+        joined = _joined(entries)
+        text = "" if joined is None else "".join(traceback.format_tb(joined)).rstrip()
+    except BaseException:
+        return "  (its traceback cannot be formatted)"
+    if len(text) > _TEXT_LIMIT:
+        half = _TEXT_LIMIT // 2
+        left_out = f"[... {len(text) - 2 * half} characters left out ...]"
+        text = f"{text[:half]}\n{left_out}\n{text[-half:]}"
+    return text
+
+
+def _is_bug(error: BaseException) -> bool:
+    """Whether Weft's own code raised an error that it should not."""
+    if isinstance(error, WeftError) or places_of(error):
+        return False
+    entries = _entries(_attribute(error, "__traceback__"))
+    if not entries:
+        return False
+    last = entries[-1].tb_frame
+    return _is_own(last) and last.f_globals.get("__name__") not in _CALLERS
+
+
+def _entries(first: TracebackType | None) -> list[TracebackType]:
+    entries = []
+    while first is not None:
+        entries.append(first)
+        first = first.tb_next
+    return entries
+
+
+def _users(entries: list[TracebackType]) -> list[TracebackType]:
+    return [entry for entry in entries if not _is_own(entry.tb_frame)]
+
+
+def _joined(entries: list[TracebackType]) -> TracebackType | None:
+    following: TracebackType | None = None
+    for entry in reversed(entries):
+        following = TracebackType(following, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return following
+
+
+def _notes(error: BaseException) -> list[str]:
+    notes = _attribute(error, "__dict__").get("__notes__")
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
+
+
+def _attribute(error: BaseException, name: str) -> Any:
+    """Returns an attribute, whatever the type of the error does to keep its own."""
+    return BaseException.__getattribute__(error, name)
+
+
+def _is_own(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return isinstance(name, str) and (name == _PACKAGE or name.startswith(f"{_PACKAGE}."))

@@ -1,0 +1,213 @@
+"""The first frames on a new connection: who is there, and proof that it may be.
+
+The acceptor begins with a *challenge*, a random number. The dialler answers with one of its own.
+Every greeting carries a proof: a keyed hash (HMAC-SHA256) of both numbers, the direction, the kind,
+its place in the order and its text. So each side proves that it has the key, to whoever
+asked just now: what was recorded on another connection proves nothing here.
+
+The texts are JSON, and are not even parsed before their proof has been checked; nothing is
+unpickled. What a stranger can send is limited in size and in time.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import struct
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torchweft.errors import ProtocolError
+from torchweft.secret import Secret
+from torchweft.wire.frames import HEADER, encode_frame
+from torchweft.wire.messages import Kind
+
+VERSION = 2
+LIMIT_BYTES = 1 << 16
+"""How large a greeting may be."""
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+
+_MAGIC = b"weft"
+_CHALLENGE = struct.Struct(f"<4sH{NONCE_BYTES}s")
+_DIALLER, _ACCEPTOR = b"dialler", b"acceptor"
+_DESCRIPTOR = struct.Struct("i")
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class NotProven(ProtocolError):
+    """The other side could not prove that it belongs to this run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What one side says of itself.
+
+    Attributes:
+        worker: Its id.
+        refusal: Empty if the connection is welcome, else why it is not.
+        facts: Whatever the channels want to know of each other.
+    """
+
+    worker: int
+    refusal: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Handshake:
+    """The greetings of both sides on one connection; one thread at a time.
+
+    Args:
+        connection: A connected socket; its timeout is changed.
+        key: What both sides must have.
+        deadline_s: When to give up, by ``time.monotonic``.
+        is_dialler: Which side this is.
+    """
+
+    def __init__(
+        self, connection: socket.socket, key: Secret, deadline_s: float, *, is_dialler: bool
+    ) -> None:
+        self._connection = connection
+        self._key = key
+        self._deadline_s = deadline_s
+        self._roles = (_DIALLER, _ACCEPTOR) if is_dialler else (_ACCEPTOR, _DIALLER)
+        self._counts = [0, 0]
+        self._challenge = b""
+        self._answer = b""
+
+    @classmethod
+    def dial(cls, connection: socket.socket, key: Secret, deadline_s: float) -> Handshake:
+        """Begins at the side that dialled; waits for the challenge.
+
+        Raises:
+            ProtocolError: Whoever listens there does not speak this protocol, or another version.
+            TimeoutError: Nothing came in time.
+            OSError: The connection ended.
+        """
+        handshake = cls(connection, key, deadline_s, is_dialler=True)
+        said = handshake._receive_frame(Kind.CHALLENGE, _CHALLENGE.size)
+        if len(said) != _CHALLENGE.size:
+            raise ProtocolError("the other side does not speak Weft's protocol")
+        magic, version, handshake._challenge = _CHALLENGE.unpack(said)
+        if magic != _MAGIC:
+            raise ProtocolError("the other side does not speak Weft's protocol")
+        if version != VERSION:
+            raise ProtocolError(
+                f"the other side speaks version {version} of the protocol, this one {VERSION}; "
+                "install the same Weft everywhere"
+            )
+        handshake._answer = secrets.token_bytes(NONCE_BYTES)
+        return handshake
+
+    @classmethod
+    def accept(cls, connection: socket.socket, key: Secret, deadline_s: float) -> Handshake:
+        """Begins at the side that was dialled, with the challenge."""
+        handshake = cls(connection, key, deadline_s, is_dialler=False)
+        handshake._challenge = secrets.token_bytes(NONCE_BYTES)
+        challenge = _CHALLENGE.pack(_MAGIC, VERSION, handshake._challenge)
+        connection.settimeout(handshake._remaining_s())
+        connection.sendall(b"".join(encode_frame(Kind.CHALLENGE, 0, 0, challenge)))
+        return handshake
+
+    def send(self, kind: Kind, greeting: Greeting, descriptor: int | None = None) -> None:
+        """Writes ``greeting`` as one frame; with a descriptor, which takes a Unix socket."""
+        text = json.dumps(asdict(greeting)).encode()
+        opening = self._answer if kind == Kind.HELLO else b""
+        proof = self._key.sign(*self._signed(0, kind, text))
+        data = b"".join(encode_frame(kind, 0, 0, proof + opening + text))
+        self._connection.settimeout(self._remaining_s())
+        if descriptor is not None:
+            data = data[socket.send_fds(self._connection, [data], [descriptor]) :]
+        self._connection.sendall(data)
+
+    def receive(self, kind: Kind, descriptors: list[int] | None = None) -> Greeting:
+        """Reads the other side's greeting and checks its proof.
+
+        Reads not a byte past the greeting, so that a parser can take over afterwards.
+
+        Args:
+            kind: What kind of greeting is expected.
+            descriptors: Takes the descriptor that comes with the greeting, if one does, also where
+                an error is raised; it is the caller's to close. None: there is to be none.
+
+        Raises:
+            NotProven: It does not prove that it belongs to this run, or says that we did not.
+            ProtocolError: It is no greeting.
+            TimeoutError: Nothing came in time.
+            OSError: The connection ended.
+        """
+        data = self._receive_frame(kind, LIMIT_BYTES, descriptors)
+        proof, text = data[:PROOF_BYTES], data[PROOF_BYTES:]
+        if kind == Kind.HELLO:
+            self._answer, text = text[:NONCE_BYTES], text[NONCE_BYTES:]
+        if not self._key.verify(proof, *self._signed(1, kind, text)):
+            raise NotProven("the other side has another secret, or belongs to another run")
+        return _decode(text)
+
+    def refuse_proof(self) -> None:
+        """Tells a dialler that it proved nothing; it learns no more than that."""
+        self._connection.sendall(b"".join(encode_frame(Kind.GOODBYE, 0, 0, b"")))
+
+    def _signed(self, side: int, kind: Kind, text: bytes) -> tuple[bytes, ...]:
+        """Returns what the next greeting of a side is a proof of."""
+        count = self._counts[side]
+        self._counts[side] += 1
+        place = bytes((kind, count))
+        return self._roles[side], self._challenge, self._answer, place, text
+
+    def _receive_frame(
+        self, kind: Kind, limit_bytes: int, descriptors: list[int] | None = None
+    ) -> bytes:
+        header = self._receive_exactly(HEADER.size, descriptors)
+        received_kind, _, buffers, size, _ = HEADER.unpack(header)
+        if received_kind == Kind.GOODBYE and not buffers and not size:
+            raise NotProven("it does not take this worker's proof: another secret, or another run")
+        if received_kind != kind or buffers or size > limit_bytes:
+            raise ProtocolError("the other side does not speak Weft's protocol")
+        return self._receive_exactly(size)
+
+    def _receive_exactly(self, size_bytes: int, descriptors: list[int] | None = None) -> bytes:
+        connection, data = self._connection, bytearray()
+        while len(data) < size_bytes:
+            connection.settimeout(self._remaining_s())
+            missing = size_bytes - len(data)
+            if descriptors is None or connection.family != socket.AF_UNIX:
+                part = connection.recv(missing)
+            else:
+                part = _receive_with_descriptor(connection, missing, descriptors)
+            if not part:
+                raise ConnectionError("end of file during the greeting")
+            data += part
+        return bytes(data)
+
+    def _remaining_s(self) -> float:
+        remaining_s = self._deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError("the greeting took too long")
+        return remaining_s
+
+
+def _decode(text: bytes) -> Greeting:
+    try:
+        greeting = Greeting(**json.loads(text))
+        is_sound = type(greeting.worker) is int and isinstance(greeting.facts, dict)
+        if not is_sound or not isinstance(greeting.refusal, str):
+            raise TypeError("a field has the wrong type")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ProtocolError(f"the greeting makes no sense: {error}") from error
+    return greeting
+
+
+def _receive_with_descriptor(
+    connection: socket.socket, size_bytes: int, descriptors: list[int]
+) -> bytes:
+    # Not socket.recv_fds: that one does not pass the flag on.
+    part, ancillary, _, _ = connection.recvmsg(
+        size_bytes, socket.CMSG_LEN(_DESCRIPTOR.size), _CLOSE_ON_EXEC
+    )
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors += [number for (number,) in _DESCRIPTOR.iter_unpack(data)]
+    return part

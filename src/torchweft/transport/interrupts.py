@@ -1,0 +1,37 @@
+"""The thread that may be interrupted: handlers of signals run in the main thread, and may raise.
+
+Ctrl-C raises ``KeyboardInterrupt`` between any two steps of Python code there: after a function has
+returned and before its result is stored, also within ``finally``. A thread that reads or writes a
+connection would leave it half read, half written, or taken for ever. Two things are safe:
+
+* A single call of a function written in C, however much that does: ``record += map(send, ...)``
+  sends and keeps the result, with no step of Python in between.
+* ``with lock:``, for a lock written in C, releases whatever is raised.
+
+So the main thread changes what others use in such steps only, each of which leaves a state that
+says how far it has come. Another thread goes on from there.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from _thread import get_ident
+from collections.abc import Callable
+from typing import Any
+
+call: Callable[[Any], Any] = getattr(operator, "call", operator.methodcaller("__call__"))
+"""Calls its argument; with ``map``, several functions in one step."""
+
+main_id = threading.main_thread().ident
+"""The identifier of the main thread."""
+
+
+def _note_main() -> None:
+    global main_id
+    main_id = get_ident()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_main)

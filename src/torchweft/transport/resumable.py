@@ -1,0 +1,400 @@
+"""A link over TCP, which outlives its connections: see ``docs/protocols/sessions.md``.
+
+To those who send and read it is a ``Link`` that never breaks, but may be quiet for a while: what is
+sent meanwhile is kept. When a connection ends, the link says so, once; whoever makes a new one
+hands it over by ``resume``.
+
+Nothing that may have to be written again is forgotten: a buffer is kept in the session before its
+first byte is written. Writing goes on from ``_unsent``; the session knows what is before it.
+
+The descriptors under which the reactor knows the link are duplicates. They keep their numbers
+from one connection to the next, so that nobody ever arms or pauses a stranger's descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from _thread import get_ident
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Protocol
+
+from torchweft.errors import ProtocolError
+from torchweft.transport import interrupts
+from torchweft.transport.hearing import is_unanswered, silence_s
+from torchweft.transport.link import READ_TICK_S, SEND_PATIENCE_S, Link, LinkClosed, advance, tune
+from torchweft.transport.spinning import Spinning
+from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from torchweft.wire.messages import Kind, decode_ints, encode_ints
+from torchweft.wire.session import LEAST_BYTES, Incoming, Outgoing
+
+_IOV_LIMIT = 512
+_DONTWAIT = socket.MSG_DONTWAIT
+_DRAIN_POLL_S = 0.001
+
+
+class BreakListener(Protocol):
+    """Called, on any thread, when the connection of a link has ended.
+
+    The descriptors of the link are of no use from here on, until ``resume``.
+    """
+
+    def __call__(self, link: ResumableLink, cause: str, *, is_answer: bool) -> None: ...
+
+
+class ResumableLink(Link):
+    """One session with a peer, over one connection at a time.
+
+    Args:
+        connection: A connected socket, or what looks like one; owned from here on.
+        parser: Cuts what arrives into frames.
+        when_full: As of ``Link``.
+        on_break: Told when a connection has ended, once for each.
+        name: Of the session; both sides know it.
+        was_dialled: Whether this side dialled it, and so resumes it.
+        attempt: At which attempt to dial it.
+        limit_bytes: How much may be kept before those who may block wait.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        parser: FrameParser,
+        when_full: Callable[[Link], None],
+        on_break: BreakListener,
+        name: str,
+        was_dialled: bool,
+        attempt: int,
+        limit_bytes: int,
+    ) -> None:
+        super().__init__(connection, parser, when_full)
+        self.name = name
+        self.was_dialled = was_dialled
+        self.is_ending = False
+        """Whether the peer has said that it ends the session."""
+        self.last_attempt = attempt
+        """The last attempt, of the side that dialled, to give the session a connection."""
+        self.resuming = threading.Lock()
+        """Held by who gives it one."""
+        self.resumption_count = 0
+        self._on_break = on_break
+        self._limit_bytes = limit_bytes
+        self._outgoing = Outgoing()
+        self._incoming = Incoming()
+        self._unsent: deque[Buffer] = deque()
+        self._receiving = threading.Lock()
+        self._room = threading.Condition()
+        self._is_broken = False
+        self._resumed = threading.Event()
+        self._resumed.set()
+        self.read_fd = os.dup(connection.fileno())
+
+    may_be_interrupted = False
+
+    @property
+    def received_position(self) -> int:
+        """How many bytes this side has received in the session."""
+        return self._incoming.position
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the session has no connection now."""
+        return self._is_broken
+
+    # Sending
+
+    def send(self, parts: list[Buffer], *, may_block: bool) -> None:
+        if self._is_closed:
+            raise LinkClosed("the connection is closed")
+        if get_ident() == interrupts.main_id:
+            self._queue.extend(parts)
+            self._when_full(self)
+            if may_block:
+                self._wait_for_flush()
+            return
+        if may_block and self._outgoing.kept_bytes > self._limit_bytes:
+            self._wait_for_room()
+        self._queue.extend(parts)
+        if self._writing.acquire(False):
+            self._write_queued(may_block)
+        elif may_block:
+            self._wait_for_writer()
+
+    def write_held(self) -> None:
+        if (self._queue or self._unsent) and self._writing.acquire(False):
+            self._write_queued(may_block=False)
+
+    def flush(self) -> None:
+        self.write_held()
+
+    def _write_queued(self, may_block: bool) -> None:
+        """Writes what waits. This thread has ``_writing``, and gives it up."""
+        queue, unsent = self._queue, self._unsent
+        while True:
+            is_full = False
+            try:
+                while queue:
+                    part = queue.popleft()
+                    if len(part):
+                        self._outgoing.keep((part,))
+                        unsent.append(part)
+                if unsent and not self._is_broken:
+                    is_full = not self._write_unsent(may_block)
+            finally:
+                self._writing.release()
+            if is_full:
+                self._when_full(self)
+                return
+            # Whoever queued something meanwhile has found this thread writing.
+            if not queue or not self._writing.acquire(False):
+                return
+            may_block = False
+
+    def _write_unsent(self, may_block: bool) -> bool:
+        """Writes as much as there is room for; returns whether that was all."""
+        unsent = self._unsent
+        while unsent:
+            parts = list(islice(unsent, _IOV_LIMIT))
+            try:
+                if len(parts) == 1:
+                    size = self._socket.send(parts[0], 0 if may_block else _DONTWAIT)
+                else:
+                    size = self._socket.sendmsg(parts, (), 0 if may_block else _DONTWAIT)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                self._note_break(error)
+                return True
+            self.bytes_sent += size
+            rest = advance(parts, size)
+            for _ in range(len(parts) - len(rest)):
+                unsent.popleft()
+            if rest and rest[0] is not unsent[0]:
+                unsent[0] = rest[0]
+        return True
+
+    def _wait_for_writer(self) -> None:
+        """Waits while another thread writes and too much is kept and queued."""
+        limit_s = time.monotonic() + SEND_PATIENCE_S
+        while self._writing.locked() and not self._is_closed:
+            queued_bytes = sum(map(len, self._queue.copy()))
+            if self._outgoing.kept_bytes + queued_bytes <= self._limit_bytes:
+                return
+            if time.monotonic() > limit_s:
+                return
+            time.sleep(_DRAIN_POLL_S)
+
+    def _wait_for_flush(self) -> None:
+        """Waits while too much is kept, as ``_wait_for_room``, but may be interrupted anywhere."""
+        acknowledged, limit_s = self._outgoing.acknowledged, time.monotonic() + SEND_PATIENCE_S
+        while self._outgoing.kept_bytes > self._limit_bytes and not self._is_closed:
+            if self._outgoing.acknowledged != acknowledged:
+                acknowledged = self._outgoing.acknowledged
+                limit_s = time.monotonic() + SEND_PATIENCE_S
+            elif time.monotonic() > limit_s:
+                return
+            time.sleep(_DRAIN_POLL_S)
+
+    def _wait_for_room(self) -> None:
+        """Waits while too much is kept, but not for a peer that takes nothing for long."""
+        with self._room:
+            while self._outgoing.kept_bytes > self._limit_bytes and not self._is_closed:
+                before = self._outgoing.acknowledged
+                is_told = self._room.wait(SEND_PATIENCE_S)
+                if not is_told and self._outgoing.acknowledged == before:
+                    return
+
+    def acknowledged(self, position: int) -> None:
+        """Lets go of what the peer has received; raises ProtocolError where it cannot have."""
+        # Not while whoever resumes does the same: the two would let go of too much.
+        with self._room:
+            self._outgoing.acknowledge(position)
+            if self._outgoing.kept_bytes <= self._limit_bytes:
+                self._room.notify_all()
+
+    def acknowledge(self) -> None:
+        """Tells the peer how much was received, if that is news. Never blocks."""
+        position = self._incoming.acknowledgement()
+        if position is not None and not self._is_broken:
+            control = encode_ints(position)
+            with contextlib.suppress(LinkClosed):
+                self.send(encode_frame(Kind.ACKNOWLEDGED, 0, 0, control), may_block=False)
+
+    # Receiving
+
+    def receive(self, *, may_block: bool) -> list[Frame]:
+        return self._and_pending(super().receive(may_block=may_block))
+
+    def receive_spinning(self, spinning: Spinning) -> list[Frame]:
+        return self._and_pending(super().receive_spinning(spinning))
+
+    def _and_pending(self, frames: list[Frame]) -> list[Frame]:
+        """Adds what a secure connection has received already: no event will tell of it."""
+        while getattr(self._socket, "pending", 0):
+            size = self._receive_some(_DONTWAIT)
+            if not size:
+                break
+            frames += self._parser.received(size)
+        return frames
+
+    def _receive_some(self, flags: int) -> int:
+        if self._is_broken:
+            self._wait_for_connection(flags)
+            return 0
+        with self._receiving:
+            if self._is_broken:
+                return 0
+            try:
+                size = super()._receive_some(flags)
+            except LinkClosed as error:
+                if self._is_closed:
+                    raise
+                self._note_break(error)
+                return 0
+            is_due = self._incoming.received(size)
+        if is_due:
+            self.acknowledge()
+        return size
+
+    def _wait_for_connection(self, flags: int) -> None:
+        if self._is_closed:
+            raise LinkClosed("the connection is closed")
+        if not flags & _DONTWAIT:
+            self._resumed.wait(READ_TICK_S)
+
+    # Breaks
+
+    def silence_s(self) -> float | None:
+        """Returns for how long the kernel has heard nothing of the peer; None where unknown."""
+        return None if self._is_broken else silence_s(self._socket)
+
+    def break_off(self, cause: str) -> None:
+        """Ends the connection, not the session: the peer says that it has broken."""
+        self._note_break(ConnectionError(cause))
+
+    def _note_break(self, error: OSError) -> None:
+        with self._room:
+            if self._is_broken or self._is_closed:
+                return
+            self._is_broken = True
+            self._resumed.clear()
+        # A time that is up comes from this side. And an end that arrives where nothing else is
+        # answered came from a peer that hears nothing: no new connection will be answered, either.
+        is_answer = isinstance(error.__cause__ or error, ConnectionError)
+        is_answer = is_answer and not is_unanswered(self._socket)
+        _shut(self._socket)
+        self._on_break(self, str(error), is_answer=is_answer)
+
+    def stop(self) -> int:
+        """Ends the connection, for another one; returns how far this side has received.
+
+        Nothing more is received until ``resume``; if it does not come to that, ``report_break``
+        is due.
+        """
+        with self._room:
+            self._is_broken = True
+            self._resumed.clear()
+        _shut(self._socket)
+        with self._receiving:
+            return self._incoming.position
+
+    def report_break(self, cause: str) -> None:
+        """Says that a session that was stopped has no connection."""
+        if self._is_broken and not self._is_closed:
+            self._on_break(self, cause, is_answer=True)
+
+    def resume(self, connection: socket.socket, peer_position: int) -> None:
+        """Goes on over a new connection.
+
+        Args:
+            connection: A connected socket, or what looks like one; owned from here on.
+            peer_position: How many bytes the peer has received in the session.
+
+        Raises:
+            LinkClosed: The session has ended meanwhile.
+            ProtocolError: The peer is at a position at which this side cannot go on.
+        """
+        _shut(self._socket)  # Whoever reads or writes it comes to an end.
+        with self._receiving, self._writing, self._room:
+            if self._is_closed:
+                connection.close()
+                raise LinkClosed("the session has ended")
+            try:
+                rest = self._outgoing.since(peer_position)
+            except ProtocolError:
+                connection.close()
+                raise
+            self._outgoing.acknowledge(peer_position)
+            self._unsent.clear()
+            self._unsent.extend(rest)
+            tune(connection)
+            former, self._socket = self._socket, connection
+            os.dup2(connection.fileno(), self.read_fd, inheritable=False)
+            os.dup2(connection.fileno(), self.write_fd, inheritable=False)
+            former.close()
+            self._is_broken = False
+            self.resumption_count += 1
+        self._resumed.set()
+
+    # The end
+
+    def say_goodbye(self, reason: bytes = b"") -> None:
+        """Tells the peer that the end of the connection is not going to be a break."""
+        with contextlib.suppress(LinkClosed):  # It has ended, maybe just now.
+            self.send(encode_frame(Kind.GOODBYE, 0, 0, reason), may_block=False)
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits, for a limited time, until the peer has acknowledged everything.
+
+        What may be left is as short as the last acknowledgement of this side.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while self._queue or self._outgoing.kept_bytes > LEAST_BYTES:
+            if self._is_closed or time.monotonic() > deadline_s:
+                return
+            time.sleep(_DRAIN_POLL_S)
+
+    def hang_up(self) -> None:
+        with self._room:
+            self._is_closed = True
+            self._room.notify_all()
+        self._resumed.set()
+        _shut(self._socket)
+
+    def abandon(self) -> None:
+        super().abandon()
+        os.close(self.read_fd)
+
+    def close(self) -> None:
+        self.hang_up()
+        with self._writing:
+            self._release()
+
+    def _release(self) -> None:
+        with self._receiving:
+            read_fd = self.read_fd
+            super()._release()
+            self._unsent.clear()
+            self._outgoing.clear()
+            if read_fd >= 0:
+                os.close(read_fd)
+
+
+def position_in(control: Buffer) -> int:
+    """Reads the position in an ``ACKNOWLEDGED``; raises ProtocolError where there is none."""
+    values = decode_ints(control)
+    if len(values) != 1 or values[0] < 0:
+        raise ProtocolError(f"an acknowledgement has {len(values)} positions")
+    return values[0]
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # The other side was faster.

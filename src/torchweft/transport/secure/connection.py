@@ -1,0 +1,337 @@
+"""A TCP connection under TLS, to be used like a connected socket.
+
+What differs from a socket:
+
+- *Held back*. Once encrypted, bytes cannot be taken back; but the socket may have no room for all
+  of the ciphertext. The writer must then come again, or the end of it would never be sent. So its
+  last byte is reported as not sent until all of the ciphertext is out. That asks of the writer
+  what every writer of a stream does: to go on with the byte behind the last reported one.
+- *Pending*. Ciphertext is received in larger pieces than what the reader has room for. A reader
+  that waits for the descriptor must look at ``pending`` first: of what is in memory already, no
+  ``epoll`` tells.
+- Without waiting, and with ``SO_RCVTIMEO`` set, a receive asks the socket once. It finds nothing,
+  as if nothing had come, where that does not complete a record.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torchweft.errors import NotSupported
+from torchweft.transport.secure.stream import TlsStream
+from torchweft.wire.frames import Buffer
+
+_DONTWAIT = socket.MSG_DONTWAIT
+_RECORD_BYTES = 16 << 10
+_PIECE_BYTES = 8 * _RECORD_BYTES
+"""How much is encrypted at once: other threads cannot decrypt meanwhile."""
+_RECEIVE_BYTES = 128 << 10
+_NOTHING = memoryview(b"")
+
+CUT_OFF = "the connection was cut off: it ended without the other side's farewell"
+
+
+class SecureConnection:
+    """A TLS connection. Thread-safe for one reader and one writer at a time, and who ends it.
+
+    Args:
+        connection: The connected socket; owned from here on.
+        stream: Its TLS, with the handshake done.
+    """
+
+    def __init__(self, connection: socket.socket, stream: TlsStream) -> None:
+        self._socket = connection
+        self._stream = stream
+        self._writing = threading.Lock()
+        self._unsent = _NOTHING
+        self._held_back = -1
+        """The byte that was encrypted and not reported as sent; -1 for none."""
+        self._inbox = memoryview(bytearray(_RECEIVE_BYTES))
+        self._has_tick = False
+        self.family = connection.family
+        self.settimeout(connection.gettimeout())
+
+    # Writing
+
+    def send(self, data: Buffer, flags: int = 0) -> int:
+        """Encrypts and sends; returns how many bytes are out, see the head of this file."""
+        return self.sendmsg((data,), (), flags)
+
+    def sendmsg(
+        self, parts: Iterable[Buffer], ancillary: Sequence[Any] = (), flags: int = 0
+    ) -> int:
+        """Like ``send``, for several buffers in order; each made of bytes.
+
+        Raises:
+            BlockingIOError: Nothing could be sent without waiting.
+            TimeoutError: Nothing could be sent within the timeout.
+            ConnectionError: The connection is no more.
+        """
+        _check(flags, ancillary)
+        with self._writing:
+            return self._send(parts, flags, self._deadline(flags))
+
+    def sendall(self, data: Buffer, flags: int = 0) -> None:
+        """Sends all of ``data``, within the timeout in all."""
+        _check(flags)
+        rest = memoryview(data)
+        with self._writing:
+            deadline_s = self._deadline(flags)
+            while rest:
+                rest = rest[self._send((rest,), flags, deadline_s) :]
+
+    def _send(self, parts: Iterable[Buffer], flags: int, deadline_s: float | None) -> int:
+        taken = 0
+        if self._held_back >= 0 or self._unsent:
+            if not self._push(flags, deadline_s):
+                raise _nothing_done(deadline_s)
+            if self._held_back >= 0:
+                parts = self._behind_held_back(parts)
+                taken = 1
+        for piece in _pieces(parts):
+            self._stream.encrypt(piece)
+            taken += len(piece)
+            if not self._push(flags, deadline_s):
+                self._held_back = piece[-1]
+                if taken == 1:
+                    raise _nothing_done(deadline_s)
+                return taken - 1
+        return taken
+
+    def _behind_held_back(self, parts: Iterable[Buffer]) -> list[Buffer]:
+        """Returns what follows the byte that has been sent already."""
+        rest = [part for part in parts if len(part)]
+        if not rest or rest[0][0] != self._held_back:
+            raise BrokenPipeError("the writer did not go on where it had stopped")
+        self._held_back = -1
+        rest[0] = memoryview(rest[0])[1:]
+        return rest
+
+    def _push(self, flags: int, deadline_s: float | None) -> bool:
+        """Sends all ciphertext that there is; returns False where it did not get rid of it."""
+        while True:
+            if not self._unsent:
+                self._unsent = memoryview(self._stream.take())
+                if not self._unsent:
+                    return True
+            try:
+                size = self._socket.send(self._unsent, flags)
+            except BlockingIOError:
+                if not self._wait(select.POLLOUT, deadline_s):
+                    return False
+                continue
+            self._unsent = self._unsent[size:]
+
+    def _push_aside(self) -> None:
+        """Sends what reading has given rise to, if that is possible now; else a write does."""
+        if self._writing.acquire(False):
+            try:
+                self._push(_DONTWAIT, None)
+            except OSError:
+                pass  # Whoever reads or writes next finds out.
+            finally:
+                self._writing.release()
+
+    # Reading
+
+    @property
+    def pending(self) -> bool:
+        """Whether a receive may find something without asking the socket."""
+        return not self._stream.is_dry
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        """Receives and decrypts at most ``size`` bytes; none at the end."""
+        space = bytearray(size)
+        return bytes(memoryview(space)[: self.recv_into(space, 0, flags)])
+
+    def recv_into(self, buffer: Buffer, size: int = 0, flags: int = 0) -> int:
+        """Receives into ``buffer``; returns how many bytes, 0 at the end.
+
+        Raises:
+            BlockingIOError: Nothing is there without waiting.
+            TimeoutError: Nothing came within the timeout.
+            ConnectionError: The connection is no more, or was cut off.
+        """
+        space = memoryview(buffer)
+        return self._receive((space[:size] if size else space,), flags)
+
+    def recvmsg_into(
+        self, buffers: Iterable[Buffer], ancillary_size: int = 0, flags: int = 0
+    ) -> tuple[int, list[Any], int, None]:
+        """Like ``recv_into``, into several buffers in order."""
+        _check(0, ancillary_size)
+        return self._receive([memoryview(buffer) for buffer in buffers], flags), [], 0, None
+
+    def _receive(self, spaces: Sequence[memoryview], flags: int) -> int:
+        _check(flags)
+        if not any(map(len, spaces)):
+            return 0
+        stream, deadline_s = self._stream, self._deadline(flags)
+        asks_once = self._timeout_s == 0 or bool(flags) or self._has_tick
+        is_asked = False
+        while True:
+            if not stream.is_dry:
+                size = stream.decrypt_into(spaces)
+                if stream.has_output:
+                    self._push_aside()
+                if size:
+                    return size
+            if stream.has_ended:
+                return 0
+            if is_asked and asks_once:
+                raise BlockingIOError("no record is complete")
+            self._receive_ciphertext(flags, deadline_s)
+            is_asked = True
+
+    def _receive_ciphertext(self, flags: int, deadline_s: float | None) -> None:
+        # Not only where nothing is there: records may be empty, and come for ever.
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            raise TimeoutError("timed out")
+        try:
+            size = self._socket.recv_into(self._inbox, 0, flags)
+        except BlockingIOError:
+            if deadline_s is None:
+                raise
+            if not self._wait(select.POLLIN, deadline_s):
+                raise TimeoutError("timed out") from None
+            return
+        if not size:
+            raise ConnectionResetError(CUT_OFF)
+        self._stream.feed(self._inbox[:size])
+
+    # Waiting
+
+    def settimeout(self, timeout_s: float | None) -> None:
+        """Bounds each call that follows; None for no bound, 0 for calls that never wait."""
+        # With a bound the socket itself does not wait: two threads may wait for it, each its time.
+        self._socket.setblocking(timeout_s is None)
+        self._timeout_s = timeout_s
+
+    def gettimeout(self) -> float | None:
+        """Returns what ``settimeout`` was told."""
+        return self._timeout_s
+
+    def setblocking(self, blocks: bool) -> None:
+        """Has calls wait without bound, or not at all."""
+        self.settimeout(None if blocks else 0.0)
+
+    def _deadline(self, flags: int) -> float | None:
+        return None if flags or not self._timeout_s else time.monotonic() + self._timeout_s
+
+    def _wait(self, event: int, deadline_s: float | None) -> bool:
+        """Waits for the socket until the deadline; returns whether it became ready."""
+        if deadline_s is None:
+            return False
+        remaining_s = deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            return False
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(remaining_s * 1e3))
+
+    # The socket
+
+    def fileno(self) -> int:
+        """Returns the descriptor of the socket, to wait for; see ``pending``."""
+        return self._socket.fileno()
+
+    def dup(self) -> socket.socket:
+        """Returns a second descriptor of the socket, to wait for only."""
+        return self._socket.dup()
+
+    def setsockopt(self, level: int, option: int, value: int | Buffer) -> None:
+        """Sets an option of the socket."""
+        self._socket.setsockopt(level, option, value)
+        if (level, option) == (socket.SOL_SOCKET, socket.SO_RCVTIMEO):
+            self._has_tick = True
+
+    def getsockopt(self, level: int, option: int, *size: int) -> Any:
+        """Returns an option of the socket."""
+        return self._socket.getsockopt(level, option, *size)
+
+    def getsockname(self) -> Any:
+        """Returns the address of this side."""
+        return self._socket.getsockname()
+
+    def getpeername(self) -> Any:
+        """Returns the address of the other side."""
+        return self._socket.getpeername()
+
+    # The end
+
+    def shutdown(self, how: int) -> None:
+        """Ends the connection both ways; readers and writers notice at once. Never waits.
+
+        Raises:
+            NotSupported: ``how`` is not ``SHUT_RDWR``.
+            OSError: It is not connected any more.
+        """
+        if how != socket.SHUT_RDWR:
+            raise NotSupported("a TLS connection ends both ways at once: shutdown(SHUT_RDWR)")
+        self._say_farewell()
+        self._socket.shutdown(how)
+
+    def close(self) -> None:
+        """Ends the connection and frees its descriptor. Only when nobody uses it any more."""
+        self._say_farewell()
+        self._socket.close()
+
+    def __enter__(self) -> SecureConnection:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _say_farewell(self) -> None:
+        """Tells the other side, if there is room now, that it has got all."""
+        if self._held_back < 0 and self._writing.acquire(False):
+            try:
+                if self._push(_DONTWAIT, None):
+                    self._stream.say_farewell()
+                    self._push(_DONTWAIT, None)
+            except OSError:
+                pass  # The other side was faster.
+            finally:
+                self._writing.release()
+
+
+def _check(flags: int, ancillary: object = None) -> None:
+    if flags & ~_DONTWAIT or ancillary:
+        raise NotSupported(
+            f"a TLS connection takes no flags but MSG_DONTWAIT (it was given {flags}), "
+            "and nothing beside the bytes"
+        )
+
+
+def _nothing_done(deadline_s: float | None) -> OSError:
+    return (
+        BlockingIOError("the socket is full") if deadline_s is None else TimeoutError("timed out")
+    )
+
+
+def _pieces(parts: Iterable[Buffer]) -> Iterator[Buffer]:
+    """Yields all bytes in order: small parts together, large ones cut, none of them empty."""
+    together: list[Buffer] = []
+    together_bytes = 0
+    for part in parts:
+        size = len(part)
+        if together_bytes + size <= _RECORD_BYTES:
+            together.append(part)
+            together_bytes += size
+            continue
+        if together_bytes:
+            yield b"".join(together)
+        together, together_bytes = [], 0
+        if size <= _RECORD_BYTES:
+            together, together_bytes = [part], size
+            continue
+        whole = memoryview(part)
+        for start in range(0, size, _PIECE_BYTES):
+            yield whole[start : start + _PIECE_BYTES]
+    if together_bytes:
+        yield together[0] if len(together) == 1 else b"".join(together)

@@ -1,0 +1,314 @@
+"""The receiver's side: transfers that are under way, and the connections that read their stripes.
+
+A transfer is known from its first stripe, or from when somebody waits for it, whichever comes
+first; its memory is taken then. It is forgotten when it was taken, or, where nobody will take it,
+when all of it is here.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from _thread import allocate_lock
+from collections.abc import Callable, Iterable
+
+from torchweft.errors import ProtocolError
+from torchweft.protocol.tombstones import Tombstones
+from torchweft.transport.striped.pump import NOTHING, READABLE, forget_nothing
+from torchweft.transport.striped.stripes import HEADER_BYTES, Stripe, TransferKey, decode_stripe
+from torchweft.wire.frames import Allocate
+
+_TURN_BYTES = 4 << 20
+_TAKEN_LIMIT = 4096
+_UNDER_WAY_LIMIT = 1 << 17
+_NOWHERE = memoryview(b"")
+
+
+class NotComing(Exception):
+    """The connection that was to bring a transfer has broken: it is to be asked for."""
+
+
+class _Arrival:
+    """One transfer: its memory, and how much of it is missing."""
+
+    __slots__ = (
+        "_memory",
+        "_memory_lock",
+        "done",
+        "is_given_up",
+        "is_wanted",
+        "missing_bytes",
+        "size_bytes",
+    )
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.missing_bytes = size_bytes
+        self.is_wanted = True
+        self.is_given_up = False
+        self.done = allocate_lock()
+        self.done.acquire()
+        self._memory: memoryview | None = None
+        self._memory_lock = allocate_lock()
+
+    def memory(self, allocate: Allocate) -> memoryview:
+        """Returns the memory, taken now if this is the first to ask."""
+        with self._memory_lock:
+            if self._memory is None:
+                self._memory = allocate(self.size_bytes)
+            return self._memory
+
+
+class Arrivals:
+    """The transfers from one peer. Thread-safe.
+
+    Args:
+        allocate: Gives writable memory of a size in bytes.
+        limit_bytes: Largest transfer accepted.
+    """
+
+    def __init__(self, allocate: Allocate, limit_bytes: int) -> None:
+        self._allocate = allocate
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._under_way: dict[TransferKey, _Arrival] = {}
+        self._given_up: set[int] = set()
+        self._taken = Tombstones(_TAKEN_LIMIT)
+        self._error: Callable[[], Exception] | None = None
+        self.bytes_received = 0
+
+    def wait(self, key: TransferKey, size_bytes: int, stall_s: float) -> memoryview:
+        """Blocks until all of a transfer is here; returns its memory, which the caller owns.
+
+        Args:
+            key: The transfer.
+            size_bytes: Its size, as the message says.
+            stall_s: Seconds without a single byte of any transfer after which to give up.
+
+        Raises:
+            TimeoutError: The peer has sent nothing for so long.
+            ProtocolError: Its stripes announce another size.
+            NotComing: It was given up.
+            Exception: What ``fail`` was given.
+        """
+        arrival = self._arrival(key, size_bytes)
+        memory = arrival.memory(self._allocate)
+        last_count = -1
+        while not arrival.done.acquire(timeout=stall_s):
+            if self.bytes_received == last_count:
+                raise TimeoutError(f"nothing came for {stall_s:.0f} s")
+            last_count = self.bytes_received
+        with self._lock:
+            self._under_way.pop(key, None)
+            error = self._error if arrival.missing_bytes else None
+            is_coming = not arrival.missing_bytes
+        if not is_coming:
+            del arrival, memory  # The error's traceback would keep them.
+            raise (
+                NotComing(f"the connection broke before all of {key} had come")
+                if (error is None)
+                else error()
+            )
+        return memory
+
+    def is_here(self, key: TransferKey) -> bool:
+        """Whether ``wait`` would return at once."""
+        arrival = self._under_way.get(key)
+        return self._error is not None or (arrival is not None and not arrival.missing_bytes)
+
+    def discard(self, key: TransferKey, size_bytes: int) -> None:
+        """Notes that nobody will wait for a transfer: it is dropped when it is here."""
+        try:
+            arrival = self._arrival(key, size_bytes)
+        except Exception:
+            return  # Lost, or nonsense: then the connection that brings it ends.
+        with self._lock:
+            arrival.is_wanted = False
+            self._taken.add(key.token)
+            if not arrival.missing_bytes or arrival.is_given_up:
+                self._under_way.pop(key, None)
+                self._given_up.discard(key.token)
+
+    def give_up(self, tokens: Iterable[int]) -> None:
+        """Notes that of some messages nothing comes any more: who waits is told ``NotComing``.
+
+        What is here in full stays. The connections that brought them are closed by now.
+        """
+        with self._lock:
+            given_up = {token for token in tokens if token not in self._taken}
+            self._given_up |= given_up
+            ended = [
+                (key, arrival)
+                for key, arrival in self._under_way.items()
+                if key.token in given_up and arrival.missing_bytes and not arrival.is_given_up
+            ]
+            for key, arrival in ended:
+                arrival.is_given_up = True
+                if not arrival.is_wanted:
+                    self._under_way.pop(key)
+        for _, arrival in ended:
+            arrival.done.release()
+
+    def forget(self, keys: Iterable[TransferKey]) -> None:
+        """Forgets the transfers of a message: they were taken, or are asked for another way."""
+        with self._lock:
+            for key in keys:
+                self._under_way.pop(key, None)
+                self._given_up.discard(key.token)
+                self._taken.add(key.token)
+
+    def fail(self, error: Callable[[], Exception]) -> None:
+        """Has all who wait, now and in future, raise what ``error`` returns; drops the rest."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            failed, self._under_way = list(self._under_way.values()), {}
+        for arrival in failed:
+            if arrival.missing_bytes and not arrival.is_given_up:
+                arrival.done.release()
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether some transfer has begun, or is waited for, and is not all here."""
+        with self._lock:
+            return any(arrival.missing_bytes for arrival in self._under_way.values())
+
+    @property
+    def count(self) -> int:
+        """How many transfers are under way, or here and not yet taken."""
+        return len(self._under_way)
+
+    def begin(self, stripe: Stripe) -> tuple[_Arrival, memoryview]:
+        """Returns where the bytes of a stripe belong."""
+        arrival = self._arrival(stripe.key, stripe.size_bytes)
+        memory = arrival.memory(self._allocate)
+        return arrival, memory[stripe.offset : stripe.offset + stripe.length_bytes]
+
+    def complete(self, stripe: Stripe, arrival: _Arrival) -> None:
+        """Notes that all bytes of a stripe are here."""
+        with self._lock:
+            is_late = arrival.missing_bytes < stripe.length_bytes
+            arrival.missing_bytes -= stripe.length_bytes
+            if not arrival.missing_bytes and self._error is None:
+                arrival.done.release()
+                if not arrival.is_wanted:
+                    self._under_way.pop(stripe.key, None)
+        if is_late:
+            raise ProtocolError(f"{stripe.key} has more stripes than bytes")
+
+    def _arrival(self, key: TransferKey, size_bytes: int) -> _Arrival:
+        with self._lock:
+            if self._error is not None:
+                raise self._error()
+            arrival = self._under_way.get(key)
+            if arrival is None:
+                if len(self._under_way) >= _UNDER_WAY_LIMIT:
+                    raise ProtocolError(f"over {_UNDER_WAY_LIMIT} tensors are announced at once")
+                arrival = self._under_way[key] = _Arrival(size_bytes)
+                if key.token in self._given_up:
+                    arrival.is_given_up = True
+                    arrival.done.release()
+        if arrival.size_bytes != size_bytes:
+            raise ProtocolError(f"{key} has {arrival.size_bytes} bytes once and {size_bytes} then")
+        return arrival
+
+    def read_header(self, data: memoryview) -> Stripe:
+        """Reads the header of a stripe; raises ProtocolError where it makes no sense."""
+        return decode_stripe(data, self._limit_bytes)
+
+
+class ReceivingConnection:
+    """One connection that a peer sends stripes over.
+
+    Args:
+        connection: A connected socket; owned from here on.
+        arrivals: Where they belong.
+        on_end: Called when the connection ends: with the cause where what came over it makes no
+            sense, or has no room; with nothing where it only ended.
+    """
+
+    def __init__(
+        self, connection: socket.socket, arrivals: Arrivals, on_end: Callable[[str], None]
+    ) -> None:
+        self._socket = connection
+        self._arrivals = arrivals
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._header_end = 0
+        self._arrival: _Arrival | None = None
+        self._stripe = Stripe(0, 0, 0, 0, 0)
+        self._missing = _NOWHERE
+        connection.setblocking(False)
+        self.fd = connection.fileno()
+
+    def read(self) -> int:
+        """Receives what is here, at most a turn's share; returns what to wait for then."""
+        with self._lock:
+            if self._is_closed:
+                return NOTHING
+            try:
+                self._read(_TURN_BYTES)
+                return READABLE
+            except (EOFError, OSError):
+                cause = ""
+            except ProtocolError as error:
+                cause = f"a data connection makes no sense: {error}"
+            except MemoryError:
+                cause = "there is no memory for a tensor of it"
+            except Exception as error:  # what those who wait are told: the peer was lost
+                cause = str(error)
+        self._on_end(cause)
+        return NOTHING
+
+    def _read(self, turn_bytes: int) -> None:
+        # Of what a secure connection has received already, no event tells.
+        while turn_bytes > 0 or getattr(self._socket, "pending", False):
+            # The end of one stripe and the header of the next in one call.
+            parts = [self._header[self._header_end :]]
+            if self._arrival is not None:
+                parts.insert(0, self._missing)
+            try:
+                size = self._socket.recvmsg_into(parts)[0]
+            except BlockingIOError:
+                return
+            if not size:
+                raise EOFError
+            turn_bytes -= size
+            self._fill(size)
+
+    def _fill(self, size: int) -> None:
+        """Takes note of received bytes."""
+        if self._arrival is not None:
+            taken = min(size, self._missing.nbytes)
+            self._arrivals.bytes_received += taken
+            self._missing = self._missing[taken:]
+            size -= taken
+            if self._missing.nbytes:
+                return
+            # An empty slice would keep the memory as well.
+            self._missing = _NOWHERE
+            arrival, self._arrival = self._arrival, None
+            self._arrivals.complete(self._stripe, arrival)
+        self._header_end += size
+        if self._header_end == HEADER_BYTES:
+            self._header_end = 0
+            self._stripe = self._arrivals.read_header(self._header)
+            self._arrival, self._missing = self._arrivals.begin(self._stripe)
+
+    def close(self, forget: Callable[[int], None] = forget_nothing) -> None:
+        """Ends the connection, frees its descriptor and lets go of the memory being filled.
+
+        Args:
+            forget: Called with the descriptor before it is freed, unless that was done before:
+                another connection may have it by then.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._arrival, self._missing = None, _NOWHERE
+            forget(self.fd)
+            self._socket.close()

@@ -1,1 +1,0 @@
-"""The command ``weft``; each subcommand has a file of its own."""

@@ -1,6 +1,0 @@
-"""Stepping parameters where they live: ``DistributedOptimizer``, and clipping by global norm."""
-
-from weft.optim.clipping import clip_grad_norm_
-from weft.optim.distributed import DistributedOptimizer
-
-__all__ = ["DistributedOptimizer", "clip_grad_norm_"]

@@ -1,0 +1,81 @@
+"""Plain payloads that no worker of Weft would make: what a member that is an enemy can send."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchweft.rpc import RRef
+from torchweft.serialize.objects import Packed
+from torchweft.serialize.plain import Encoder, tags
+
+
+class Made(NamedTuple):
+    """A call that the reader is to make of a name, as of ``names.REBUILDERS``."""
+
+    name: str
+    arguments: Any
+
+
+class Named(NamedTuple):
+    """A function or class by a name."""
+
+    name: bytes
+
+
+class Attributed(NamedTuple):
+    """A value, which should be a tensor, with attributes."""
+
+    value: Any
+    attributes: Any
+
+
+class Ordered(NamedTuple):
+    """An ``OrderedDict`` with attributes."""
+
+    content: dict[Any, Any]
+    attributes: Any
+
+
+class Numbered(NamedTuple):
+    """A tag with any number behind it: that of a tensor, a reference or a container."""
+
+    tag: int
+    number: int
+
+
+class FreeEncoder(Encoder):
+    """Encodes what an honest one does, and the values above, without a check."""
+
+    def __init__(self) -> None:
+        super().__init__(True, (RRef,))
+
+    def _add_other(self, value: Any) -> None:
+        if isinstance(value, Made):
+            self._add_text(value.name, tags.MADE)
+            self._add(value.arguments)
+        elif isinstance(value, Named):
+            self._add_bytes(value.name, tags.NAME)
+        elif isinstance(value, Attributed):
+            self._parts.append(bytes((tags.ATTRIBUTED,)))
+            self._add(value.value)
+            self._add(value.attributes)
+        elif isinstance(value, Ordered):
+            self._parts.append(tags.NUMBER.pack(tags.ORDERED, len(value.content)))
+            for each in (*value.content.items(), (value.attributes,)):
+                for part in each:
+                    self._add(part)
+        elif isinstance(value, Numbered):
+            self._parts.append(tags.NUMBER.pack(*value))
+        elif isinstance(value, Tensor):
+            self._add_outside(value, self.tensors, tags.TENSOR)
+        else:
+            super()._add_other(value)
+
+
+def pack_freely(value: Any) -> Packed:
+    """Does as ``pack_plain``, for what the values above say."""
+    encoder = FreeEncoder()
+    payload = encoder.encode(value)
+    return Packed(payload, encoder.tensors, encoder.externals)

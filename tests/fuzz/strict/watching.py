@@ -1,0 +1,58 @@
+"""Notes what a strict worker does while it handles a message, and stops what it must not do."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import linecache
+import sys
+from collections.abc import Iterator
+from typing import ForwardRef
+
+from tests.fuzz.strict import program
+
+_DEEDS = ("exec", "compile", "import", "open", "os.", "subprocess.", "socket.", "ctypes.")
+_DEEDS += ("shutil.", "marshal.", "pickle.", "sys.", "builtins.", "tempfile.", "mmap.", "code.")
+_DEEDS += ("cpython.", "urllib.", "ftplib.", "glob.", "fcntl.", "webbrowser.", "sqlite3.")
+_HARMLESS = ("sys._getframe", "sys.excepthook", "sys.unraisablehook", "builtins.id", "sys._current")
+
+_deeds: list[str] = []
+_is_watching = False
+
+
+_PARSERS = (ast.parse.__code__, ForwardRef.__init__.__code__)
+"""They compile texts of the source and run nothing: for tracebacks, and for annotations."""
+
+
+def _watch(event: str, arguments: tuple[object, ...]) -> None:
+    if not _is_watching or not event.startswith(_DEEDS) or event.startswith(_HARMLESS):
+        return
+    if event != "compile" or sys._getframe(1).f_code not in _PARSERS:
+        _deeds.append(f"{event}{arguments!r}"[:300])
+        raise PermissionError(event)
+
+
+sys.addaudithook(_watch)
+
+
+def read_sources() -> None:
+    """Reads what tracebacks show of all modules, so that nothing is opened later."""
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and path.endswith(".py"):
+            linecache.getlines(path)
+
+
+@contextlib.contextmanager
+def nothing_else_done() -> Iterator[None]:
+    """Asserts that nothing is done in a block beyond what is registered."""
+    global _is_watching
+    _is_watching = True
+    try:
+        yield
+    finally:
+        _is_watching = False
+        done, _deeds[:] = list(_deeds), []
+        sung, program.sung[:] = list(program.sung), []
+    assert not done, f"a message had this done: {done}"
+    assert not sung, f"a message had this run: {sung}"

@@ -1,0 +1,207 @@
+"""A strict worker without sockets and threads: its handlers run at once, in this thread.
+
+All of its code is that of a worker in production, from the frame that was read to the bytes of the
+answer. What is replaced is below: connections, the reactor's threads, and the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.fuzz.strict import program
+from torchweft.agent import current as current_agent
+from torchweft.agent.agent import Agent
+from torchweft.agent.members import Members
+from torchweft.agent.peers import Peer
+from torchweft.agent.protection import Protection
+from torchweft.agent.reactor import Reactor
+from torchweft.errors import ProtocolError, WorkerLost
+from torchweft.nn import owner
+from torchweft.optim import local
+from torchweft.optim.groups import GroupPart
+from torchweft.protocol.membership import STRICT, Registration
+from torchweft.rpc import RpcBackendOptions, RRef, serving
+from torchweft.rpc.gathering import Gatherings
+from torchweft.rpc.requests import CompactRequest
+from torchweft.rpc.worker import Worker
+from torchweft.serialize.names import STRICT_ENTRY_POINTS
+from torchweft.wire.frames import Buffer, Frame
+from torchweft.wire.messages import HandedReference
+
+ME, SENDER, OTHER = 0, 1, 2
+LIMIT_S = 0.005
+HANDED = 8
+"""Of each value of the worker, so many references may come in messages."""
+
+
+class _Link:
+    """A connection whose other end takes everything and says nothing."""
+
+    read_fd = -1
+    reading = threading.Lock()
+
+    def send(self, message: list[Buffer], *, may_block: bool) -> None:
+        for part in message:
+            assert len(bytes(part)) < 1 << 22, "a short message has a long answer"
+
+    def hold(self, part: Buffer) -> int:
+        self.send([part], may_block=False)
+        return 0
+
+    def write_held(self) -> None: ...
+
+
+class _Tasks(list[Any]):
+    """Tasks that wait, without lanes."""
+
+    turns = 0
+
+    def append(self, task: Any, lane: int = 0) -> None:
+        super().append(task)
+
+    def offer(self, task: Any, lane: int, size_bytes: int) -> bool:
+        self.append(task)
+        return True
+
+
+class World:
+    """A worker, and the references to its values that the sender has been given."""
+
+    def __init__(self) -> None:
+        registrations = [
+            Registration(name, number, (), facts={STRICT: True})
+            for number, name in enumerate(("me", "sender", "other"))
+        ]
+        options = RpcBackendOptions(
+            strict=True, callables=program.CALLABLES, rpc_timeout=LIMIT_S, secret=None
+        )
+        options.check()
+        members = Members(registrations[ME], registrations[1:], is_open=False)
+        with mock.patch.object(Reactor, "_spawn"):
+            self.agent = Agent(Protection.of_run("a token of this run"), members, [], 4, LIMIT_S)
+        self.agent.reactor.tasks = _Tasks()  # type: ignore[assignment]
+        self.worker = Worker(self.agent, options)
+        serving.install(self.worker)
+        Gatherings(self.agent)
+        self._stop_at_the_edges()
+        current_agent.install(self.agent)
+        self.sender = self.agent.peers[SENDER]
+        self._make_values()
+
+    def _stop_at_the_edges(self) -> None:
+        agent, link = self.agent, _Link()
+        for number in (SENDER, OTHER):
+            agent.peers[number].link = link  # type: ignore[assignment]
+        for name, stub in (
+            ("ask", self._ask),
+            ("ask_and_wait", self._ask),
+        ):
+            setattr(agent.calls, name, stub)
+        agent.connect_all = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        agent.links.end = lambda link: None  # type: ignore[method-assign, assignment]
+        self.worker.coroutines.run = self._run  # type: ignore[method-assign]
+
+    def _ask(self, peer: Peer, call: Any, request: Any, **_: Any) -> None:
+        """Takes note of a call that this worker makes, of which nothing comes."""
+        if not peer.is_self:
+            is_compact = isinstance(request, CompactRequest)
+            name = request._function if is_compact else _name_in(request._head)
+            assert name.decode() in STRICT_ENTRY_POINTS, f"a message had {name!r} called elsewhere"
+        raise WorkerLost("nobody is there", worker=peer.name)
+
+    def _run(
+        self, coroutine: Coroutine[Any, Any, Any], context_id: int, on_done: Callable[..., None]
+    ) -> None:
+        try:
+            coroutine.send(None)
+            coroutine.close()
+            on_done(None, asyncio.CancelledError("it would wait"))
+        except StopIteration as result:
+            on_done(result.value, None)
+        except BaseException as error:
+            on_done(None, error)
+
+    def _make_values(self) -> None:
+        torch.manual_seed(1)
+        made = owner.create(program.Net, (), {}, "cpu")
+        module = made.local_value()
+        owner._made().add(module)
+        parameters = [RRef(each) for each in module.parameters()]
+        parts = [GroupPart(0, {"lr": 0.1}, [0, 1], parameters)]
+        placed = local.place(None, torch.optim.Adam, (), {}, parts)
+        values = (
+            program.Trap(),
+            program.Hidden(),
+            program.Counter(),
+            torch.ones(2, 2),
+            [1],
+            "text",
+        )
+        self.handles = [made, *parameters, placed.optimizer, *map(RRef, values)]
+        self.kept = values
+        self.addresses = [tuple(each.id) for each in self.handles]
+        self.handed: list[HandedReference] = []
+        for handle in self.handles:
+            for _ in range(HANDED):
+                self.handed.append(self.worker.references.hand_on(handle.id, self.sender))
+
+    # Messages
+
+    def receive(self, frame: Frame) -> Exception | None:
+        """Handles a frame, and all that follows; returns why it was refused as a frame."""
+        if self.sender.lost is not None:
+            raise self.sender.lost
+        try:
+            self.agent._dispatch(self.sender, frame, None)
+        except ProtocolError as error:
+            self.agent.lose(self.sender, "nonsense")
+            refusal: Exception | None = error
+        else:
+            refusal = None
+        self._work()
+        return refusal if self.sender.lost is None else ProtocolError("it is turned away")
+
+    def _work(self) -> None:
+        reactor = self.agent.reactor
+        for _ in range(1000):
+            queue: Any = reactor.urgent or reactor.tasks
+            if not queue:
+                break
+            task = queue.pop() if queue is reactor.urgent else queue.pop(0)
+            function, first, second = task
+            function(first, second)
+        else:
+            raise AssertionError("a message has work without end")
+        self.worker.references.tick(time.monotonic() + 1)
+        self.agent.calls.expire(time.monotonic() + 60)
+
+    def tell_error(self, content: bytes) -> BaseException:
+        """Reads an error as the worker does where it comes as an answer."""
+        return self.worker.reader.unpack_error(content)
+
+    def close(self) -> None:
+        """Ends the worker."""
+        current_agent.install(None)
+        self.handles.clear()
+        self.worker.has_left = True
+        with contextlib.suppress(Exception):
+            self.agent.part(Gatherings).close()
+        self.worker.references.close()
+        self.worker.close(1.0)
+        for number in (SENDER, OTHER):
+            self.agent.peers[number].link = None
+        self.agent.close(1.0)
+
+
+def _name_in(head: bytes) -> bytes:
+    from torchweft.wire.messages import decode_call_head
+
+    return decode_call_head(head).function or b"a function by value"

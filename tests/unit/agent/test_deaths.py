@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchweft.agent import deaths
+from torchweft.agent.deaths import FACT, VARIABLE, cause_of, leave_note, own_facts
+from torchweft.agent.peers import Peer
+from torchweft.protocol.membership import Registration
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / str(os.getpid())))
+    yield
+    deaths.follow("")
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> dict[str, str]:
+    return {FACT: f"{tmp_path.name}/77"}
+
+
+def test_what_the_launcher_noted_is_the_cause(tmp_path: Path, facts: dict[str, str]) -> None:
+    leave_note(str(tmp_path), 77, "was killed by SIGKILL (out of memory)")
+    assert cause_of(facts, "end of file") == "it was killed by SIGKILL (out of memory)"
+    peer = Peer(Registration("b", 1, (), "", facts), main_by_name=False, is_self=False)
+    lost = peer.declare_lost("end of file")
+    assert lost is not None
+    assert lost.cause == "it was killed by SIGKILL (out of memory)"
+    assert str(lost).endswith(": it was killed by SIGKILL (out of memory)")
+
+
+def test_a_note_is_waited_for(
+    tmp_path: Path, facts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deaths, "WAIT_S", LIMIT_S)
+    late = threading.Timer(0.05, leave_note, (str(tmp_path), 77, "ended with exit code 1"))
+    late.start()
+    assert cause_of(facts, "end of file") == "it ended with exit code 1"
+    late.join()
+
+
+def test_the_wait_is_short(facts: dict[str, str]) -> None:
+    start_s = time.monotonic()
+    assert cause_of(facts, "end of file") == "end of file"
+    assert deaths.WAIT_S <= time.monotonic() - start_s < 1.0
+
+
+@pytest.mark.parametrize("fact", [None, 3, "", "/77", "elsewhere/77", "../77", "{}/../77", "{}/x"])
+def test_notes_of_others_are_neither_read_nor_waited_for(
+    tmp_path: Path, fact: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_note(str(tmp_path), 77, "was killed")
+    leave_note(str(tmp_path.parent), 77, "was killed")
+    monkeypatch.setattr(deaths, "WAIT_S", 100 * LIMIT_S)
+    facts = {FACT: fact.format(tmp_path.name) if isinstance(fact, str) else fact}
+    assert cause_of(facts, "end of file") == "end of file"
+
+
+def test_who_was_not_launched_has_no_note(
+    tmp_path: Path, facts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert own_facts() == {FACT: f"{tmp_path.name}/{os.getpid()}"}
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "1"))  # as a child of a worker finds it
+    assert own_facts() == {}
+    monkeypatch.delenv(VARIABLE)
+    assert own_facts() == {}
+    leave_note(str(tmp_path), 77, "was killed")
+    assert cause_of(facts, "end of file") == "end of file"
+    deaths.follow(str(tmp_path))
+    assert cause_of(facts, "end of file") == "it was killed"

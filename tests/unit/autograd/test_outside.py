@@ -1,0 +1,147 @@
+"""Records outside of contexts: they end by themselves, and any pass may go through them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.autograd import awkward_programs, programs
+from tests.unit.autograd.cluster import (
+    Cluster,
+    Program,
+    assert_equal_gradients,
+    expected_gradients,
+)
+from torchweft.autograd.contexts import Context
+from torchweft.autograd.outside import OutsideRecords
+from torchweft.autograd.placeholders import make_placeholders
+
+
+def received(records: OutsideRecords, message_id: int, *tensors: Tensor) -> list[Tensor]:
+    nodes, placeholders = make_placeholders(list(tensors))
+    records.place_received(message_id, 1, placeholders, nodes)
+    return placeholders
+
+
+class Outside(Cluster):
+    """Workers of whose messages some, or all, belong to no context."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        super().__init__(seed=seed)
+        self.share = share
+        for context in self.contexts:
+            self.outside.append(OutsideRecords(context.worker, context._counter))
+
+    def send(self, source: int, destination: int, *tensors: Tensor) -> list[Tensor]:
+        is_recorded = any(each.is_leaf and each.requires_grad for each in tensors)
+        if is_recorded or self.random.random() >= self.share:
+            return super().send(source, destination, *tensors)
+        computed = [each for each in tensors if each.requires_grad]
+        values = [each.detach().clone() for each in tensors]
+        if not computed:
+            return values
+        message_id = self.outside[source].record_send(computed, destination)
+        places = [place for place, each in enumerate(tensors) if each.requires_grad]
+        nodes, placeholders = make_placeholders([values[place] for place in places])
+        self.outside[destination].place_received(message_id, source, placeholders, nodes)
+        for place, placeholder in zip(places, placeholders, strict=True):
+            values[place] = placeholder
+        return values
+
+    def release(self) -> None:
+        """Has all that ended known to the senders, as often as something ends by that."""
+        while any(ended := [each.take_ended() for each in self.outside]):
+            for worker, by_sender in enumerate(ended):
+                for sender, message_ids in by_sender.items():
+                    self.outside[sender].drop_sends(message_ids, worker)
+
+    def remains(self) -> bool:
+        return any(each.count() != (0, 0) for each in self.outside)
+
+
+def check_and_release(program: Program, seed: int, share: float) -> None:
+    cluster = Outside(seed, share)
+    roots: Sequence[Tensor] = list(program(cluster))
+    cluster.backward(roots)
+    assert_equal_gradients(cluster.gradients(), expected_gradients(program))
+    for context in cluster.contexts:
+        context.clear()
+    del roots
+    cluster.release()
+    if cluster.remains():  # Functions of Python in a graph may be part of cycles.
+        gc.collect()
+        cluster.release()
+    assert not cluster.remains()
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize(
+    "program", programs.ALL + awkward_programs.ALL, ids=lambda program: program.__name__
+)
+def test_gradients_equal_those_of_a_single_process(program: Program, share: float) -> None:
+    check_and_release(program, 1, share)
+
+
+@pytest.mark.parametrize("start", range(0, 60, 20))
+def test_random_programs_equal_a_single_process(start: int) -> None:
+    for seed in range(start, start + 20):
+        check_and_release(programs.random_program(seed), seed, 0.5 + seed % 2 / 2)
+
+
+def test_a_receive_ends_with_the_last_graph_that_leads_to_it() -> None:
+    records = OutsideRecords(0)
+    told: list[int] = []
+    records.on_ended = lambda: told.append(1)
+    first, second = received(records, 7, torch.ones(2), torch.ones(3))
+    loss = (first * 2).sum()
+    del first, second
+    assert records.count() == (0, 1)
+    assert records.take_ended() == {}
+    del loss
+    assert told == [1]
+    assert records.take_ended() == {1: [7]}
+    assert records.count() == (0, 0)
+
+
+def test_a_send_ends_when_its_receiver_says_so_or_is_lost() -> None:
+    records = OutsideRecords(0)
+    tensor = torch.ones(2, requires_grad=True) * 2
+    ids = [records.record_send([tensor], to_worker) for to_worker in (1, 2, 2, 3)]
+    assert len(set(ids)) == 4
+    records.drop_sends(ids[:2], 1)  # The second is not its own.
+    assert [each.message_id for each in records.sends()] == ids[1:]
+    records.worker_lost(2)
+    assert [each.message_id for each in records.sends()] == ids[3:]
+    records.take_back(ids[3])
+    records.take_back(ids[3])
+    assert records.sends() == []
+    assert records.send(ids[3]) is None
+
+
+def test_walks_end_at_placeholders_of_this_group_only() -> None:
+    records, others = OutsideRecords(0), OutsideRecords(0)
+    reached: list[int] = []
+    context = Context(9, 0)
+    (here,) = received(records, 7, torch.ones(2))
+    (there,) = received(others, 8, torch.ones(2))
+    ends = records.ends_beside(context.receive_of, reached.append)
+    assert here.grad_fn is not None
+    assert there.grad_fn is not None
+    assert here.grad_fn in ends
+    assert ends[here.grad_fn].message_id == 7
+    assert there.grad_fn not in ends
+    assert reached == [1]
+    assert list(ends) == [here.grad_fn]
+    assert len(ends) == 1
+    with pytest.raises(KeyError):
+        ends[there.grad_fn]
+
+
+def test_a_worker_without_records_adds_nothing_to_a_walk() -> None:
+    context = Context(9, 0)
+    ends = OutsideRecords(0).ends_beside(context.receive_of, print)
+    assert ends is context.receive_of

@@ -1,0 +1,43 @@
+"""Zeros in place of missing gradients, as ``torch.distributed.autograd`` sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.unit.autograd import awkward_programs, programs
+from tests.unit.autograd.cluster import Cluster
+from torchweft.autograd.zeros import enable_zeros
+
+
+@pytest.fixture(autouse=True)
+def _zeros() -> Iterator[None]:
+    enable_zeros()
+    yield
+    enable_zeros(False)
+
+
+def test_the_remote_part_of_a_result_without_gradient_runs() -> None:
+    cluster = Cluster()
+    cluster.backward(awkward_programs.remote_result_without_gradient(cluster))
+    gradients = cluster.gradients()
+    # What is used without a gradient, and what is not used: all of the message gets zeros.
+    assert gradients[1, "v"].tolist() == gradients[0, "y"].tolist() == [0.0, 0.0, 0.0]
+    torch.testing.assert_close(gradients[1, "w"], cluster.parameters[0, "x"].detach())
+
+
+def test_what_a_pass_does_not_reach_gets_nothing() -> None:
+    cluster = Cluster()
+    cluster.backward(programs.dead_branches(cluster))
+    assert cluster.gradients().keys() == {(0, "x"), (2, "w")}
+
+
+def test_gradients_of_certain_tensors_are_as_ever() -> None:
+    cluster = Cluster()
+    used, unused = cluster.send(0, 1, *[cluster.parameter(0, name, 3) * 2 for name in "xy"])
+    result = cluster.send(1, 0, used.exp())[0]
+    inputs = [cluster.parameters[0, name] for name in "xy"]
+    assert cluster.grad([result.sum()], inputs)[1] is None
+    assert unused.requires_grad

@@ -1,0 +1,64 @@
+"""The attack on a strict worker notices holes: some are made here, and must be found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.fuzz.strict import program
+from tests.fuzz.targets import strict_member
+from torchweft.nn import owner
+from torchweft.serialize import callables, functions
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.keeps("descriptors")]
+INPUTS = 20_000
+"""At most; the rarest hole takes about 2,500."""
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _followed(names: Any, name: bytes) -> Any:
+    """Follows a name within the program: elsewhere it might end this process."""
+    is_program = name.startswith(program.__name__.encode())
+    return functions.resolve(name) if is_program else names._refuse_name(name)
+
+
+HOLES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "names are followed": (callables.StrictNames, "resolve", _followed),
+    "any method is called": (
+        callables.StrictNames,
+        "method_of",
+        lambda names, value, name: getattr(value, name),
+    ),
+    "any module is used": (
+        owner,
+        "_module",
+        lambda reference: reference.local_value(),
+    ),
+    "forward of any module is called": (owner, "_check_declares_forward", _nothing),
+}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_a_hole_is_found(hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, name, instead = HOLES[hole]
+    strict_member.run(strict_member.make(random.Random(0)))
+    monkeypatch.setattr(home, name, instead)
+    chance = random.Random(5)
+    found: list[str] = []
+    strict_member.forget()
+    try:
+        for _ in range(INPUTS):
+            try:
+                strict_member.run(strict_member.make(chance))
+            except AssertionError as error:
+                found.append(str(error))
+                break
+    finally:
+        monkeypatch.undo()
+        strict_member.forget()
+    assert found, "no message had the worker do what it must not do"

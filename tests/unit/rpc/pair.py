@@ -1,0 +1,84 @@
+"""Two whole workers in one process: one calls, the other serves, over a real connection."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.unit.agent.group import Member, group_of, wait_until
+from torchweft.agent import current as current_agent
+from torchweft.rpc import calls, serving
+from torchweft.rpc.futures import Future
+from torchweft.rpc.handles import RRef
+from torchweft.rpc.worker import Worker
+
+LIMIT_S = 20.0
+
+
+class Pair:
+    """A worker that calls, and one that serves; ``torchweft.rpc`` in functions means the latter."""
+
+    def __init__(self, caller: Member, callee: Member) -> None:
+        self.caller, self.callee = Worker(caller.agent), Worker(callee.agent)
+        self.peer, self.peer_of_callee = caller.peer(callee), callee.peer(caller)
+        for worker in (self.caller, self.callee):
+            serving.install(worker)
+            worker.agent.start([worker.references.tick])
+        current_agent.install(callee.agent)
+
+    def close(self) -> None:
+        current_agent.install(None)
+        for worker in (self.caller, self.callee):
+            worker.close(LIMIT_S)
+
+    def sync(self, function: Callable[..., Any], *args: Any) -> Any:
+        return calls.call_and_wait(self.caller, self.peer, function, args, {}, LIMIT_S)
+
+    def back(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Makes a call in the other direction."""
+        return calls.call_and_wait(self.callee, self.peer_of_callee, function, args, {}, LIMIT_S)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        return calls.start(self.caller, self.peer, function, args, {}, LIMIT_S)
+
+    def create(self, function: Callable[..., Any], *args: Any) -> RRef[Any]:
+        return calls.create(self.caller, self.peer, function, args, {}, LIMIT_S)
+
+    def fetch(self, reference: RRef[Any]) -> Any:
+        return self.sync(serving.fetch, tuple(reference.id))
+
+    def call_method(self, reference: RRef[Any], name: str, *args: Any) -> Any:
+        return self.sync(serving.call_method, tuple(reference.id), name, args, {}, None)
+
+    def check_serves(self, threads: int) -> None:
+        """Checks that no thread is lost: each runs a call while the others wait for it."""
+        together = threading.Barrier(threads)
+        _barriers.append(together)
+        try:
+            for future in [self.start(_meet) for _ in range(threads)]:
+                future.wait()
+        finally:
+            _barriers.remove(together)
+        # An answer goes out a moment before its call is over.
+        wait_until(lambda: not self.callee.agent.reactor.busy, "the end of all calls")
+        wait_until(lambda: not self.callee.unfinished, "the end of all values in the making")
+
+
+_barriers: list[threading.Barrier] = []
+
+
+def _meet() -> None:
+    _barriers[-1].wait(LIMIT_S)
+
+
+@contextlib.contextmanager
+def pair_of(threads: int = 2, over: str = "unix") -> Iterator[Pair]:
+    """Makes a pair, of workers with so many threads each, and closes it."""
+    with group_of(2, threads, over) as (caller, callee):
+        pair = Pair(caller, callee)
+        try:
+            yield pair
+        finally:
+            pair.close()

@@ -1,0 +1,129 @@
+"""Ctrl-C, at every step of a call in the main thread: no connection, no call, no frame is lost.
+
+Python runs handlers of signals where a function begins and after a call of one has returned. The
+tests raise at each of these places in turn, until a call has no more of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import torchweft
+from tests.unit.agent.group import wait_until
+from tests.unit.rpc.pair import Pair, pair_of
+from torchweft.agent.open_calls import is_waiting
+from torchweft.transport import interrupts
+
+PACKAGE = os.path.dirname(torchweft.__file__)
+
+
+class Interrupt(BaseException):
+    """What a handler of a signal raises."""
+
+
+def interrupt_at(step: int, run: Callable[[], object]) -> bool:
+    """Runs something, raising at one of its steps; returns whether it came so far."""
+    seen = 0
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        nonlocal seen
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(PACKAGE):
+            seen += 1
+            if seen == step:
+                raise Interrupt
+
+    sys.setprofile(profile)
+    try:
+        run()
+    except Interrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return seen >= step
+
+
+def double(value: Any) -> Any:
+    return value * 2
+
+
+@pytest.fixture(scope="module", params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with pair_of(2, request.param) as made:
+        made.sync(double, 1)
+        yield made
+
+
+def check_is_sound(pair: Pair) -> None:
+    """Checks that calls are answered both ways, and that nothing is left of earlier ones."""
+    agent = pair.caller.agent
+    link = pair.peer.link
+    assert link is not None
+    # What the housekeeper does once a second.
+    agent.links.mend()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(pair.back, double, 3).result() == 6
+    assert pair.sync(double, 4) == 8
+    wait_until(lambda: not len(agent.calls), "the end of all calls")
+    wait_until(lambda: not link.readers and link.taken_by is None and not link.pending)
+    assert pair.peer.lost is None
+    assert pair.peer_of_callee.lost is None
+
+
+def call_at_once(pair: Pair) -> object:
+    return pair.sync(double, 2)
+
+
+def call_and_wait(pair: Pair) -> object:
+    return pair.start(double, 2).wait()
+
+
+def send_much(pair: Pair) -> object:
+    return pair.sync(double, torch.ones(50_000))
+
+
+@pytest.mark.keeps("threads", "descriptors")
+@pytest.mark.parametrize(("way", "stride"), [(call_at_once, 1), (call_and_wait, 1), (send_much, 7)])
+def test_a_call_may_be_interrupted_at_any_step(
+    pair: Pair, way: Callable[[Pair], object], stride: int
+) -> None:
+    assert threading.get_ident() == interrupts.main_id
+    step = 1
+    while interrupt_at(step, lambda: way(pair)):
+        check_is_sound(pair)
+        step += stride
+    assert step > 40
+
+
+def test_who_waits_is_known_by_the_stacks(pair: Pair) -> None:
+    """So the housekeeper tells a call that was interrupted from one that takes long."""
+    link = pair.peer.link
+    assert link is not None
+    seen: list[bool] = []
+
+    def look(_: object) -> None:
+        (call,) = [*pair.caller.agent.calls._table._entries.values()]
+        looked.append(call)
+        seen.append(is_waiting(call))
+        pair.caller.agent.links.mend()
+        seen.append(link.taken_by in (call, None))
+
+    looked: list[Any] = []
+    hooks.append(look)
+    pair.sync(calls_the_hook)
+    assert seen == [True, True]
+    assert not is_waiting(looked[0])
+
+
+hooks: list[Callable[[object], None]] = []
+
+
+def calls_the_hook() -> None:
+    hooks.pop()(None)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+
+import pytest
+
+from torchweft import knobs
+from torchweft.errors import ConfigurationError
+from torchweft.rpc import stack_report
+from torchweft.rpc.stack_report import _inwards, _lines, answer_signal
+
+
+@pytest.fixture(autouse=True)
+def answered_signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Notes the signals that are answered, in place of answering them."""
+    answered: list[int] = []
+    monkeypatch.setattr(stack_report, "_answered", None)
+    monkeypatch.setattr(faulthandler, "register", lambda number, **_: answered.append(number))
+    return answered
+
+
+def test_the_signal_can_be_chosen(answered_signals: list[int]) -> None:
+    with knobs.STACKS_SIGNAL.override("SIGUSR2"):
+        answer_signal()
+        answer_signal()
+    assert answered_signals == [signal.SIGUSR2]
+
+
+def test_no_signal_is_one_as_well(answered_signals: list[int]) -> None:
+    with knobs.STACKS_SIGNAL.override(""):
+        answer_signal()
+    assert answered_signals == []
+
+
+def test_a_handler_of_the_program_stays(answered_signals: list[int]) -> None:
+    former = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+    try:
+        with knobs.STACKS_SIGNAL.override("SIGUSR2"):
+            answer_signal()
+    finally:
+        signal.signal(signal.SIGUSR2, former)
+    assert answered_signals == []
+
+
+def test_what_is_no_signal_is_refused() -> None:
+    with (
+        knobs.STACKS_SIGNAL.override("USR1"),
+        pytest.raises(ConfigurationError, match="WEFT_STACKS_SIGNAL is 'USR1', which is no signal"),
+    ):
+        answer_signal()
+
+
+def test_a_strict_worker_tells_no_source_code() -> None:
+    frames = _inwards(sys._getframe())
+    with_source, without = (_lines(frames, has_source)[-1] for has_source in (True, False))
+    assert (
+        with_source == f"{without}\n    frames = _inwards(sys._getframe())" or "\n" in with_source
+    )
+    assert "\n" not in without
+    assert without.endswith(", in test_a_strict_worker_tells_no_source_code")

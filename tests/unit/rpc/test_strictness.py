@@ -1,0 +1,257 @@
+"""Weft's own entry points on a strict worker, in a call of another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.free_encoder import Made, Named, pack_freely
+from tests.fuzz.strict import program
+from tests.fuzz.strict.world import OTHER, World
+from torchweft.agent.served_calls import current_call
+from torchweft.errors import ArgumentTypeError, CallError, NotAllowed, ProtocolError
+from torchweft.mapreduce import ending, shared
+from torchweft.nn import owner
+from torchweft.nn.owner import Step
+from torchweft.optim import clipping, local
+from torchweft.optim.groups import GroupPart
+from torchweft.optim.local import Saved
+from torchweft.rpc import RRef, collective
+from torchweft.rpc.gathering import Key, following
+from torchweft.serialize.objects import pack_plain
+from torchweft.serialize.tensors import as_memory, describe
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import NO_CREATION, CallHead, Kind, encode_call_head, encode_parcel
+
+ROWS = torch.ones(1, 2)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def served(world: World) -> Iterator[World]:
+    """A strict worker that serves a call of another one."""
+    token: Any = current_call.set(SimpleNamespace(peer=world.sender))  # type: ignore[arg-type]
+    yield world
+    current_call.reset(token)
+
+
+def refusals(calls: dict[str, Callable[[], object]]) -> dict[str, type]:
+    raised = {}
+    for name, call in calls.items():
+        with pytest.raises(Exception) as caught:
+            call()
+        raised[name] = type(caught.value)
+    return raised
+
+
+def test_modules_are_made_of_what_is_registered(served: World) -> None:
+    made = owner.create(program.Net, (), {}, "cpu")
+    assert owner.run(made, "cpu", (Step(torch.mul, (2,), {}),), (ROWS,), {}).shape == (1, 2)
+    assert len(owner.parameters(made, True)) == 2
+    assert set(owner.state(made, "a.")) == {"a.layer.weight", "a.layer.bias"}
+    assert owner.load_state(made, {"layer.bias": torch.ones(2)})[0] == ["layer.weight"]
+    raised = refusals(
+        {
+            "class": lambda: owner.create(nn.Linear, (1, 1), {}, "cpu"),
+            "hidden class": lambda: owner.create(program.Hidden, (), {}, "cpu"),
+            "device": lambda: owner.create(program.Net, (), {}, "meta"),
+            "step": lambda: owner.run(made, "cpu", (Step(torch.add, (1,), {}),), (ROWS,), {}),
+            "function": lambda: owner.apply(made, program.unregistered),  # type: ignore[arg-type]
+        }
+    )
+    assert set(raised.values()) == {NotAllowed}
+
+
+def test_other_modules_and_other_objects_are_left_alone(served: World) -> None:
+    hidden = RRef(program.Hidden())
+    calls: dict[str, Callable[[Any], object]] = {
+        "run": lambda it: owner.run(it, "cpu", (), (ROWS,), {}),
+        "step": lambda it: owner.run(
+            owner.create(program.Net, (), {}, "cpu"), "cpu", (Step(it, (), {}),), (ROWS,), {}
+        ),
+        "parameters": lambda it: owner.parameters(it, True),
+        "training": lambda it: owner.set_training(it, True),
+        "apply": lambda it: owner.apply(it, program.identity),
+        "load": lambda it: owner.load_state(it, {}),
+        "state": lambda it: owner.state(it, ""),
+    }
+    of_hidden = refusals({name: lambda c=call: c(hidden) for name, call in calls.items()})  # type: ignore[misc]
+    assert set(of_hidden.values()) == {NotAllowed}
+    trap = RRef(program.Trap())
+    of_trap = refusals({name: lambda c=call: c(trap) for name, call in calls.items()})  # type: ignore[misc]
+    assert set(of_trap.values()) == {NotAllowed, ArgumentTypeError}
+    of_nothing = refusals({name: lambda c=call: c("text") for name, call in calls.items()})  # type: ignore[misc]
+    assert set(of_nothing.values()) <= {NotAllowed, ArgumentTypeError}
+    assert program.sung == []
+
+
+def test_the_worker_itself_may_do_all_of_it(world: World) -> None:
+    linear = owner.create(nn.Linear, (2, 2), {}, "cpu")
+    assert owner.run(linear, "cpu", (Step(torch.add, (1,), {}),), (ROWS,), {}).shape == (1, 2)
+    assert len(owner.parameters(RRef(nn.Linear(1, 1)), True)) == 2
+
+
+def part(*values: Any, **options: Any) -> list[GroupPart]:
+    return [GroupPart(0, options, list(range(len(values))), [RRef(value) for value in values])]
+
+
+def test_optimizers_are_registered_classes_over_parameters(served: World) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    placed = local.place(None, torch.optim.Adam, (), {"lr": 0.5}, part(weight, betas=(0.9, 0.9)))
+    address: Any = tuple(placed.optimizer.id)
+    local.change(address, {0: {"lr": torch.tensor(0.25), "foreach": None}})
+    assert local.save(address, {}).options[0]["lr"] == 0.25
+    raised = refusals(
+        {
+            "class": lambda: local.place(None, torch.optim.Adagrad, (), {}, part(weight)),
+            "tensor": lambda: local.place(None, torch.optim.SGD, (), {}, part(torch.ones(2))),
+            "object": lambda: local.place(None, torch.optim.SGD, (), {}, part(program.Trap())),
+            "fused": lambda: local.place(None, torch.optim.SGD, (), {"fused": True}, part(weight)),
+            "fused group": lambda: local.place(
+                None, torch.optim.SGD, (), {}, part(weight, fused=True)
+            ),
+            "fused later": lambda: local.change(address, {0: {"fused": True}}),
+            "parameters": lambda: local.change(address, {0: {"params": [ROWS]}}),
+            "large": lambda: local.load(address, saved(torch.ones(3))),
+            "of others": lambda: local.load(address, Saved({0: {}}, {7: {}})),
+        }
+    )
+    assert set(raised.values()) == {NotAllowed}
+    raised = refusals(
+        {
+            "function": lambda: local.place(None, program.identity, (), {}, part(weight)),  # type: ignore[arg-type]
+            "value": lambda: local.change(address, {0: {"lr": ROWS}}),
+            "name": lambda: local.change(address, {0: {1: 2}}),  # type: ignore[dict-item]
+            "changes": lambda: local.save(address, [1]),  # type: ignore[arg-type]
+            "parts": lambda: local.place(None, torch.optim.SGD, (), {}, [1]),  # type: ignore[list-item]
+            "saved": lambda: local.load(address, {}),  # type: ignore[arg-type]
+            "state": lambda: local.load(address, Saved({}, {0: [1]})),
+            "optimizer": lambda: local.place(RRef(3), torch.optim.SGD, (), {}, part(weight)),  # type: ignore[arg-type]
+        }
+    )
+    assert all(issubclass(kind, (TypeError, ValueError)) for kind in raised.values()), raised
+
+
+def saved(average: torch.Tensor) -> Saved:
+    return Saved({0: {"lr": 0.1}}, {0: {"exp_avg": average}})
+
+
+def test_a_fused_optimizer_of_the_worker_loads_no_state_of_others(world: World) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    placed = local.place(None, torch.optim.Adam, (), {"fused": True}, part(weight))
+    token: Any = current_call.set(SimpleNamespace(peer=world.sender))  # type: ignore[arg-type]
+    with pytest.raises(NotAllowed, match="fused"):
+        local.load(tuple(placed.optimizer.id), saved(torch.ones(2)))  # type: ignore[arg-type]
+    current_call.reset(token)
+
+
+def test_clipping_asks_no_value_for_its_hash(served: World) -> None:
+    context_id = served.worker.contexts.open()
+    addresses: Any = [(0, tuple(RRef(program.Trap()).id)), (1, served.addresses[4])]
+    assert clipping.norms(context_id, addresses, 2.0)[0] == []
+    assert program.sung == []
+    with pytest.raises(ArgumentTypeError):
+        clipping.scale(context_id, addresses, torch.ones(2))
+    with pytest.raises(ArgumentTypeError):
+        clipping.scale(context_id, addresses, 0.5)  # type: ignore[arg-type]
+
+
+def test_maps_run_what_is_registered(served: World) -> None:
+    for function in (program.add, torch.sub):
+        packed = pack_plain((function, [torch.ones(1)]), main_by_name=True)
+        made = shared.make(packed.payload, packed.tensors, 1)
+        try:
+            assert made.call((1, 2), {}, 0, -1)[1] == 3
+            assert function is program.add
+        except NotAllowed:
+            assert function is torch.sub
+    for wrong in (("text", [], 1), (b"", ["text"], 1), (b"", [], "one")):
+        with pytest.raises(ArgumentTypeError):
+            shared.make(*wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError):
+        ending.failed(3)  # type: ignore[arg-type]
+
+
+def test_a_worker_comes_to_a_gathering_by_itself_and_hears_of_it_from_its_leader(
+    served: World,
+) -> None:
+    key = Key((0, 1), "barrier", 0)
+    collective.bring(key, "sender", None)
+    following.withdrawn(Key((0, 1, 2), "barrier", 0), "sender", CallError("no"))
+    raised = refusals(
+        {
+            "another": lambda: collective.bring(key, "other", None),
+            "leader": lambda: collective.bring(Key((1, 2), "barrier", 0), "sender", None),
+            "not of it": lambda: collective.bring(Key((0, 2), "barrier", 0), "sender", None),
+            "unknown": lambda: collective.bring(Key((0, 1, 9), "barrier", 0), "sender", None),
+            "order": lambda: collective.bring(Key((1, 0), "barrier", 0), "sender", None),
+            "empty": lambda: collective.bring(Key((), "barrier", 0), "sender", None),
+            "told by no leader": lambda: collective.tell(key, {}),
+            "failed by no leader": lambda: following.failed(key, CallError("no")),
+            "not me": lambda: collective.tell(Key((1, OTHER), "barrier", 0), {}),
+        }
+    )
+    assert set(raised.values()) == {NotAllowed}
+    for wrong in (("key", "sender", None), ((0, 1), "sender", None)):
+        with pytest.raises(ArgumentTypeError):
+            collective.bring(*wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError):
+        following.withdrawn(key, "sender", "no error")  # type: ignore[arg-type]
+
+
+# Whole calls
+
+
+def answer(world: World, content: Any, name: bytes = b"") -> BaseException | None:
+    """Returns the error with which a call of other content than Weft's is answered."""
+    packed = pack_freely(content)
+    table, flat = describe(packed.tensors)
+    buffers = [memoryview(bytearray(as_memory(each))) for each in flat]
+    head = encode_call_head(CallHead(5.0, NO_CREATION, 0, 0, name, ()))
+    control = encode_parcel(head, packed.payload, table if packed.tensors else b"", b"")
+    errors: list[BaseException] = []
+    world.worker.reply_error = lambda peer, number, error: errors.append(error)  # type: ignore[method-assign]
+    world.receive(Frame(Kind.CALL, 0, 7, control, buffers))
+    return errors[0] if errors else None
+
+
+def test_a_tensor_is_not_taken_apart_into_arguments(world: World) -> None:
+    many = torch.ones(()).expand(1 << 40, 2)  # 4 bytes
+    identity = f"{program.__name__}:identity".encode()
+    fetch = b"torchweft.rpc.serving:fetch"
+    method = b"torchweft.rpc.serving:call_method"
+    for content, name in (
+        (many, identity),
+        ((many, {}), identity),
+        (many, b""),
+        (((many,), {}), fetch),
+        ((((0, 0, 5), "add", many, {}, None), {}), method),
+    ):
+        error = answer(world, content, name)
+        assert isinstance(error, ArgumentTypeError), (name, error)
+
+
+def test_a_function_in_a_call_is_registered(world: World) -> None:
+    remote = Made("torchweft.nn.remote_module:_received", (None, "cpu", True))
+    assert isinstance(answer(world, ((), {}, Named(b"os:getpid"))), NotAllowed)
+    assert answer(world, ((1,), {}, Named(f"{program.__name__}:identity".encode()))) is None
+    for function in (remote, 3, "text", [], Named(b"builtins:KeyError")):
+        error = answer(world, ((), {}, function))
+        assert isinstance(error, (NotAllowed, CallError, TypeError)), error
+
+
+def test_a_verdict_in_another_encoding_has_no_codec_imported(world: World) -> None:
+    told = json.dumps({"a": 1}).encode("utf-32-le")
+    assert isinstance(world.receive(Frame(Kind.VERDICT, 0, 0, told, ())), ProtocolError)

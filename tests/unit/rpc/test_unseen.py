@@ -1,0 +1,58 @@
+"""Guards of errors, and how reports are logged."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchweft.rpc.unseen import Guard, Report, _log_all
+
+
+def read(content: bytes) -> BaseException:
+    return ValueError(content.decode())
+
+
+def test_a_guard_that_dies_armed_reports_once() -> None:
+    reports: list[Report] = []
+    report = Report("the call failed", KeyError("x"))
+    guard = Guard(report, reports.append)
+    guard.trip()
+    guard.trip()
+    del guard
+    assert reports == [report]
+    dying = Guard(report, reports.append)
+    assert reports == [report]
+    del dying
+    assert reports == [report, report]
+
+
+def test_a_guard_whose_error_is_raised_reports_nothing() -> None:
+    reports: list[Report] = []
+    guard = Guard(Report("the call failed", KeyError("x")), reports.append)
+    with pytest.raises(KeyError):
+        guard.raise_copy(KeyError("x"))
+    del guard
+    assert reports == []
+
+
+def test_equal_reports_are_one_record(caplog: pytest.LogCaptureFixture) -> None:
+    same = [Report("a call failed", ValueError("x")), Report("a call failed", b"x")]
+    _log_all([*same, Report("a call failed", ValueError("y"))], read)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a call failed (2 times)",
+        "a call failed",
+    ]
+
+
+def test_a_flood_of_reports_is_cut_short(caplog: pytest.LogCaptureFixture) -> None:
+    _log_all([Report("a call failed", ValueError(number)) for number in range(500)], read)
+    assert len(caplog.records) < 50
+    assert "480 more failed calls" in caplog.records[-1].getMessage()
+
+
+def test_an_error_whose_text_cannot_be_made(caplog: pytest.LogCaptureFixture) -> None:
+    class Shy(Exception):
+        def __repr__(self) -> str:
+            raise TypeError("no")
+
+    _log_all([Report("a call failed", Shy())], read)
+    assert len(caplog.records) == 1
