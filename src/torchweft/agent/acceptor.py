@@ -178,11 +178,11 @@ class Acceptor:
             if with_memory:
                 self._receive_memory(peer, handshake, theirs)
             link = self._connector.install(peer, connection, terms)
-            if with_memory:
-                send_verdict(peer, link)
         except (OSError, ProtocolError):
             peer.is_accepting = False
             raise
+        if with_memory:
+            send_verdict(peer, link)
 
     def _welcome(self, connection: socket.socket, handshake: Handshake, peer: Peer) -> None:
         facts = self._connector.facts(verdict=peer.channels.verdict())

@@ -455,9 +455,13 @@ class Connector:
 
 
 def send_verdict(peer: Peer, link: Link) -> None:
-    """Tells a peer, over its new link, what can be received from it."""
+    """Tells a peer, over its new link, what can be received from it.
+
+    Raises nothing where the link has ended: the connection is its own, and its reader finds out.
+    """
     control = json.dumps(peer.channels.verdict()).encode()
-    link.send(encode_frame(Kind.VERDICT, 0, 0, control), may_block=False)
+    with contextlib.suppress(LinkClosed):
+        link.send(encode_frame(Kind.VERDICT, 0, 0, control), may_block=False)
 
 
 def verdict_in(control: Buffer) -> object:

@@ -120,7 +120,8 @@ class Handshake:
         self._connection.settimeout(self._remaining_s())
         if descriptor is not None:
             data = data[socket.send_fds(self._connection, [data], [descriptor]) :]
-        self._connection.sendall(data)
+        if data:  # Else the other side may have it all, and be gone: no error of this greeting.
+            self._connection.sendall(data)
 
     def receive(self, kind: Kind, descriptors: list[int] | None = None) -> Greeting:
         """Reads the other side's greeting and checks its proof.

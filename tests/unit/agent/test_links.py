@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 
 from tests.unit.agent.group import KEY, LIMIT_S, Member, group_of, wait_until
 from tests.unit.agent.sessions import Pair, pair_of
+from torchweft.agent import acceptor, connector
 from torchweft.agent.connector import Terms
-from torchweft.transport import addresses
+from torchweft.agent.links import Links
+from torchweft.transport import addresses, handshake
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.transport.link import LinkClosed
 from torchweft.wire.messages import Kind
@@ -56,6 +60,59 @@ def test_a_worker_says_why_it_leaves(over: str, farewell: str, told: str) -> Non
         first.close()
         wait_until(lambda: second.peer(first).lost, "the loss")
         assert second.peer(first).lost_error().cause == told
+
+
+def leave_while_accepted(first: Member, second: Member, has_left: threading.Event) -> str:
+    """Has the first dial the second and leave; returns what the second takes for the reason."""
+    first.start()
+    second.start()
+    first.agent.connect(first.peer(second))
+    first.agent.links.farewell = "it had to go"
+    first.close()
+    has_left.set()
+    wait_until(lambda: second.peer(first).lost, "the loss")
+    return second.peer(first).lost_error().cause
+
+
+def test_a_dialler_that_leaves_before_its_greeting_was_answered_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_left, dialler = threading.Event(), threading.get_ident()
+
+    def send_fds(*arguments: Any) -> int:
+        size = socket.send_fds(*arguments)
+        # The dialler sends its memory in the same way.
+        assert threading.get_ident() == dialler or has_left.wait(LIMIT_S)
+        return size
+
+    slow_socket = types.SimpleNamespace(**vars(socket) | {"send_fds": send_fds})
+    monkeypatch.setattr(handshake, "socket", slow_socket)
+    with group_of(2) as (first, second):
+        assert leave_while_accepted(first, second, has_left) == "it had to go"
+
+
+def test_a_dialler_that_leaves_before_the_verdict_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_left, is_accepted = threading.Event(), threading.Event()
+    accept, on_readable = acceptor.Acceptor.accept, Links._on_readable
+
+    def send_verdict(*arguments: Any) -> None:
+        assert has_left.wait(LIMIT_S)
+        connector.send_verdict(*arguments)
+
+    def note_accepted(*arguments: Any) -> None:
+        accept(*arguments)
+        is_accepted.set()
+
+    def read_after_it(links: Links, *arguments: Any) -> None:
+        if links is second.agent.links:
+            assert is_accepted.wait(LIMIT_S)
+        on_readable(links, *arguments)
+
+    monkeypatch.setattr(acceptor, "send_verdict", send_verdict)
+    monkeypatch.setattr(acceptor.Acceptor, "accept", note_accepted)
+    monkeypatch.setattr(Links, "_on_readable", read_after_it)
+    with group_of(2) as (first, second):
+        assert leave_while_accepted(first, second, has_left) == "it had to go"
 
 
 @pytest.mark.parametrize("attempt", [-1, 0, 1, None, "2", True, 1.5])
