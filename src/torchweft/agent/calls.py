@@ -125,6 +125,16 @@ class PendingCall:
             )
         return CallTimeout(text, worker=self.worker_name, call=name, elapsed_s=self.elapsed_s)
 
+    def interrupted_error(self) -> CallCancelled:
+        """Returns the error of a call whose caller was interrupted while it read the answer."""
+        name = function_name(self.function)
+        return CallCancelled(
+            f"the caller was interrupted while it read the answer of {name} on worker "
+            f"{self.worker_name!r}, which is lost",
+            worker=self.worker_name,
+            call=name,
+        )
+
     def orphan_error(self) -> CallCancelled:
         """Returns the error of a call whose parent was cancelled."""
         assert self.parent is not None

@@ -66,6 +66,7 @@ class OpenCalls:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._table: CallTable[PendingCall] = CallTable()
+        self._completions: dict[int, _Completion] = {}
 
     def __len__(self) -> int:
         return len(self._table)
@@ -125,7 +126,10 @@ class OpenCalls:
         """Like ``ask`` and ``wait``, with the answer read by this thread wherever possible."""
         link = None if peer.is_self else peer.link
         if get_ident() == interrupts.main_id:
-            self._ask_and_wait_in_main(peer, link, call, request)
+            consumed: list[int] = []
+            self._ask_and_wait_in_main(peer, link, call, request, consumed)
+            if consumed and self._table.take(call.number) is not None:
+                call.finish()
             return
         if link is None or link.readers.setdefault(0, call) is not call:
             self.ask(peer, call, request)
@@ -144,13 +148,20 @@ class OpenCalls:
         if not (call.frame or call.error or call.is_done):
             self.wait(call)
 
-    def wait(self, call: PendingCall) -> None:
+    def wait(self, call: PendingCall, *, may_complete: bool = True) -> None:
         """Blocks until ``call`` is done. Its outcome is in ``call.frame`` or ``call.error``.
 
         A call whose time is up is closed, with a ``CallTimeout`` as its error.
+
+        Args:
+            call: The call.
+            may_complete: Whether ``on_done`` may run in the main thread, where it may be
+                interrupted: not if it runs callbacks of the program.
         """
         if get_ident() == interrupts.main_id:
-            if not call.is_done:
+            if may_complete and not call.is_done:
+                self._complete_in_main(call)
+            else:
                 self._wait_in_main(call)
             return
         if not call.is_done:
@@ -174,15 +185,75 @@ class OpenCalls:
             link.readers.pop(0)
             self._agent.reactor.resume_reading(link.read_fd)
 
+    def _complete_in_main(self, call: PendingCall) -> None:
+        """Does what ``wait`` does, in steps of which each may be the last.
+
+        The future of a call outlives an interrupted wait: another thread then completes it.
+        """
+        peer, on_done = self._agent.peers[call.worker], call.on_done
+        if on_done is None:
+            self._wait_in_main(call)
+            return
+        completion = _Completion(call, on_done)
+        self._completions[call.number] = completion
+        try:
+            self._ask_and_wait_in_main(peer, peer.link, call, None, completion.consumed)
+            if completion.consumed:
+                completion.taken += map(self._table.pop, (call.number,), (None,))
+                if completion.taken == [call]:
+                    call.finish()
+                    on_done(call)
+        except BaseException:
+            self._leave_completion(completion)
+            raise
+        self._completions.pop(call.number, None)
+
+    def _leave_completion(self, completion: _Completion) -> None:
+        """Leaves a call to another thread. May be interrupted anywhere, and done again."""
+        if completion.consumed:
+            self._agent.reactor.submit(self._complete_interrupted, completion)
+        else:
+            self._completions.pop(completion.call.number, None)
+
+    def _complete_interrupted(self, completion: _Completion, _: object) -> None:
+        call = completion.call
+        if self._completions.pop(call.number, None) is None:
+            return  # Submitted twice.
+        if self._table.take(call.number) is not None:
+            completion.taken.append(call)
+        if completion.taken == [call]:
+            if not call.is_done:
+                call.finish()
+            completion.on_done(call)
+
+    def mend(self) -> None:
+        """Goes on where the main thread was interrupted while it completed a call."""
+        for completion in list(self._completions.values()):
+            if not is_waiting(completion.call):
+                self._leave_completion(completion)
+
     def _ask_and_wait_in_main(
-        self, peer: Peer, link: Link | None, call: PendingCall, request: Request
+        self,
+        peer: Peer,
+        link: Link | None,
+        call: PendingCall,
+        request: Request | None,
+        consumed: list[int],
     ) -> None:
-        """Does what ``ask_and_wait`` does, in steps of which each may be the last.
+        """Waits for an answer in steps of which each may be the last.
 
         It reads answers that are its own; what else comes is left to a thread of the reactor.
+
+        Args:
+            peer: Who answers.
+            link: The connection to it, if there is one.
+            call: The call. Where its answer was ``consumed``, it is still in the table.
+            request: Opens the call; None where it is open.
+            consumed: Takes the sizes of what was read, when it will be read by nobody else.
         """
         if link is None or not link.may_be_interrupted:
-            self.ask(peer, call, request)
+            if request is not None:
+                self.ask(peer, call, request)
             self._wait_in_main(call)
             return
         reactor, is_reader = self._agent.reactor, False
@@ -191,9 +262,10 @@ class OpenCalls:
             if is_reader:
                 link.taken_by = call
                 reactor.pause_reading(link.read_fd)
-            self.ask(peer, call, request, may_block=False)
+            if request is not None:
+                self.ask(peer, call, request, may_block=False)
             if is_reader:
-                self._read_own(peer, link, call)
+                self._read_own(peer, link, call, consumed)
                 # As ``give_back``, without calling it.
                 link.readers.pop(0)
                 if link.pending:
@@ -205,10 +277,10 @@ class OpenCalls:
             self._agent.links.give_back(peer, link, call)
             link.wake_writer()
             raise
-        if not (call.frame or call.error or call.is_done):
+        if not (consumed or call.error or call.is_done):
             self._wait_in_main(call)
 
-    def _read_own(self, peer: Peer, link: Link, call: PendingCall) -> None:
+    def _read_own(self, peer: Peer, link: Link, call: PendingCall, consumed: list[int]) -> None:
         """Reads until ``call`` is answered, or there is something else to read."""
         spinning = link.answer_spinning
         look = spinning.begin() if spinning.is_worthwhile() else None
@@ -222,20 +294,21 @@ class OpenCalls:
                 if look is not None and not look.goes_on():
                     look = None
                 continue
+            answer = None
             for frame in frames:
                 if frame.kind == _REPLY and frame.id == call.number:
-                    call.frame = frame
+                    answer = frame
                 elif frame.kind == _PULLED:
                     peer.held.release(int.from_bytes(frame.control[:8], "little"))
                 else:
                     return  # Who reads on sees the others once more, which is harmless.
-            link.end_own()
-            if call.frame is not None:
+            if answer is not None:
+                call.frame = answer
+                link.end_own(consumed)
                 if look is not None:
                     spinning.succeeded()
-                if self._table.take(call.number) is not None:
-                    call.finish()
                 return
+            link.end_own([])
 
     def _wait_in_main(self, call: PendingCall) -> None:
         """Waits for other threads to complete ``call``, which ends here when its time is up.
@@ -370,6 +443,25 @@ class OpenCalls:
             _run_on_done(call, None)
 
 
+class _Completion:
+    """What the main thread has done of completing the future of a call, each part in one step.
+
+    Args:
+        call: The call.
+        on_done: What completes the future. Called again where it was interrupted.
+    """
+
+    __slots__ = ("call", "consumed", "on_done", "taken")
+
+    def __init__(self, call: PendingCall, on_done: Callable[[PendingCall], None]) -> None:
+        self.call = call
+        self.on_done = on_done
+        self.consumed: list[int] = []
+        """The size of the answer, once nobody else will read it."""
+        self.taken: list[PendingCall | None] = []
+        """What was in the table of calls under its number."""
+
+
 class _UnsentCall(Unsent):
     """A request that waits for the first connection to its callee."""
 
@@ -401,7 +493,14 @@ def is_waiting(call: PendingCall) -> bool:
     return False
 
 
-_WAITING = {OpenCalls.ask_and_wait.__code__, OpenCalls._ask_and_wait_in_main.__code__}
+_WAITING = {
+    method.__code__
+    for method in (
+        OpenCalls.ask_and_wait,
+        OpenCalls._ask_and_wait_in_main,
+        OpenCalls._complete_in_main,
+    )
+}
 
 
 def _run_on_done(call: PendingCall, _: object) -> None:

@@ -42,6 +42,7 @@ class Upkeep:
         if now_s >= self._next_mending_s:
             self._next_mending_s = now_s + _MEND_S
             self._agent.links.mend()
+            self._agent.calls.mend()
         return now_s + self._rearm_s if self._agent.reactor.arm_if_left() else math.inf
 
     def look_soon(self) -> None:

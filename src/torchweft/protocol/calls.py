@@ -30,6 +30,8 @@ class CallTable(Generic[Entry]):
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
+        self.pop: Callable[[int, None], Entry | None] = self._entries.pop
+        """As ``take``, in a single step of a function in C."""
         self._numbers = itertools.count(1)
         self.total = 0
         """How many calls there have been: it changes with each, and roughly counts them."""

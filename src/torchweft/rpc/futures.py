@@ -49,6 +49,11 @@ class Future(torch.futures.Future[T]):
         return self._call.worker_name
 
     def _complete(self, call: PendingCall) -> None:
+        """Completes the future; called again, by another thread, where that was interrupted."""
+        if call.on_done is None:
+            if not self.done():
+                self._fail(call.interrupted_error())
+            return
         call.on_done = None  # It leads back here, and no collector looks into futures.
         call.kept = None
         # What follows is part of the same call of another worker as what led here.
@@ -93,7 +98,7 @@ class Future(torch.futures.Future[T]):
         """
         try:
             if not self.done():
-                self._worker.agent.calls.wait(self._call)
+                self._worker.agent.calls.wait(self._call, may_complete=not self.is_watched)
             return cast("T", torch._C.Future.wait(self))
         except Exception as error:
             shorten(error)

@@ -312,10 +312,14 @@ class Link:
             return None
         return self._parser.whole_frames(self.pending[0])
 
-    def end_own(self) -> None:
-        """Notes that the frames of ``receive_own`` have been dealt with."""
-        self.bytes_received += sum(self.pending)
-        self.pending = []
+    def end_own(self, consumed: list[int]) -> None:
+        """Notes that the frames of ``receive_own`` have been dealt with.
+
+        Args:
+            consumed: Takes the sizes of what was received, in the step that ends it.
+        """
+        consumed += map(self.pending.pop, (0,) * len(self.pending))
+        self.bytes_received += sum(consumed)
 
     def _parse_pending(self) -> list[Frame]:
         size = sum(self.pending)

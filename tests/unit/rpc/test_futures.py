@@ -33,7 +33,7 @@ class Agent:
         """Is its own table of open calls."""
         return self
 
-    def wait(self, call: PendingCall) -> None:
+    def wait(self, call: PendingCall, *, may_complete: bool) -> None:
         self.waited.append(call)
         complete(self.future, self.outcome)
 

@@ -17,9 +17,12 @@ import pytest
 import torch
 
 import torchweft
-from tests.unit.agent.group import wait_until
+from tests.unit.agent.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
+from torchweft.agent.calls import PendingCall
 from torchweft.agent.open_calls import is_waiting
+from torchweft.errors import CallCancelled
+from torchweft.rpc.futures import Future
 from torchweft.transport import interrupts
 
 PACKAGE = os.path.dirname(torchweft.__file__)
@@ -68,6 +71,7 @@ def check_is_sound(pair: Pair) -> None:
     assert link is not None
     # What the housekeeper does once a second.
     agent.links.mend()
+    agent.calls.mend()
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(pair.back, double, 3).result() == 6
     assert pair.sync(double, 4) == 8
@@ -100,6 +104,48 @@ def test_a_call_may_be_interrupted_at_any_step(
         check_is_sound(pair)
         step += stride
     assert step > 40
+
+
+@pytest.mark.keeps("threads", "descriptors")
+def test_the_future_of_an_interrupted_wait_is_completed(pair: Pair) -> None:
+    outcomes: list[object] = []
+    for step in range(1, 61):
+        future = pair.start(double_soon)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(allow_when_waited_for, future._call)
+            is_interrupted = interrupt_at(step, future.wait)
+            may_end.set()
+        check_is_sound(pair)
+        if is_interrupted:
+            outcomes.append(ended(future))
+        assert not pair.caller.agent.calls._completions
+    # Not only those that were interrupted before they began to wait.
+    assert outcomes.count(4) > 4
+
+
+def ended(future: Future[Any]) -> object:
+    """Returns the outcome, or the type of the error, of a future that must end."""
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            return pool.submit(future.wait).result(LIMIT_S)
+        except (CallCancelled, Interrupt) as error:  # It was interrupted as it took the value.
+            return type(error)
+
+
+may_end = threading.Event()
+
+
+def double_soon() -> int:
+    assert may_end.wait(LIMIT_S)
+    may_end.clear()
+    return 4
+
+
+def allow_when_waited_for(call: PendingCall) -> None:
+    """Has the function return when the main thread waits for it, or has ended its wait."""
+    while not is_waiting(call) and not may_end.wait(0.001):
+        pass
+    may_end.set()
 
 
 def test_who_waits_is_known_by_the_stacks(pair: Pair) -> None:
