@@ -45,9 +45,45 @@ catch. What a program may want to act on is a field, not only text.
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, fields
+from typing import Any
 
+
+@dataclass(init=False, eq=False, repr=False, match_args=False)
 class WeftError(Exception):
-    """The root of every error that Weft itself raises."""
+    """The root of every error that Weft itself raises.
+
+    An error with fields declares them as a dataclass, each with a default. Its constructor takes
+    the message first. Pickles and copies keep the fields and the notes, copies the cause as well.
+    """
+
+    message: InitVar[str]
+
+    def __post_init__(self, message: str) -> None:
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The cause is left out, as by Python: one that cannot be pickled would keep its error back.
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not values:
+            reduced: Any = super().__reduce__()
+            return tuple(reduced)
+        state = {name: value for name, value in vars(self).items() if name not in values}
+        rebuilt = _rebuild_with_fields, (type(self), str(self), values)
+        return (*rebuilt, state) if state else rebuilt
+
+    def __copy__(self) -> WeftError:
+        reduced: Any = self.__reduce_ex__(2)
+        make, arguments, *states = reduced
+        copy: WeftError = make(*arguments)
+        for state in states:
+            copy.__setstate__(state)
+        if "__notes__" in vars(copy):
+            vars(copy)["__notes__"] = list(vars(copy)["__notes__"])
+        copy.__cause__ = self.__cause__
+        copy.__context__ = self.__context__
+        copy.__suppress_context__ = self.__suppress_context__
+        return copy
 
 
 class ConfigurationError(WeftError, ValueError, RuntimeError):
@@ -78,6 +114,7 @@ class RendezvousError(WeftError, RuntimeError):
     """The workers of a group could not agree on who they are."""
 
 
+@dataclass(eq=False, repr=False, match_args=False)
 class RendezvousTimeout(RendezvousError, TimeoutError):
     """Some workers did not come in time.
 
@@ -86,13 +123,8 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
         elapsed_s: How long this worker waited, in seconds.
     """
 
-    def __init__(self, message: str, missing: tuple[int, ...] = (), elapsed_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.missing = missing
-        self.elapsed_s = elapsed_s
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (str(self), self.missing, self.elapsed_s))
+    missing: tuple[int, ...] = ()
+    elapsed_s: float = 0.0
 
 
 class DuplicateName(RendezvousError):
@@ -107,6 +139,7 @@ class MethodNotFound(WeftError, RuntimeError, AttributeError):
     """The value behind a reference has no such method; raised by the caller, before any call."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class CallError(WeftError, RuntimeError):
     """One remote call failed.
 
@@ -116,23 +149,9 @@ class CallError(WeftError, RuntimeError):
         elapsed_s: Seconds between the start of the call and the failure.
     """
 
-    def __init__(
-        self, message: str, *, worker: str = "", call: str = "", elapsed_s: float = 0.0
-    ) -> None:
-        super().__init__(message)
-        self.worker = worker
-        self.call = call
-        self.elapsed_s = elapsed_s
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _rebuild_with_fields,
-            (
-                type(self),
-                str(self),
-                {"worker": self.worker, "call": self.call, "elapsed_s": self.elapsed_s},
-            ),
-        )
+    worker: str = ""
+    call: str = ""
+    elapsed_s: float = 0.0
 
 
 class CallTimeout(CallError, TimeoutError):
@@ -151,6 +170,7 @@ class QueueFull(CallRefused):
     """Too many calls of this worker wait at the callee already; this one was not started."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class NotAllowed(CallRefused):
     """A message names what its receiver does not allow: a function, a class, or any pickle at all.
 
@@ -161,15 +181,7 @@ class NotAllowed(CallRefused):
         refused: What was refused.
     """
 
-    def __init__(self, message: str, *, worker: str = "", refused: str = "") -> None:
-        super().__init__(message, worker=worker)
-        self.refused = refused
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _rebuild_with_fields,
-            (type(self), str(self), {"worker": self.worker, "refused": self.refused}),
-        )
+    refused: str = ""
 
 
 class SerializationError(CallError, TypeError):
@@ -184,6 +196,7 @@ class InjectedFault(CallError):
     """A message was not sent because a test asked for it to fail."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class RemoteError(CallError):
     """A remote function raised an exception whose own type cannot be rebuilt here.
 
@@ -191,17 +204,10 @@ class RemoteError(CallError):
         type_name: Qualified name of the original exception type.
     """
 
-    def __init__(self, message: str, *, type_name: str = "", worker: str = "") -> None:
-        super().__init__(message, worker=worker)
-        self.type_name = type_name
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _rebuild_with_fields,
-            (type(self), str(self), {"type_name": self.type_name, "worker": self.worker}),
-        )
+    type_name: str = ""
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class WorkerLost(WeftError, ConnectionError, RuntimeError):
     """A worker died or can no longer be reached.
 
@@ -211,23 +217,9 @@ class WorkerLost(WeftError, ConnectionError, RuntimeError):
         cause: What was noticed, for instance ``"end of file"``.
     """
 
-    def __init__(
-        self, message: str, *, worker: str = "", since: float = 0.0, cause: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.worker = worker
-        self.since = since
-        self.cause = cause
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _rebuild_with_fields,
-            (
-                type(self),
-                str(self),
-                {"worker": self.worker, "since": self.since, "cause": self.cause},
-            ),
-        )
+    worker: str = ""
+    since: float = 0.0
+    cause: str = ""
 
 
 class OwnerLost(WorkerLost):
@@ -242,6 +234,7 @@ class ProtocolError(WeftError, RuntimeError):
     """A peer sent bytes that do not follow the protocol; its connection is closed."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class TlsError(ProtocolError, ConnectionError):
     """The TLS handshake failed: one side does not speak TLS, or does not trust the other.
 
@@ -250,18 +243,11 @@ class TlsError(ProtocolError, ConnectionError):
         reason: What went wrong, without the advice of the message.
     """
 
-    def __init__(self, message: str, *, peer: str = "", reason: str = "") -> None:
-        super().__init__(message)
-        self.peer = peer
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _rebuild_with_fields,
-            (type(self), str(self), {"peer": self.peer, "reason": self.reason}),
-        )
+    peer: str = ""
+    reason: str = ""
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class AutogradError(WeftError, RuntimeError):
     """A distributed backward pass cannot be run, or failed on some worker.
 
@@ -270,18 +256,11 @@ class AutogradError(WeftError, RuntimeError):
         operation: What failed there.
     """
 
-    def __init__(self, message: str, *, worker: str = "", operation: str = "") -> None:
-        super().__init__(message)
-        self.worker = worker
-        self.operation = operation
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _rebuild_with_fields,
-            (type(self), str(self), {"worker": self.worker, "operation": self.operation}),
-        )
+    worker: str = ""
+    operation: str = ""
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class OptimizerError(WeftError, RuntimeError):
     """A distributed optimizer failed on some worker; its cause is the error of that worker.
 
@@ -290,18 +269,11 @@ class OptimizerError(WeftError, RuntimeError):
         others: Names of the other workers where it failed.
     """
 
-    def __init__(self, message: str, *, worker: str = "", others: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.worker = worker
-        self.others = others
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _rebuild_with_fields,
-            (type(self), str(self), {"worker": self.worker, "others": self.others}),
-        )
+    worker: str = ""
+    others: tuple[str, ...] = ()
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class ReduceError(WeftError, RuntimeError):
     """A reducer failed; its cause is what it raised, and the calls of the map went well.
 
@@ -310,18 +282,11 @@ class ReduceError(WeftError, RuntimeError):
         results: How many results it was given.
     """
 
-    def __init__(self, message: str, *, reducer: str = "", results: int = 0) -> None:
-        super().__init__(message)
-        self.reducer = reducer
-        self.results = results
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _rebuild_with_fields,
-            (type(self), str(self), {"reducer": self.reducer, "results": self.results}),
-        )
+    reducer: str = ""
+    results: int = 0
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class CheckpointError(WeftError, RuntimeError):
     """A snapshot could not be saved or restored.
 
@@ -331,22 +296,16 @@ class CheckpointError(WeftError, RuntimeError):
         worker: Name of the worker where it failed, where it is known.
     """
 
-    def __init__(
-        self, message: str, *, directory: str = "", step: int | None = None, worker: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.directory = directory
-        self.step = step
-        self.worker = worker
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_with_fields, (type(self), str(self), dict(vars(self)))
+    directory: str = ""
+    step: int | None = None
+    worker: str = ""
 
 
 class SnapshotNotFound(CheckpointError, FileNotFoundError):
     """There is no such snapshot, or a worker cannot get at a file of it."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class SnapshotCorrupt(CheckpointError):
     """A file of a snapshot is not as it was written.
 
@@ -355,21 +314,11 @@ class SnapshotCorrupt(CheckpointError):
         alternatives: The steps of the other snapshots in the directory, the last one first.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        directory: str = "",
-        step: int | None = None,
-        worker: str = "",
-        file: str = "",
-        alternatives: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(message, directory=directory, step=step, worker=worker)
-        self.file = file
-        self.alternatives = alternatives
+    file: str = ""
+    alternatives: tuple[int, ...] = ()
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class StateMismatch(CheckpointError, ValueError):
     """A snapshot is of another state than the one that it was to be restored into.
 
@@ -379,23 +328,12 @@ class StateMismatch(CheckpointError, ValueError):
         differing: What both have, and how it differs.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        directory: str = "",
-        step: int | None = None,
-        worker: str = "",
-        missing: tuple[str, ...] = (),
-        unexpected: tuple[str, ...] = (),
-        differing: tuple[str, ...] = (),
-    ) -> None:
-        super().__init__(message, directory=directory, step=step, worker=worker)
-        self.missing = missing
-        self.unexpected = unexpected
-        self.differing = differing
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class ShutdownError(WeftError, RuntimeError):
     """A graceful shutdown did not end as it should; the worker is shut down all the same.
 
@@ -403,14 +341,10 @@ class ShutdownError(WeftError, RuntimeError):
         missing: Names of the workers that were lost on the way, or waited for in vain.
     """
 
-    def __init__(self, message: str, *, missing: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.missing = missing
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_with_fields, (type(self), str(self), {"missing": self.missing}))
+    missing: tuple[str, ...] = ()
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class LaunchError(WeftError, RuntimeError):
     """Worker processes could not be started, or one of them died.
 
@@ -419,10 +353,8 @@ class LaunchError(WeftError, RuntimeError):
         exit_code: Its exit status, negative for a signal; None where it never started.
     """
 
-    def __init__(self, message: str, *, worker: str = "", exit_code: int | None = None) -> None:
-        super().__init__(message)
-        self.worker = worker
-        self.exit_code = exit_code
+    worker: str = ""
+    exit_code: int | None = None
 
 
 def _rebuild_with_fields(

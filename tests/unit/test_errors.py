@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 import pickle
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from torchweft import errors
-from torchweft.errors import WeftError
+from torchweft.errors import WeftError, WorkerLost
+from torchweft.serialize.exceptions import fresh_copy, pack_error, unpack_error
 
 ALL_ERRORS = [
     member
@@ -61,17 +66,105 @@ def test_error_is_caught_as_the_built_in_that_torch_rpc_users_catch(
 
 @pytest.mark.parametrize("error_type", ALL_ERRORS)
 def test_error_survives_pickling_with_type_and_text(error_type: type[WeftError]) -> None:
-    copy = pickle.loads(pickle.dumps(error_type("what happened")))
-    assert type(copy) is error_type
-    assert str(copy) == "what happened"
+    arrived = pickle.loads(pickle.dumps(error_type("what happened")))
+    assert type(arrived) is error_type
+    assert str(arrived) == "what happened"
 
 
 @pytest.mark.parametrize("error", WITH_FIELDS, ids=lambda error: type(error).__name__)
 def test_fields_survive_pickling(error: WeftError) -> None:
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is type(error)
-    assert str(copy) == str(error)
-    assert vars(copy) == vars(error)
+    arrived = through_pickle(error)
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
+
+
+def declared(error_type: type[WeftError]) -> dict[str, object]:
+    """Returns a value other than the default for each field."""
+    defaults: dict[str, object] = {
+        field.name: field.default for field in dataclasses.fields(error_type)
+    }
+    others = {str: "other", float: 0.5, int: 7, type(None): 7, tuple: ("a", "b")}
+    return {name: others[type(default)] for name, default in defaults.items()}
+
+
+def through_pickle(error: WeftError) -> Any:
+    return pickle.loads(pickle.dumps(error))
+
+
+def through_a_record(error: WeftError) -> Any:
+    return unpack_error(pack_error(error, "ps"))
+
+
+def through_a_plain_record(error: WeftError) -> Any:
+    return unpack_error(pack_error(error, "ps", is_plain=True))
+
+
+KEEP_THE_CAUSE = (copy.copy, fresh_copy, through_a_record, through_a_plain_record)
+
+
+@pytest.mark.parametrize("trip", [through_pickle, copy.deepcopy, *KEEP_THE_CAUSE])
+@pytest.mark.parametrize("error_type", ALL_ERRORS)
+def test_a_round_trip_keeps_an_error(
+    error_type: type[WeftError], trip: Callable[[WeftError], Any]
+) -> None:
+    error = error_type("what happened", **declared(error_type))
+    error.__notes__ = ["a note"]  # type: ignore[attr-defined]  # add_note came with Python 3.11
+    error.extra = 3  # type: ignore[attr-defined]
+    error.__cause__ = KeyError("missing")
+    expected = {**declared(error_type), "extra": 3}
+    arrived = trip(error)
+    assert arrived is not error
+    assert type(arrived) is error_type
+    assert (arrived.args, str(arrived)) == (("what happened",), "what happened")
+    assert repr(arrived) == f"{error_type.__name__}('what happened')"
+    assert arrived.__notes__[0] == "a note"
+    assert arrived.__notes__ is not error.__notes__  # type: ignore[attr-defined]
+    assert {name: value for name, value in vars(arrived).items() if name != "__notes__"} == expected
+    if trip in KEEP_THE_CAUSE:
+        assert repr(arrived.__cause__) == "KeyError('missing')"
+        assert arrived.__suppress_context__
+
+
+def test_an_error_whose_cause_cannot_be_pickled_is_pickled_without_it() -> None:
+    error = WorkerLost("ps is gone", worker="ps")
+    error.__cause__ = ValueError(lambda: None)
+    copied = pickle.loads(pickle.dumps(error))
+    assert copied.worker == "ps"
+    assert copied.__cause__ is None
+
+
+@pytest.mark.parametrize("error", WITH_FIELDS, ids=lambda error: type(error).__name__)
+def test_a_pickle_of_an_error_has_the_form_that_other_versions_read(error: WeftError) -> None:
+    fields = {field.name: getattr(error, field.name) for field in dataclasses.fields(error)}
+    made = errors._rebuild_with_fields(type(error), str(error), fields)
+    assert vars(made) == vars(error)
+    assert error.__reduce__() == (
+        errors._rebuild_with_fields,
+        (type(error), str(error), fields),
+    )
+
+
+def test_errors_with_the_same_fields_are_not_equal_and_can_be_hashed() -> None:
+    error, other = (WorkerLost("ps is gone", worker="ps") for _ in range(2))
+    assert error != other
+    assert len({error, other}) == 2
+
+
+def test_a_timeout_of_the_rendezvous_takes_its_fields_by_position() -> None:
+    error = errors.RendezvousTimeout("late", (1, 3), 2.5)
+    assert (error.args, error.missing, error.elapsed_s) == (("late",), (1, 3), 2.5)
+
+
+def test_an_unknown_field_is_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wroker'"):
+        WorkerLost("ps is gone", wroker="ps")  # type: ignore[call-arg]
+
+
+def test_a_field_of_a_call_that_was_refused_survives_pickling() -> None:
+    error = errors.NotAllowed("no", worker="ps", refused="os:system")
+    error.call = "module.f"
+    assert through_pickle(error).call == "module.f"
 
 
 def test_the_tree_in_the_docstring_is_the_tree_of_the_code() -> None:

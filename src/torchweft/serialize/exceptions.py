@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweft.errors import RemoteError
+from torchweft.errors import RemoteError, WeftError
 from torchweft.serialize import plain
 from torchweft.serialize.functions import MAIN_MODULES, find_global
 from torchweft.serialize.objects import pack, pack_plain, unpack
@@ -399,7 +399,7 @@ def _has_own_reduce(kind: type) -> bool:
     return any(
         name in vars(base)
         for base in kind.__mro__
-        if base.__flags__ & _HEAP_TYPE
+        if base.__flags__ & _HEAP_TYPE and base is not WeftError  # It keeps what a record keeps.
         for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
     )
 

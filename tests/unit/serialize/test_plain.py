@@ -22,7 +22,9 @@ from tests.unit.serialize import admitted
 from tests.unit.serialize.trips import raw, tensor_trip
 from torchweft.errors import (
     CallError,
+    LaunchError,
     ProtocolError,
+    RendezvousTimeout,
     SerializationError,
     UnknownFunction,
     WorkerLost,
@@ -124,10 +126,20 @@ def test_errors_of_weft_are_plain() -> None:
     for error in (
         CallError("no", worker="ps", call="f", elapsed_s=1.5),
         WorkerLost("gone", worker="ps", since=1.0, cause="end of file"),
+        RendezvousTimeout("late", missing=(1, 3), elapsed_s=2.5),
+        LaunchError("worker 2 died", worker="ps", exit_code=-9),
     ):
         arrived = trip((error,))[0]
         assert type(arrived) is type(error)
         assert (str(arrived), vars(arrived)) == (str(error), vars(error))
+
+
+def test_notes_of_an_error_stay_behind_where_it_is_a_plain_value() -> None:
+    error = CallError("no", worker="ps")
+    error.__notes__ = ["a note"]  # type: ignore[attr-defined]
+    arrived = trip((error,))[0]
+    assert type(arrived) is CallError
+    assert vars(arrived) == {"worker": "ps", "call": "", "elapsed_s": 0.0}
 
 
 def test_a_state_of_a_module_is_plain() -> None:

@@ -178,6 +178,8 @@ class Encoder:
             return
         if kind.__module__.startswith("torchweft.") or isinstance(value, WeftError):
             reduced = value.__reduce__()
+            if isinstance(value, WeftError):
+                reduced = reduced[:2]  # Notes and attributes of the program stay behind.
             if _is_rebuilt(reduced):
                 self._add_call(*reduced)
                 return
