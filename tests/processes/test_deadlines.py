@@ -78,6 +78,7 @@ def test_the_limit_of_a_nested_call_names_whose_it_was(group: Cluster) -> None:
     error = raised_by(
         lambda: rpc.rpc_sync("worker0", timing.wait_nested, args=("worker1",), timeout=0.5)
     )
+    rpc.rpc_sync("worker0", timing.note, args=("the caller's end",))
     assert isinstance(error, CallTimeout)
     assert "wait_nested" in str(error)
     assert "longer timeout= if the function needs the time" in str(error)

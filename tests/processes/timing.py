@@ -85,12 +85,16 @@ def call_detached(to: str) -> float:
 
 
 def wait_nested(to: str) -> None:
-    """Notes how a call that is not answered, and may take for ever, ends."""
+    """Notes how a call that is not answered, and may take for ever, ends.
+
+    Returns only when the caller has noted its own end: its time is up at the same moment.
+    """
     try:
         rpc.rpc_sync(to, pass_gate, args=("never",), timeout=0)
     except Exception as error:
         note("nested", error)
         note_refused("refused", to)
+        wait_until(lambda: noted("the caller's end"), lambda: "the caller still waits")
 
 
 def note_refused(name: str, to: str) -> None:

@@ -1,10 +1,10 @@
 """Open groups: workers join, leave politely, die and come back as another life, all at once.
 
-Each seed is a group on a network that breaks connections and delays everything. Who leaves follows
-``docs/protocols/membership.md``: it says so, waits until everybody has noted it, serves what was on
-its way, drops its references, and goes when its last words have arrived. So a call to it that the
-caller could make without knowing is answered. ``WEFT_TEST_SEED=<seed>`` runs one seed alone and
-prints what happened; ``WEFT_TEST_SEEDS`` sets how many are tried.
+Each seed is a group on a network that breaks connections and delays everything. A worker leaves as
+``torchweft.protocol.departure`` decides: it says so, waits until everybody has noted it, serves
+calls on their way, drops its references, and goes when its last messages have arrived. So a call
+that a caller could make before it knew is answered. ``WEFT_TEST_SEED=<seed>`` runs one seed alone
+and prints what happened; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import pytest
 from tests.simulation.group_member import Member
 from tests.simulation.group_world import GroupWorld
 from tests.simulation.seeds import batches, name_of, try_seeds
-from torchweft.protocol.shutdown import Step
+from torchweft.protocol.departure import Action, BeginSettling, Departure, Retire, Stage
+from torchweft.protocol.shutdown import Send
 
 END_S = 3000.0
 PLACES = 5
@@ -26,38 +27,25 @@ PLACES = 5
 class Worker(Member):
     """A worker that leaves when its program is at its end."""
 
-    is_leaving = False
-    is_settling = False
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.departing: set[int] = set()
-        self.unnoted: set[int] = set()
+        self.departure = Departure()
+        self.retired: set[int] = set()
 
     def callable_peers(self) -> list[int]:
-        return [peer for peer in super().callable_peers() if peer not in self.departing]
+        return [peer for peer in super().callable_peers() if peer not in self.retired]
 
     def on_finished(self) -> None:
-        self.is_leaving = True
+        self.departure.begin()
         for peer, half in self.node.halves.items():
             if not half.is_lost:
-                self.announce(peer)
-
-    def announce(self, peer: int) -> None:
-        """Tells a peer that this worker leaves."""
-        self.unnoted.add(peer)
-        self.send(peer, ("step", Step.LEAVING))
+                self.act(self.departure.member_present(peer))
 
     def on_message(self, peer: int, message: tuple[Any, ...]) -> None:
-        if message[1] is Step.LEAVING:
-            self.departing.add(peer)
-            self.send(peer, ("step", Step.NOTED))
-        else:
-            assert message[1] is Step.NOTED
-            self.unnoted.discard(peer)
+        self.act(self.departure.received(peer, message[1]))
 
     def on_lost(self, peer: int, cause: str) -> None:
-        self.unnoted.discard(peer)
+        self.departure.member_lost(peer)
         left = peer in self.group.run.left
         before = len(self.failed)
         super().on_lost(peer, cause)
@@ -65,16 +53,21 @@ class Worker(Member):
             self.group.run.impolite.append((self.id, peer, self.failed[before:]))
 
     def on_tick(self) -> None:
-        """Goes through the stages of leaving."""
-        references = self.group.references
-        if not self.is_leaving or self.unnoted:
-            return
-        if not self.is_settling and self.is_idle:
-            self.is_settling = True
-            references.drop_all(self.id)
-        if self.is_settling and self._is_done():
-            self.is_gone = True
-            self.group.run.leave(self)
+        is_settling = self.departure.stage is Stage.SETTLING
+        is_settled = is_settling and self._is_done()
+        self.act(self.departure.observed(is_idle=self.is_idle, is_settled=is_settled))
+
+    def act(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self.send(action.to, ("step", action.step))
+            elif isinstance(action, Retire):
+                self.retired.add(action.worker)
+            elif isinstance(action, BeginSettling):
+                self.group.references.drop_all(self.id)
+            else:
+                self.is_gone = True
+                self.group.run.leave(self)
 
     def _is_done(self) -> bool:
         is_settled = self.group.references.machines[self.id].is_settled()
@@ -106,8 +99,8 @@ class Run:
             place = self.chance.choice([place for place in range(PLACES) if place not in taken])
             newcomer = self.world.join(place)
             for member in self.world.members.values():
-                if member.is_leaving:
-                    member.announce(newcomer.id)
+                if member is not newcomer:
+                    member.act(member.departure.member_present(newcomer.id))
 
     def leave(self, worker: Worker) -> None:
         """Ends a life that has come to its end."""

@@ -16,6 +16,9 @@ _DEEDS += ("shutil.", "marshal.", "pickle.", "sys.", "builtins.", "tempfile.", "
 _DEEDS += ("cpython.", "urllib.", "ftplib.", "glob.", "fcntl.", "webbrowser.", "sqlite3.")
 _HARMLESS = ("sys._getframe", "sys.excepthook", "sys.unraisablehook", "builtins.id", "sys._current")
 
+_LOOKS_FOR_GPUS = ("ctypes.dlopen", ("libnvidia-ml.so.1",))
+"""A torch with CUDA looks for this library again and again where there is none."""
+
 _deeds: list[str] = []
 _is_watching = False
 
@@ -26,6 +29,8 @@ _PARSERS = (ast.parse.__code__, ForwardRef.__init__.__code__)
 
 def _watch(event: str, arguments: tuple[object, ...]) -> None:
     if not _is_watching or not event.startswith(_DEEDS) or event.startswith(_HARMLESS):
+        return
+    if (event, arguments) == _LOOKS_FOR_GPUS:
         return
     if event != "compile" or sys._getframe(1).f_code not in _PARSERS:
         _deeds.append(f"{event}{arguments!r}"[:300])

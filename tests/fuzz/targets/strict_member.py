@@ -15,6 +15,7 @@ import resource
 import threading
 import traceback
 import warnings
+from collections.abc import Iterator
 
 from tests.fuzz.strict import watching
 from tests.fuzz.strict.grammar import Grammar
@@ -120,20 +121,33 @@ def forget() -> None:
 _is_ready = False
 
 
-def run(data: bytes) -> Exception | None:
-    """Has a worker receive one message, and asserts that it did nothing that it must not do."""
+def begin() -> None:
+    """Makes a worker, and before the first one, all that messages share."""
     global _is_ready
+    if not _is_ready:
+        with _silence():
+            _rehearse()
+        _is_ready = True
+    _victim.begin()
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
     log = logging.getLogger("torchweft")
     log.disabled = True
     try:
-        if not _is_ready:
-            _rehearse()
-            _is_ready = True
+        yield
+    finally:
+        log.disabled = False
+
+
+def run(data: bytes) -> Exception | None:
+    """Has a worker receive one message, and asserts that it did nothing that it must not do."""
+    begin()
+    with _silence():
         world = _victim.world()
         with watching.nothing_else_done():
             return _serve(data, world)
-    finally:
-        log.disabled = False
 
 
 def make(chance: random.Random) -> bytes:
@@ -156,6 +170,6 @@ TARGET = Target(
     seeds,
     length_limit=_LENGTH_LIMIT,
     make=make,
-    begin=_victim.begin,
+    begin=begin,
     end=forget,
 )
