@@ -12,7 +12,7 @@ from torchweft.serialize.plain import Encoder, tags
 
 
 class Made(NamedTuple):
-    """A call that the reader is to make of a name, as of ``names.REBUILDERS``."""
+    """A call that the reader is to make of a name, as of one marked ``rebuilds_plain``."""
 
     name: str
     arguments: Any

@@ -26,6 +26,7 @@ from torchweft.nn.chain import Chain
 from torchweft.nn.refusals import refuse
 from torchweft.rpc import RRef, get_worker_info
 from torchweft.serialize.reducers import register_reducer
+from torchweft.serialize.registry import rebuilds_pickled
 
 __all__ = ["RemoteModule"]
 
@@ -279,6 +280,7 @@ def _remote_module_reducer(module: _RemoteModule) -> tuple[Any, ...]:
     return _remote_module_receiver, (*sent.values(), module.training)
 
 
+@rebuilds_pickled
 def _remote_module_receiver(*attributes: Any) -> RemoteModule:
     """Makes a remote module of what was sent of one: its attributes, and whether it trains."""
     count = len(_REMOTE_MODULE_PICKLED_ATTRIBUTES)

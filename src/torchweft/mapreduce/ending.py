@@ -23,6 +23,7 @@ from torchweft.agent.served_calls import current_call
 from torchweft.errors import WeftError
 from torchweft.rpc import rpc_async, shutdown
 from torchweft.rpc.strictness import check_types
+from torchweft.serialize.registry import remotely_callable
 
 _TELL_LIMIT_S = 2.0
 """How long telling the others of a failure may take: some may have no thread to listen with."""
@@ -107,6 +108,7 @@ def _tell_all(agent: Agent, cause: str) -> None:
             call.wait()
 
 
+@remotely_callable
 def failed(cause: str) -> None:
     """Notes that the program of the calling worker has failed, so that it is lost."""
     check_types(cause=(cause, str))

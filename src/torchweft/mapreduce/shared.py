@@ -27,6 +27,7 @@ from torchweft.rpc.serving import NO_ARGUMENTS, owned
 from torchweft.rpc.strictness import check_called, check_types
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.objects import unpack
+from torchweft.serialize.registry import rebuilds_plain, remotely_callable
 
 _LOOK_S = 0.5
 """How often a part that waits for its turn looks whether somebody still wants it."""
@@ -35,6 +36,7 @@ Address = tuple[int, int, int]
 """The number of a reference, for a caller that keeps the reference meanwhile."""
 
 
+@rebuilds_plain
 class Slot:
     """Stands in the arguments of a part for something that parts have in common.
 
@@ -125,6 +127,7 @@ class Shared:
 # What the caller of a map, and workers among themselves, ask for by name.
 
 
+@remotely_callable
 def make(payload: bytes, tensors: Sequence[Tensor], concurrency: int) -> Shared:
     """Returns an object of what the caller of a map has packed."""
     return _made(payload, tensors, concurrency, is_own=_is_served_to_itself())
@@ -139,6 +142,7 @@ def _made(payload: Any, tensors: Any, concurrency: Any, *, is_own: bool) -> Shar
     return Shared(payload, tensors, concurrency, is_own=is_own)
 
 
+@remotely_callable
 async def pull(parent: RRef[Shared]) -> Shared:
     """Returns an object like that of another worker; no thread waits for it meanwhile."""
     check_types(parent=(parent, RRef))
@@ -150,6 +154,7 @@ async def pull(parent: RRef[Shared]) -> Shared:
     return _made(payload, tensors, concurrency, is_own=False)
 
 
+@remotely_callable
 def content(address: Address) -> WhenReady:
     """Returns what an object of this worker holds."""
 
@@ -160,6 +165,7 @@ def content(address: Address) -> WhenReady:
     return WhenReady(owned(address), parts_of)
 
 
+@remotely_callable
 def run(address: Address, args: Any, kwargs: Any, number: int, after: int) -> WhenReady:
     """Runs a part of a map, with what is in an object of this worker."""
     check_types(number=(number, int), after=(after, int))

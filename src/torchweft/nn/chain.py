@@ -19,8 +19,10 @@ from torchweft.nn import owner
 from torchweft.nn.owner import Step
 from torchweft.rpc import Future, RRef, remote, rpc_async, rpc_sync
 from torchweft.rpc.lives import info_of
+from torchweft.serialize.registry import has_callable_methods
 
 
+@has_callable_methods
 class Chain:
     """Calls a remote module, and functions on what it returns, in one call to its owner.
 

@@ -27,6 +27,7 @@ from torchweft.rpc.strictness import (
     serves_another_strictly,
 )
 from torchweft.serialize.callables import is_exposed
+from torchweft.serialize.registry import rebuilds_plain, remotely_callable
 
 HOST = "cpu"
 
@@ -34,6 +35,7 @@ EXPECTED = "Expect `module_cls(*args, **kwargs)` returns an instance of <class n
 """How the refusal of anything else begins, as in ``torch.distributed.nn``."""
 
 
+@rebuilds_plain
 class Step(NamedTuple):
     """A call of a chain: ``function(what came before, *args, **kwargs)``.
 
@@ -45,6 +47,7 @@ class Step(NamedTuple):
     kwargs: dict[str, Any]
 
 
+@remotely_callable
 def create(
     module_cls: Callable[..., nn.Module],
     args: Sequence[Any],
@@ -99,6 +102,7 @@ def device_is_there(device: str) -> bool:
     return True
 
 
+@remotely_callable
 def run(
     module: RRef[nn.Module],
     device: str,
@@ -111,6 +115,7 @@ def run(
     return _run(module.local_value(), device, steps, args, kwargs)
 
 
+@remotely_callable
 def run_at(
     address: tuple[int, int, int],
     device: str,
@@ -243,24 +248,28 @@ def to_device(value: Any, device: str) -> Any:
     return value
 
 
+@remotely_callable
 def parameters(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
     """Returns references to the parameters of a module of this worker."""
     check_types(recurse=(recurse, bool))
     return [RRef(parameter) for parameter in _module(module).parameters(recurse)]
 
 
+@remotely_callable
 def set_training(module: RRef[nn.Module], mode: bool) -> None:
     """Switches a module of this worker between training and evaluation."""
     check_types(mode=(mode, bool))
     _module(module).train(mode)
 
 
+@remotely_callable
 def apply(module: RRef[nn.Module], function: Callable[[nn.Module], None]) -> None:
     """Applies a function to a module of this worker and all its submodules."""
     check_called(function)
     _module(module).apply(function)
 
 
+@remotely_callable
 def load_state(
     module: RRef[nn.Module], state: Mapping[str, Tensor]
 ) -> tuple[list[str], list[str], str]:
@@ -282,6 +291,7 @@ def load_state(
     return list(missing), list(unexpected), ""
 
 
+@remotely_callable
 def state(module: RRef[nn.Module], prefix: str) -> dict[str, Any]:
     """Returns the state of a module of this worker, with ``prefix`` before each key."""
     check_types(prefix=(prefix, str))

@@ -15,9 +15,11 @@ from torchweft.nn.chain import Chain
 from torchweft.nn.placement import Placement, read_placement
 from torchweft.nn.refusals import ALTERNATIVES, refuse
 from torchweft.rpc import Future, RRef, get_worker_info, rpc_sync
+from torchweft.serialize.registry import has_callable_methods, rebuilds_plain
 from torchweft.serialize.tracebacks import shorten, without_own_frames
 
 
+@has_callable_methods
 @refuse(ALTERNATIVES)
 class RemoteModule(nn.Module):
     """A ``torch.nn.Module`` that lives on another worker.
@@ -249,6 +251,7 @@ class RemoteModule(nn.Module):
         return f"{self.module_rref!r}, device={self.device!r}"
 
 
+@rebuilds_plain
 def _received(module_rref: RRef[nn.Module], device: str, training: bool) -> RemoteModule:
     made = RemoteModule.from_module_rref(module_rref, device)
     made.training = training

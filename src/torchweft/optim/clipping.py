@@ -23,6 +23,7 @@ from torchweft.optim.groups import by_owner, read_references
 from torchweft.optim.owners import Address, address_of, raise_failures, run_on_owners, value_at
 from torchweft.rpc import RRef
 from torchweft.rpc.strictness import check_types
+from torchweft.serialize.registry import remotely_callable
 
 _DIVISION_GUARD = 1e-6
 """What torch adds to the norm before it divides by it."""
@@ -127,6 +128,7 @@ def _values(gradient: Tensor) -> Tensor:
 # What is asked of an owner, by name.
 
 
+@remotely_callable
 @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
 def norms(context_id: int, members: Members, norm_type: float) -> tuple[list[int], Tensor]:
     """Returns the norms of gradients of this worker, with the positions of their parameters."""
@@ -136,6 +138,7 @@ def norms(context_id: int, members: Members, norm_type: float) -> tuple[list[int
     return list(found), torch.stack(measured) if measured else torch.empty(0)
 
 
+@remotely_callable
 @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
 def scale(context_id: int, members: Members, coefficient: Tensor) -> None:
     """Multiplies gradients of this worker, in place."""

@@ -34,9 +34,11 @@ from torchweft.optim.groups import (
 )
 from torchweft.optim.owners import Address, address_of, name_of, raise_failures, run_on_owners
 from torchweft.rpc import RRef
+from torchweft.serialize.registry import has_callable_methods
 from torchweft.serialize.tracebacks import without_own_frames
 
 
+@has_callable_methods
 class DistributedOptimizer(Optimizer):
     """Steps parameters of any workers with the gradients of a distributed autograd context.
 

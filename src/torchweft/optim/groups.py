@@ -10,6 +10,7 @@ import torch
 from torchweft.arguments import kind_of
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
+from torchweft.serialize.registry import rebuilds_plain
 
 Reference = RRef[Any]
 Options = dict[str, Any]
@@ -23,6 +24,7 @@ class Group(NamedTuple):
     parameters: list[Reference]
 
 
+@rebuilds_plain
 class GroupPart(NamedTuple):
     """The part of a parameter group that lives on one worker.
 

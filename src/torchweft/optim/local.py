@@ -29,8 +29,10 @@ from torchweft.rpc.strictness import (
     refuse,
     serves_another_strictly,
 )
+from torchweft.serialize.registry import rebuilds_plain, remotely_callable
 
 
+@rebuilds_plain
 class Placed(NamedTuple):
     """What an owner says of the parameters it was given.
 
@@ -47,6 +49,7 @@ class Placed(NamedTuple):
     shapes: dict[int, tuple[int, ...]]
 
 
+@rebuilds_plain
 class Saved(NamedTuple):
     """What an owner contributes to a ``state_dict``; copies, all of it.
 
@@ -210,6 +213,7 @@ def _as_grad(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor]) -
 # What a distributed optimizer asks of an owner, by name.
 
 
+@remotely_callable
 def place(
     optimizer: RRef[LocalOptimizer] | None,
     optimizer_class: type[Optimizer],
@@ -238,6 +242,7 @@ def place(
     return made.placed(RRef(made))
 
 
+@remotely_callable
 def step(optimizer: Address, context_id: int, changes: dict[int, Options]) -> bool:
     """Steps a local optimizer of this worker; returns whether it had any gradient."""
     check_types(context_id=(context_id, int))
@@ -245,18 +250,21 @@ def step(optimizer: Address, context_id: int, changes: dict[int, Options]) -> bo
     return _local(optimizer).step(get_gradients(context_id), changes)
 
 
+@remotely_callable
 def change(optimizer: Address, changes: dict[int, Options]) -> None:
     """Has a local optimizer of this worker take over changed hyper-parameters."""
     _check_changes(changes)
     _local(optimizer).change(changes)
 
 
+@remotely_callable
 def save(optimizer: Address, changes: dict[int, Options]) -> Saved:
     """Returns the state of a local optimizer of this worker."""
     _check_changes(changes)
     return _local(optimizer).save(changes)
 
 
+@remotely_callable
 def load(optimizer: Address, saved: Saved) -> None:
     """Has a local optimizer of this worker go on from a state."""
     check_types(saved=(saved, Saved))

@@ -15,6 +15,7 @@ from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import remaining_time
 from torchweft.rpc.gathering import Gatherings, Key, Limits, Outcome, Ways, check_key
 from torchweft.rpc.strictness import check_types, strict_caller
+from torchweft.serialize.registry import remotely_callable
 from torchweft.serialize.tracebacks import without_own_frames
 
 T = TypeVar("T")
@@ -96,6 +97,7 @@ def _gather(
 # What the workers call on one another.
 
 
+@remotely_callable
 def bring(key: Key, name: str, value: Any) -> None:
     """Notes, on the worker that leads, that another one has come."""
     caller = strict_caller()
@@ -104,6 +106,7 @@ def bring(key: Key, name: str, value: Any) -> None:
     current().part(Gatherings).led.brought(key, name, value)
 
 
+@remotely_callable
 def tell(key: Key, values: dict[str, Any]) -> None:
     """Notes that all have come, and what they brought."""
     caller = strict_caller()

@@ -21,6 +21,7 @@ from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import remaining_time
 from torchweft.serialize.exceptions import fresh_copy
 from torchweft.serialize.objects import register_external
+from torchweft.serialize.registry import has_callable_methods
 from torchweft.serialize.tracebacks import shorten
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ T = TypeVar("T")
 _WEFT = __name__.partition(".")[0] + "."
 
 
+@has_callable_methods
 class RRef(Generic[T]):
     """A reference to a value of type ``T`` on the worker that owns it.
 

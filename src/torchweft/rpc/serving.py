@@ -29,6 +29,7 @@ from torchweft.rpc.outcomes import Call, WhenReady, settle
 from torchweft.rpc.strictness import reference_in
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.functions import resolve
+from torchweft.serialize.registry import remotely_callable
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
     COMPACT,
@@ -232,11 +233,13 @@ def _run(worker: Worker, peer: Peer, head: CallHead, parcel: Parcel, call: Call)
 # What other workers ask for by name: see torchweft.rpc.calls.
 
 
+@remotely_callable
 def fetch(reference: tuple[int, int, int]) -> WhenReady:
     """Returns the value behind a reference of this worker."""
     return WhenReady(owned(reference), lambda value: (fetch, value))
 
 
+@remotely_callable
 def call_method(
     reference: tuple[int, int, int], name: str, args: Any, kwargs: dict[str, Any], kept: object
 ) -> WhenReady:
@@ -277,6 +280,7 @@ def method_of(value: Any, name: str) -> Any:
         raise UnknownFunction(text, call=f"{kind}.{name}") from None
 
 
+@remotely_callable
 def backward_from(
     reference: tuple[int, int, int], context_id: int, retain_graph: bool
 ) -> WhenReady:

@@ -11,7 +11,8 @@ module says ``from os import system``. So a name is followed step by step:
 3. What is found must have been defined in an allowed module. A plain object has no such mark; it
    belongs to the module that it was found in.
 
-What needs no entry is listed in ``names``: Weft's own entry points, and what only makes a value.
+No entry is needed for the entry points of Weft, which ``registry`` knows, nor for the functions and
+classes of ``names``, which only make a value.
 
 That is a guard against mistakes. It is none against attackers: see ``callables`` for that.
 """
@@ -27,7 +28,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from torchweft.errors import NotAllowed, UnknownFunction
-from torchweft.serialize import arrays, names
+from torchweft.serialize import arrays, names, registry
 from torchweft.serialize.functions import MAIN_MODULES, import_module, resolve, unknown
 
 BY_ITSELF = "torchweft.checkpoint"
@@ -86,7 +87,7 @@ class AllowList:
             if getattr(parent, attribute, None) is before:
                 return before
         text = name.decode("utf-8", "backslashreplace")
-        if text in names.ENTRY_POINTS or text in names.SAFE or names.is_error(text):
+        if _is_callable_by_members(text) or text in names.SAFE or names.is_error(text):
             return resolve(name)
         parent, attribute = self._locate(text)
         found = self._found(parent, attribute, text)
@@ -105,9 +106,9 @@ class AllowList:
         stand_in = arrays.STAND_INS.get(text)
         if stand_in is not None:
             return stand_in
-        if text in names.REBUILDERS_OF_PICKLES or names.is_weft_error(text):
+        if _is_rebuilder(text) or names.is_weft_error(text):
             return resolve(text.encode())
-        if text in names.SCRIPT_LOADERS:
+        if registry.loads_script.has(text):
             if self._is_allowed("torch.jit"):
                 return resolve(text.encode())
             self._refuse(
@@ -262,6 +263,16 @@ class AllowList:
         )
 
 
+def _is_callable_by_members(name: str) -> bool:
+    return registry.remotely_callable.has(name) or registry.remotely_callable_unless_strict.has(
+        name
+    )
+
+
+def _is_rebuilder(name: str) -> bool:
+    return registry.rebuilds_plain.has(name) or registry.rebuilds_pickled.has(name)
+
+
 def is_part_of_weft(module: str) -> bool:
     """Tells whether a module is Weft's own."""
     return _is_below(module, "torchweft")
@@ -283,7 +294,8 @@ def _is_tame(kind: type) -> bool:
     """Whether methods of a class do no more than their name says, whoever calls them."""
     if kind in names.METHOD_CLASSES or kind.__module__.startswith("torch.nn.modules."):
         return True
-    return f"{kind.__module__}:{kind.__qualname__}" in names.METHOD_NAMES
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    return name in names.METHOD_NAMES or registry.has_callable_methods.has(name)
 
 
 def _unwrapped(found: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from torchweft.errors import ArgumentTypeError, NotAllowed
 from torchweft.serialize import names
 from torchweft.serialize.functions import MAIN_MODULES, describe, name_of, resolve
+from torchweft.serialize.registry import remotely_callable
 
 T = TypeVar("T")
 
@@ -147,8 +148,8 @@ class StrictNames:
             NotAllowed: It is not registered here.
         """
         found = self._find(name)
-        if found is None:
-            found = names.strict_entry_point(name)
+        if found is None and remotely_callable.has(_text(name)):
+            found = resolve(name)
         return self._refuse_name(name) if found is None else found
 
     def resolve_value(self, name: bytes) -> Any:

@@ -30,6 +30,7 @@ from torchweft.errors import RemoteError, WeftError
 from torchweft.serialize import plain
 from torchweft.serialize.functions import MAIN_MODULES, find_global
 from torchweft.serialize.objects import pack, pack_plain, unpack
+from torchweft.serialize.registry import rebuilds_pickled
 from torchweft.serialize.tensors import as_memory, describe, rebuild
 from torchweft.serialize.tracebacks import (
     PRINTS_NOTES,
@@ -50,6 +51,7 @@ GROUPS: tuple[Any, ...] = tuple(
 )
 
 
+@rebuilds_pickled
 class ScriptError(torch.jit.Error, RuntimeError):
     """What a compiled function raised on another worker.
 

@@ -1,9 +1,8 @@
-"""The closed lists of names behind the allow-list: what is safe, and what is Weft's own.
+"""The closed lists of names behind the allow-list: the functions and classes that are safe.
 
-A worker with an allow-list follows a name in a message only into modules on that list, and to
-what is listed here. Whatever stands here can be called by any worker of the group with any
-arguments, so it must do no more than make a value, or be written with that in mind. A test
-compares Weft's own entries with the calls in Weft's code. Strict workers have lists of their own.
+A worker with an allow-list follows a name in a message only into modules on that list, to the
+names that are listed here, and to those of Weft in ``registry``. Any worker of the group can call
+a function of these lists with any arguments, so it must do no more than make a value.
 """
 
 from __future__ import annotations
@@ -14,125 +13,8 @@ from typing import Any
 import torch
 
 from torchweft import errors
-from torchweft.serialize.functions import resolve
 
 _SHOWN_LENGTH = 200
-
-ENTRY_POINTS = frozenset(
-    {
-        "torchweft.mapreduce.shared:content",
-        "torchweft.mapreduce.shared:make",
-        "torchweft.mapreduce.shared:pull",
-        "torchweft.mapreduce.shared:run",
-        "torchweft.mapreduce.ending:failed",
-        "torchweft.nn.owner:apply",
-        "torchweft.nn.owner:create",
-        "torchweft.nn.owner:load_state",
-        "torchweft.nn.owner:parameters",
-        "torchweft.nn.owner:run",
-        "torchweft.nn.owner:run_at",
-        "torchweft.nn.owner:set_training",
-        "torchweft.nn.owner:state",
-        "torchweft.optim.clipping:norms",
-        "torchweft.optim.clipping:scale",
-        "torchweft.optim.local:change",
-        "torchweft.optim.local:load",
-        "torchweft.optim.local:place",
-        "torchweft.optim.local:save",
-        "torchweft.optim.local:step",
-        "torchweft.rpc.collective:bring",
-        "torchweft.rpc.collective:tell",
-        "torchweft.rpc.gathering.following:failed",
-        "torchweft.rpc.gathering.following:withdrawn",
-        "torchweft.rpc.serving:backward_from",
-        "torchweft.rpc.serving:call_method",
-        "torchweft.rpc.serving:fetch",
-        "torchweft.compat.rpc.api:_broadcast_to_followers",
-        "torchweft.compat.rpc.api:_gather_to_leader",
-        "torchweft.compat.rpc.owners:_rref_typeof_on_owner",
-        "torchweft.compat.rpc.owners:when_made",
-    }
-)
-"""The functions of Weft that its workers call on one another."""
-
-STRICT_ENTRY_POINTS = frozenset(
-    {
-        "torchweft.mapreduce.shared:content",
-        "torchweft.mapreduce.shared:make",
-        "torchweft.mapreduce.shared:pull",
-        "torchweft.mapreduce.shared:run",
-        "torchweft.mapreduce.ending:failed",
-        "torchweft.nn.owner:apply",
-        "torchweft.nn.owner:create",
-        "torchweft.nn.owner:load_state",
-        "torchweft.nn.owner:parameters",
-        "torchweft.nn.owner:run",
-        "torchweft.nn.owner:run_at",
-        "torchweft.nn.owner:set_training",
-        "torchweft.nn.owner:state",
-        "torchweft.optim.clipping:norms",
-        "torchweft.optim.clipping:scale",
-        "torchweft.optim.local:change",
-        "torchweft.optim.local:load",
-        "torchweft.optim.local:place",
-        "torchweft.optim.local:save",
-        "torchweft.optim.local:step",
-        "torchweft.rpc.collective:bring",
-        "torchweft.rpc.collective:tell",
-        "torchweft.rpc.gathering.following:failed",
-        "torchweft.rpc.gathering.following:withdrawn",
-        "torchweft.rpc.serving:backward_from",
-        "torchweft.rpc.serving:call_method",
-        "torchweft.rpc.serving:fetch",
-    }
-)
-"""Those that a strict worker runs for others. An entry point that is to be added here must check
-what it is given: types, that functions are registered, and that objects were made for it."""
-
-REBUILDERS = frozenset(
-    {
-        "torchweft.errors:_rebuild_with_fields",
-        "torchweft.ids:ReferenceId",
-        "torchweft.ids:WorkerInfo",
-        "torchweft.mapreduce.shared:Slot",
-        "torchweft.nn.owner:Step",
-        "torchweft.nn.remote_module:_received",
-        "torchweft.optim.groups:GroupPart",
-        "torchweft.optim.local:Placed",
-        "torchweft.optim.local:Saved",
-        "torchweft.rpc.gathering.terms:Key",
-        "torchweft.serialize.reducers:_sparse_coo",
-    }
-)
-"""What makes again an object of Weft, or a sparse tensor, of plain values."""
-
-REBUILDERS_OF_PICKLES = REBUILDERS | frozenset(
-    {
-        "torchweft.compat.remote_module:_remote_module_receiver",
-        "torchweft.serialize.exceptions:ScriptError",
-        "torchweft.serialize.reducers:_as_parameter",
-        "torchweft.serialize.reducers:_as_subclass",
-        "torchweft.serialize.reducers:_meta",
-        "torchweft.serialize.reducers:_mkldnn",
-        "torchweft.serialize.reducers:_nested",
-        "torchweft.serialize.reducers:_per_channel",
-        "torchweft.serialize.reducers:_per_tensor",
-        "torchweft.serialize.reducers:_sparse_compressed",
-        "torchweft.serialize.reducers:_typed_storage",
-        "torchweft.serialize.reducers:_untyped_storage",
-        "torchweft.serialize.reducers:_wrapper",
-        "torchweft.serialize.reducers:set_attributes",
-    }
-)
-"""The same for pickles, which know more kinds."""
-
-SCRIPT_LOADERS = frozenset(
-    {
-        "torchweft.serialize.reducers:_load_script",
-        "torchweft.serialize.reducers:_load_script_function",
-    }
-)
-"""They load compiled code, which is a program: only where ``torch.jit`` is allowed."""
 
 PLAIN_CLASSES: frozenset[type] = frozenset(
     {
@@ -184,13 +66,9 @@ METHOD_NAMES = frozenset(
         "collections:OrderedDict",
         "collections:defaultdict",
         "collections:deque",
-        "torchweft.nn.chain:Chain",
-        "torchweft.nn.remote_module:RemoteModule",
-        "torchweft.optim.distributed:DistributedOptimizer",
-        "torchweft.rpc.handles:RRef",
     }
 )
-"""The same by name: Weft's are in higher layers."""
+"""The same by name."""
 
 REFUSED_METHODS = frozenset({(str, "format"), (str, "format_map"), (torch.nn.Module, "compile")})
 """They read attributes by names in a text, or run a compiler with options of the caller's."""
@@ -230,12 +108,6 @@ def is_weft_error(name: str) -> bool:
     module, _, path = name.partition(":")
     found = vars(errors).get(path) if module == errors.__name__ else None
     return isinstance(found, type) and issubclass(found, Exception)
-
-
-def strict_entry_point(name: bytes) -> Any:
-    """Returns the function of Weft that a strict worker runs under a name for others, or None."""
-    text = name.decode("utf-8", "replace")
-    return resolve(name) if text in STRICT_ENTRY_POINTS else None
 
 
 def shortened(what: str) -> str:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize.dtypes import CODES
 from torchweft.serialize.functions import name_of, resolve
+from torchweft.serialize.registry import loads_script, rebuilds_pickled, rebuilds_plain
 
 Reduced = tuple[Any, ...]
 """A callable, its arguments and what else the pickle protocol allows to follow them."""
@@ -69,6 +70,7 @@ def is_dense(tensor: Tensor) -> bool:
     )
 
 
+@rebuilds_pickled
 def set_attributes(target: object, attributes: dict[str, object]) -> None:
     """Puts back what a program had attached to a tensor."""
     _check_tensor(target, type(target))
@@ -103,6 +105,7 @@ def _reduce_subclass(tensor: Tensor) -> Any:
     return _as_subclass, (plain, kind), state, None, None, set_attributes
 
 
+@rebuilds_pickled
 def _as_parameter(data: Tensor, requires_grad: bool) -> Parameter:
     return Parameter(data, requires_grad)
 
@@ -114,6 +117,7 @@ def _check_tensor(value: object, kind: object) -> None:
         raise ProtocolError(f"a message makes a tensor of {kind!r} out of a {type(value).__name__}")
 
 
+@rebuilds_pickled
 def _as_subclass(plain: Tensor, kind: type[Tensor]) -> Tensor:
     _check_tensor(plain, kind)
     try:
@@ -132,6 +136,7 @@ def _reduce_wrapper(tensor: Any) -> Reduced:
     return _wrapper, (type(tensor), parts, context, tuple(tensor.size()), tensor.stride())
 
 
+@rebuilds_pickled
 def _wrapper(
     kind: Any, parts: dict[str, Tensor], context: object, shape: object, strides: object
 ) -> Tensor:
@@ -165,6 +170,7 @@ def _reduce_layout(tensor: Tensor) -> Reduced:
     )
 
 
+@rebuilds_plain
 def _sparse_coo(
     indices: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool
 ) -> Tensor:
@@ -187,6 +193,7 @@ def _mark(tensor: Tensor, count: int) -> None:
         node.metadata[TRAVEL] = count
 
 
+@rebuilds_pickled
 def _sparse_compressed(
     compressed: Tensor, plain: Tensor, values: Tensor, shape: Any, layout: torch.layout
 ) -> Tensor:
@@ -195,10 +202,12 @@ def _sparse_compressed(
     )
 
 
+@rebuilds_pickled
 def _mkldnn(dense: Tensor) -> Tensor:
     return dense.to_mkldnn()
 
 
+@rebuilds_pickled
 def _meta(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
 ) -> Tensor:
@@ -207,6 +216,7 @@ def _meta(
     )
 
 
+@rebuilds_pickled
 def _nested(parts: list[Tensor], layout: torch.layout) -> Tensor:
     return torch.nested.as_nested_tensor(parts, layout=layout)
 
@@ -231,10 +241,12 @@ def _reduce_quantized(tensor: Tensor) -> Reduced:
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
 
 
+@rebuilds_pickled
 def _per_tensor(integers: Tensor, scale: float, zero_point: int) -> Tensor:
     return torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)
 
 
+@rebuilds_pickled
 def _per_channel(integers: Tensor, scales: Tensor, zero_points: Tensor, axis: int) -> Tensor:
     return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
 
@@ -245,6 +257,7 @@ def _reduce_untyped_storage(storage: torch.UntypedStorage) -> Reduced:
     return _untyped_storage, (content.set_(storage),)
 
 
+@rebuilds_pickled
 def _untyped_storage(content: Tensor) -> torch.UntypedStorage:
     if content.untyped_storage().nbytes() != content.numel():
         content = content.clone()  # it arrived in a buffer with room to spare
@@ -255,6 +268,7 @@ def _reduce_typed_storage(storage: Any) -> Reduced:
     return _typed_storage, (storage._untyped_storage, storage.dtype)
 
 
+@rebuilds_pickled
 def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     kind: Any = torch.TypedStorage
     made: torch.TypedStorage = kind(wrap_storage=untyped, dtype=dtype, _internal=True)
@@ -289,11 +303,13 @@ def _script_bytes(scripted: Any) -> bytes:
     return buffer.getvalue()
 
 
+@loads_script
 def _load_script(content: bytes) -> object:
     load: Callable[[io.BytesIO], object] = torch.jit.load
     return load(io.BytesIO(content))
 
 
+@loads_script
 @functools.lru_cache(maxsize=256)
 def _load_script_function(content: bytes) -> object:
     # Functions have no state, so the same one can be handed out again. It must also outlive the

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tests.free_encoder import Attributed, FreeEncoder, Made, Named, Numbered, Ordered
 from tests.fuzz.strict.world import HANDED, ME, OTHER, SENDER
+from tests.marked import names_of
 from torchweft.autograd import codec
 from torchweft.autograd.modes import PassMode
 from torchweft.ids import ReferenceId, scoped_id
@@ -33,11 +34,11 @@ from torchweft.protocol.backward import (
     Settled,
 )
 from torchweft.serialize import compact
-from torchweft.serialize.names import (
-    ENTRY_POINTS,
-    REBUILDERS,
-    REBUILDERS_OF_PICKLES,
-    STRICT_ENTRY_POINTS,
+from torchweft.serialize.registry import (
+    rebuilds_pickled,
+    rebuilds_plain,
+    remotely_callable,
+    remotely_callable_unless_strict,
 )
 from torchweft.serialize.tensors import as_memory, describe
 from torchweft.wire import references
@@ -80,10 +81,10 @@ _FORBIDDEN = [
     *("torchweft.rpc.joining:shutdown", "torchweft.compat.rpc.pickled_calls:run_pickled"),
     *("builtins:ValueError", "builtins:ImportError", "torchweft.errors:NotAllowed", ":", "", "a:b"),
 ]
-_STRICT = sorted(STRICT_ENTRY_POINTS)
-_ENTRIES = sorted(ENTRY_POINTS)
-_MAKERS = sorted(REBUILDERS_OF_PICKLES)
-_GOOD_MAKERS = sorted(REBUILDERS)
+_STRICT = sorted(names_of(remotely_callable))
+_ENTRIES = sorted(names_of(remotely_callable, remotely_callable_unless_strict))
+_MAKERS = sorted(names_of(rebuilds_plain, rebuilds_pickled))
+_GOOD_MAKERS = sorted(names_of(rebuilds_plain))
 _METHODS = [
     *("add", "__call__", "reset", "unlisted", "forward", "train", "state_dict", "parameters"),
     *("apply", "compile", "fill_", "to_sparse", "indices", "set_", "resize_", "as_strided", "step"),

@@ -32,7 +32,7 @@ from torchweft.rpc import RpcBackendOptions, RRef, serving
 from torchweft.rpc.gathering import Gatherings
 from torchweft.rpc.requests import CompactRequest
 from torchweft.rpc.worker import Worker
-from torchweft.serialize.names import STRICT_ENTRY_POINTS
+from torchweft.serialize.registry import remotely_callable
 from torchweft.wire.frames import Buffer, Frame
 from torchweft.wire.messages import HandedReference
 
@@ -114,7 +114,7 @@ class World:
         if not peer.is_self:
             is_compact = isinstance(request, CompactRequest)
             name = request._function if is_compact else _name_in(request._head)
-            assert name.decode() in STRICT_ENTRY_POINTS, f"a message had {name!r} called elsewhere"
+            assert remotely_callable.has(name.decode()), f"a message had {name!r} called elsewhere"
         raise WorkerLost("nobody is there", worker=peer.name)
 
     def _run(

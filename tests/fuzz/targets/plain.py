@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.target import Target
+from tests.marked import names_of
 from torchweft.errors import SerializationError, WeftError
 from torchweft.ids import WorkerInfo
-from torchweft.serialize.names import REBUILDERS
 from torchweft.serialize.plain import MARK, Encoder, decode
+from torchweft.serialize.registry import rebuilds_plain
 
 warnings.filterwarnings("ignore", "Sparse")
 
@@ -93,5 +94,9 @@ def seeds() -> list[bytes]:
 
 
 TARGET = Target(
-    "plain", run, seeds, words=tuple(name.encode() for name in sorted(REBUILDERS)), length_limit=512
+    "plain",
+    run,
+    seeds,
+    words=tuple(name.encode() for name in sorted(names_of(rebuilds_plain))),
+    length_limit=512,
 )

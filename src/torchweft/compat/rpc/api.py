@@ -23,6 +23,7 @@ from torchweft.compat.rpc.references import PyRRef, RRef
 from torchweft.errors import ConfigurationError, NotInitialized, ShutdownError, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.gathering import Ways
+from torchweft.serialize.registry import remotely_callable_unless_strict
 
 __all__ = [
     "AllGatherStates",
@@ -143,12 +144,14 @@ def _all_gather(
     return gathering.all_gather(obj, worker_names, timeout, ways)
 
 
+@remotely_callable_unless_strict
 def _gather_to_leader(
     sequence_id: Any, worker_name: str, obj: Any, worker_names: Any = None
 ) -> None:
     gathering.brought(sequence_id, worker_name, obj)
 
 
+@remotely_callable_unless_strict
 def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
     gathering.told(sequence_id, objects_map)
 

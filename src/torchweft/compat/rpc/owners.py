@@ -14,8 +14,10 @@ from torchweft.ids import ReferenceId
 from torchweft.rpc.functions import async_execution
 from torchweft.rpc.outcomes import WhenReady
 from torchweft.rpc.worker import Worker
+from torchweft.serialize.registry import remotely_callable_unless_strict
 
 
+@remotely_callable_unless_strict
 @async_execution
 def when_made(reference: tuple[int, int, int]) -> torch.futures.Future[None]:
     """Answers when a value of this worker has been made, or cannot be made."""
@@ -25,6 +27,7 @@ def when_made(reference: tuple[int, int, int]) -> torch.futures.Future[None]:
     return made
 
 
+@remotely_callable_unless_strict
 def _rref_typeof_on_owner(reference: torchweft.rpc.RRef[Any]) -> Any:
     """Answers with the type of a value of this worker, when it has been made."""
     owned = current().part(Worker).references.value_of(reference.id)

@@ -27,6 +27,7 @@ from torchweft.rpc.gathering.terms import (
     failure,
 )
 from torchweft.rpc.strictness import check_types, strict_caller
+from torchweft.serialize.registry import remotely_callable
 
 
 class Gatherings:
@@ -165,12 +166,14 @@ def _gone(agent: Agent) -> NotInitialized:
 # What workers call on one another: see ``Ways`` for the others.
 
 
+@remotely_callable
 def failed(key: Key, error: Exception) -> None:
     """Notes on a worker that a gathering has failed."""
     _check(key, None, error)
     current().part(Gatherings).failed(key, error)
 
 
+@remotely_callable
 def withdrawn(key: Key, name: str, error: Exception) -> None:
     """Notes on the leader that a worker cannot bring its value."""
     _check(key, name, error)

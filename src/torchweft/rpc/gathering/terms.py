@@ -14,8 +14,10 @@ from torchweft.agent.peers import Peer
 from torchweft.errors import CallError
 from torchweft.rpc.futures import Future
 from torchweft.rpc.strictness import check_types, refuse
+from torchweft.serialize.registry import rebuilds_plain
 
 
+@rebuilds_plain
 class Key(NamedTuple):
     """What names a gathering.
 

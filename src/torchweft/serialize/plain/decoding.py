@@ -12,9 +12,9 @@ from torch import Tensor
 
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.serialize import functions
-from torchweft.serialize.names import REBUILDERS
 from torchweft.serialize.plain import tags
 from torchweft.serialize.reducers import set_attributes
+from torchweft.serialize.registry import rebuilds_plain
 
 _TORCH_NAMES: dict[str, Any] = {
     str(value): value
@@ -183,7 +183,7 @@ class _Decoder:
 
     def _made(self) -> Any:
         name = self._text()
-        if name not in REBUILDERS:
+        if not rebuilds_plain.has(name):
             raise ProtocolError(f"a plain message has an object made by {name!r}")
         arguments = self.read()
         if type(arguments) is not tuple:

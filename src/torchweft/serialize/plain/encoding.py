@@ -13,9 +13,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from torchweft.errors import SerializationError, WeftError
 from torchweft.serialize import functions
-from torchweft.serialize.names import REBUILDERS
 from torchweft.serialize.plain import tags
 from torchweft.serialize.reducers import reduce_tensor
+from torchweft.serialize.registry import rebuilds_plain
 
 TAKES = (
     "None, bool, int, float, complex, str, bytes, lists, tuples, sets and dicts of them, tensors, "
@@ -173,7 +173,7 @@ class Encoder:
     def _add_made(self, value: Any) -> None:
         """Adds an object of Weft's own as the call that makes it again."""
         kind = type(value)
-        if _name(kind) in REBUILDERS:
+        if rebuilds_plain.has(_name(kind)):
             self._add_call(kind, tuple(getattr(value, each) for each in kind.__match_args__))
             return
         if kind.__module__.startswith("torchweft.") or isinstance(value, WeftError):
@@ -203,7 +203,9 @@ def _name(function: Any) -> str:
 
 def _is_rebuilt(reduced: object) -> bool:
     """Whether a reduced value is a call from the closed list, and nothing else."""
-    return isinstance(reduced, tuple) and len(reduced) == 2 and _name(reduced[0]) in REBUILDERS
+    return (
+        isinstance(reduced, tuple) and len(reduced) == 2 and rebuilds_plain.has(_name(reduced[0]))
+    )
 
 
 def _refusal(value: object, advice: str) -> SerializationError:

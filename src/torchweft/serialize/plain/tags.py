@@ -24,7 +24,7 @@ Layout, little-endian: ``MARK``, then one value as a tag (u8) and what follows i
     TORCH                       a text: the name of a dtype, layout, memory format or device
     SIZE                        a TUPLE of integers
     NAME                        a text: module and name of a function or class
-    MADE                        a text: a name of ``names.REBUILDERS`` · its arguments, a TUPLE
+    MADE                        a text: a name marked ``rebuilds_plain`` · its arguments, a TUPLE
 """
 
 from __future__ import annotations

@@ -1,0 +1,169 @@
+"""The functions and classes of Weft that messages may name, and the modules imported for them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+import torchweft
+from tests.marked import names_of
+from torchweft.errors import ConfigurationError
+from torchweft.serialize import registry
+from torchweft.serialize.functions import resolve
+from torchweft.serialize.registry import Mark
+
+CALLERS = {
+    "Led",
+    "Ways",
+    "_ask",
+    "call_async",
+    "call_to",
+    "create",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "run_on_owners",
+    "start",
+}
+"""What has another worker run one of its arguments."""
+
+BY_THEMSELVES = ("torchweft.checkpoint.",)
+"""They read and remove files, so they need an entry: a worker that takes part names them."""
+
+NOT_RUN = (
+    "torchweft.__main__",
+    "torchweft.compat.__main__",
+    "torchweft.compat.bootstrap.sitecustomize",
+)
+
+
+def modules() -> Iterator[Any]:
+    for found in pkgutil.walk_packages(torchweft.__path__, "torchweft."):
+        if not found.name.endswith("__main__") and found.name not in NOT_RUN:
+            yield importlib.import_module(found.name)
+
+
+def functions_sent() -> Iterator[tuple[str, str]]:
+    """Yields the functions of Weft that its code has other workers call, and where it does."""
+    for module in modules():
+        path = module.__file__
+        with open(path, encoding="utf-8") as file:
+            tree = ast.parse(file.read())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and _is_own_name(node.value):
+                yield node.value.decode(), path
+            if not isinstance(node, ast.Call):
+                continue
+            caller = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            if caller not in CALLERS:
+                continue
+            for argument in node.args:
+                found = value_of(argument, module)
+                if isinstance(found, FunctionType) and found.__module__.startswith("torchweft."):
+                    yield f"{found.__module__}:{found.__qualname__}", path
+
+
+def _is_own_name(value: object) -> bool:
+    return isinstance(value, bytes) and value.startswith(b"torchweft.") and b":" in value
+
+
+def value_of(expression: ast.expr, module: Any) -> Any:
+    """Returns what a name, dotted or not, means in a module; None for all else."""
+    if isinstance(expression, ast.Name):
+        return vars(module).get(expression.id)
+    if isinstance(expression, ast.Attribute):
+        return getattr(value_of(expression.value, module), expression.attr, None)
+    return None
+
+
+MARKS = {name: mark for name, mark in vars(registry).items() if isinstance(mark, Mark)}
+ENTRY_POINTS = names_of(registry.remotely_callable, registry.remotely_callable_unless_strict)
+
+
+def test_every_function_that_weft_has_others_call_is_marked_and_no_other_is() -> None:
+    sent = {}
+    for name, path in functions_sent():
+        if not name.startswith(BY_THEMSELVES):
+            sent[name] = path
+    missing = {name: path for name, path in sent.items() if name not in ENTRY_POINTS}
+    assert not missing, "mark them with torchweft.serialize.registry.remotely_callable"
+    assert not ENTRY_POINTS - sent.keys(), "nothing in Weft calls these"
+
+
+@pytest.mark.parametrize("name", sorted(names_of(*MARKS.values())))
+def test_every_name_leads_to_what_is_defined_there(name: str) -> None:
+    found: Any = resolve(name.encode())
+    assert f"{found.__module__}:{found.__qualname__}" == name
+
+
+def test_a_strict_worker_refuses_the_entry_points_of_compat_and_no_others() -> None:
+    assert all(
+        name.startswith("torchweft.compat.")
+        for name in names_of(registry.remotely_callable_unless_strict)
+    ), "have it check its arguments, by types, and mark it with remotely_callable"
+    for name in names_of(registry.remotely_callable, registry.rebuilds_plain):
+        assert not name.startswith("torchweft.compat.")
+
+
+@pytest.mark.parametrize("mark", MARKS.values(), ids=MARKS)
+def test_a_mark_lists_no_module_without_one(mark: Mark) -> None:
+    assert {name.partition(":")[0] for name in names_of(mark)} == mark.modules
+
+
+def test_a_mark_in_a_module_that_is_not_listed_is_refused() -> None:
+    def function() -> None: ...
+
+    mark = Mark("torchweft.errors")
+    with pytest.raises(ConfigurationError, match=r"function may not be marked .*not on the list"):
+        mark(function)
+    assert not mark.has(f"{__name__}:{function.__qualname__}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torchweft.rpc.serving:method_of",
+        "torchweft.rpc.serving:fetch.__globals__",
+        "torchweft.rpc.serving:",
+        "torchweft.rpc.serving",
+        "torchweft.rpc.joining:shutdown",
+        "torchweft.serialize.registry:remotely_callable",
+        "",
+        ":",
+    ],
+)
+def test_a_name_without_a_mark_has_none(name: str) -> None:
+    assert not any(mark.has(name) for mark in MARKS.values())
+
+
+_ASK_IN_A_FRESH_PROCESS = """
+import sys
+from torchweft.serialize.registry import rebuilds_plain, remotely_callable
+
+def loaded():
+    return {name for name in sys.modules if name.startswith("torchweft.")}
+
+before = loaded()
+unmarked = ("torchweft.checkpoint.owner:write", "torchweft.rpc.joining:shutdown", "os:system")
+for name in ("torchweft.compat.rpc.owners:when_made", *unmarked):
+    assert not remotely_callable.has(name)
+    assert not rebuilds_plain.has(name)
+assert loaded() == before
+assert "torchweft.nn.owner" not in before
+assert remotely_callable.has("torchweft.nn.owner:run")
+assert not remotely_callable.has("torchweft.nn.owner:Step")
+assert rebuilds_plain.has("torchweft.nn.owner:Step")
+assert not any(name.startswith("torchweft.compat") for name in loaded())
+"""
+
+
+def test_a_name_has_only_the_modules_of_its_mark_imported() -> None:
+    subprocess.run([sys.executable, "-c", _ASK_IN_A_FRESH_PROCESS], check=True, timeout=60)
