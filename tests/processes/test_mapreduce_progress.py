@@ -15,7 +15,7 @@ from tests.processes.functions import wait_until
 from tests.processes.mapreduce_functions_d import never_on
 from torchweft import mapreduce
 from torchweft.launch import Nursery
-from torchweft.mapreduce.display import stragglers
+from torchweft.progress import work
 
 OFTEN_S = 0.01
 
@@ -32,7 +32,7 @@ def await_line(out: io.StringIO, line: str) -> None:
 def test_a_slow_worker_is_named_and_then_its_loss(
     nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stragglers, "LEAST_S", 0.0)
+    monkeypatch.setattr(work, "LEAST_S", 0.0)
     out = io.StringIO()
     with (
         torchweft.cluster(

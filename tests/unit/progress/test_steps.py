@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchweft.mapreduce.display.steps import Steps, readable_figure
+from torchweft.progress.steps import Steps, readable_figure
 
 
 def test_before_the_first_step_nothing_is_known() -> None:
@@ -50,8 +50,8 @@ def test_several_steps_at_once_and_more_than_there_were_to_be() -> None:
 
 def test_a_figure_stays_until_there_is_another() -> None:
     steps = Steps(None, 0.0)
-    steps.add(1, {"loss": 0.5, "accuracy": 0.25}, 1.0)
-    steps.add(1, {"loss": 0.25}, 2.0)
+    steps.add(1, {"loss": "0.5", "accuracy": "0.25"}, 1.0)
+    steps.add(1, {"loss": "0.25"}, 2.0)
     assert steps.figures == {"loss": "0.25", "accuracy": "0.25"}
 
 

@@ -1,4 +1,4 @@
-"""Counts the steps of a program's loop, and says how fast they go and when they will be done."""
+"""Counts the steps of a program's loop; estimates their rate and the time that is left."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Steps:
         """Takes ``now`` for the begin of the first step."""
         self._last = now
 
-    def add(self, count: int, figures: Mapping[str, object], now: float) -> None:
+    def add(self, count: int, figures: Mapping[str, str], now: float) -> None:
         """Takes in steps that are done, with figures to show until newer ones come."""
         elapsed_s, self._last = now - self._last, now
         weight = max(LEAST_WEIGHT, math.exp(-elapsed_s / MEMORY_S))
         self._weighted_count = weight * self._weighted_count + count
         self._weighted_s = weight * self._weighted_s + elapsed_s
         self.count += count
-        self.figures.update({name: readable_figure(value) for name, value in figures.items()})
+        self.figures.update(figures)
 
     @property
     def per_s(self) -> float | None:

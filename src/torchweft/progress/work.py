@@ -1,0 +1,232 @@
+"""Keeps the state of long work that follows from the events that an application tells.
+
+A *job* is work that a caller waits for, such as a map or a batch of a pipeline. Its number is
+unique in the process. It has *parts*, numbered from 0, and each part runs on a worker, known by its
+name. No event says that a worker is a straggler: a part that hangs cannot send one, so stragglers
+are found by the time since their parts started.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from torchweft.errors import CallCancelled
+from torchweft.progress.steps import Steps, readable_figure
+
+LEAST_S = 1.0
+"""A part that has run for less than this is never behind."""
+
+TIMES_THE_MEDIAN = 3.0
+"""A part that runs for longer than this many medians is behind."""
+
+REMEMBERED = 99
+"""Parts whose durations are kept for each name: the last ones, as work may change."""
+
+
+@dataclass
+class WorkerShare:
+    """The work that one worker did while the display was open.
+
+    Attributes:
+        parts: Parts that it ran to their end.
+        busy_s: Seconds that these took, as the caller saw it: with the way there and back.
+        times_behind: How many of its parts were stragglers.
+        is_lost: Whether it was lost, and nothing came from it since.
+    """
+
+    parts: int = 0
+    busy_s: float = 0.0
+    times_behind: int = 0
+    is_lost: bool = False
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A part that is behind.
+
+    Attributes:
+        worker: Name of the worker that runs it.
+        part: Its place in the order of results.
+        name: The name of its job; for a map, that of its function.
+        seconds: For how long it has run.
+        median_s: How long other parts of jobs of that name took.
+    """
+
+    worker: str
+    part: int
+    name: str
+    seconds: float
+    median_s: float
+
+
+class Loss(NamedTuple):
+    """A worker was lost, and these parts of a job run again elsewhere."""
+
+    worker: str
+    parts: tuple[int, ...]
+
+
+@dataclass
+class Job:
+    """The state of one job; ``running`` has the worker and the start of each part that runs."""
+
+    name: str
+    parts: int
+    workers: tuple[str, ...]
+    lost_before: frozenset[str] = frozenset()
+    lost: set[str] = field(default_factory=set)
+    running: dict[int, tuple[str, float]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    behind: set[int] = field(default_factory=set)
+
+    def running_on(self) -> dict[str, int]:
+        """Returns, for each worker of the job, how many parts run there."""
+        counts = Counter(worker for worker, _ in self.running.values())
+        return {worker: counts[worker] for worker in self.workers}
+
+
+class Work:
+    """All work since the display was opened; the methods for events may be called by any thread.
+
+    Several threads tell events, so a part may start after it has ended, and end after the loss of
+    its worker. Events of jobs that began before are ignored. The attributes, and methods that are
+    no events, are for the holder of ``lock``.
+
+    Args:
+        total: How many steps the program's loop has, if that is known.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, total: int | None, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        # A signal handler or a finalizer may tell an event while its thread holds it.
+        self.lock = threading.RLock()
+        self.steps = Steps(total, clock())
+        self.workers: dict[str, WorkerShare] = {}
+        self.jobs_begun = self.jobs_failed = self.moves = self.reruns = 0
+        self._jobs: dict[int, Job] = {}
+        self._latest: list[Job] = []
+        self._durations: dict[str, deque[float]] = {}
+        self._news: list[Loss | Straggler] = []
+
+    def step(self, count: int, **figures: object) -> None:
+        """Event: steps of the program's loop are done, with figures to show."""
+        texts = {name: readable_figure(value) for name, value in figures.items()}
+        with self.lock:
+            self.steps.add(count, texts, self.clock())
+
+    def begun(self, job_id: int, name: str, parts: int, workers: Sequence[str]) -> None:
+        """Event: a job begins; jobs of one name do the same kind of work."""
+        with self.lock:
+            lost = frozenset(worker for worker in workers if self._share(worker).is_lost)
+            job = self._jobs[job_id] = Job(name, parts, tuple(workers), lost)
+            self._latest = [job]
+            self.jobs_begun += 1
+
+    def started(self, job_id: int, part: int, worker: str) -> None:
+        """Event: a worker has begun a part."""
+        with self.lock:
+            job = self._jobs.get(job_id)
+            if job is not None and part not in job.ended:
+                job.running[part] = (worker, self.clock())
+
+    def ended(self, job_id: int, part: int, worker: str, seconds: float) -> None:
+        """Event: the result of a part has arrived, so long after the part was sent."""
+        with self.lock:
+            job = self._jobs.get(job_id)
+            if job is None or part in job.ended or worker in job.lost:
+                return
+            job.running.pop(part, None)
+            job.ended.add(part)
+            share = self._share(worker)
+            share.parts += 1
+            share.busy_s += seconds
+            if worker in job.lost_before:
+                share.is_lost = False  # a worker of that name has joined since
+            self._judge(job, part, worker, seconds)
+            self._durations.setdefault(job.name, deque(maxlen=REMEMBERED)).append(seconds)
+
+    def moved(self, job_id: int, part: int, from_worker: str, to_worker: str) -> None:
+        """Event: a part that waited for one worker will run on another."""
+        with self.lock:
+            self.moves += 1
+
+    def lost(self, job_id: int, worker: str, parts: Sequence[int]) -> None:
+        """Event: a worker was lost; these parts of a job, ended ones too, run again on others."""
+        with self.lock:
+            job = self._jobs.get(job_id)
+            if job is None:
+                return
+            for part in parts:
+                job.running.pop(part, None)
+            job.ended.difference_update(parts)
+            job.behind.difference_update(parts)
+            job.lost.add(worker)
+            self.reruns += len(parts)
+            share = self._share(worker)
+            # Jobs that begin later may meet the same loss again, at each step of a long run.
+            is_known = share.is_lost and (worker in job.lost_before or not parts)
+            share.is_lost = True
+            if not is_known:
+                self._news.append(Loss(worker, tuple(parts)))
+
+    def done(self, job_id: int, error: BaseException | None) -> None:
+        """Event: a job has all its results, or has failed with ``error``."""
+        with self.lock:
+            job = self._jobs.pop(job_id, None)
+            if job is not None:
+                job.running.clear()  # after an error, parts that still run are of no interest
+                self.jobs_failed += error is not None and not isinstance(error, CallCancelled)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs that run, or else the one that began last."""
+        return list(self._jobs.values()) or self._latest
+
+    @property
+    def parts_ended(self) -> int:
+        """How many parts have ended, on all workers."""
+        return sum(share.parts for share in self.workers.values())
+
+    def shares(self) -> dict[str, WorkerShare]:
+        """Returns a copy of the shares of all workers, by name."""
+        return {name: replace(share) for name, share in self.workers.items()}
+
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """Returns the parts that are behind now, the slowest first."""
+        now = self.clock()
+        judged = (
+            self._judge(job, part, worker, now - since)
+            for job in self._jobs.values()
+            for part, (worker, since) in job.running.items()
+        )
+        found = [straggler for straggler in judged if straggler is not None]
+        return tuple(sorted(found, key=lambda straggler: -straggler.seconds))
+
+    def take_news(self) -> list[Loss | Straggler]:
+        """Returns losses, and parts that fell behind, since the last call: each one once."""
+        self.stragglers()
+        news, self._news = self._news, []
+        return news
+
+    def _share(self, worker: str) -> WorkerShare:
+        return self.workers.setdefault(worker, WorkerShare())
+
+    def _judge(self, job: Job, part: int, worker: str, seconds: float) -> Straggler | None:
+        """Returns the part as a straggler if it is one; never before a part of its kind ended."""
+        if seconds <= LEAST_S or job.name not in self._durations:
+            return None
+        median_s = statistics.median(self._durations[job.name])
+        if seconds <= TIMES_THE_MEDIAN * median_s:
+            return None
+        straggler = Straggler(worker, part, job.name, seconds, median_s)
+        if part not in job.behind:
+            job.behind.add(part)
+            self._share(worker).times_behind += 1
+            self._news.append(straggler)
+        return straggler

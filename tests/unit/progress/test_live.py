@@ -1,0 +1,247 @@
+"""The display on a terminal, with rich, and the text that others print meanwhile."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pty
+import re
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.progress.watched import NEVER_S, OFTEN_S, WORKERS, Watched, run_job
+from torchweft.progress import Display, WorkerShare
+
+pytest.importorskip("rich", reason="rows on a terminal are drawn with rich")
+
+
+@pytest.fixture(autouse=True)
+def _is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("LINES", "30")
+
+
+def visible(text: str) -> str:
+    """Leaves out control codes."""
+    return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text)
+
+
+class Terminals:
+    """Standard output and standard error on one pseudo-terminal.
+
+    No fixture puts them there: pytest replaces the streams before a test begins.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, master: int, slave: int) -> None:
+        self._monkeypatch = monkeypatch
+        self._master = master
+        self.stream = os.fdopen(slave, "w")
+
+    def become_standard(self) -> None:
+        self._monkeypatch.setattr(sys, "stdout", self.stream)
+        self._monkeypatch.setattr(sys, "stderr", self.stream)
+
+    def seen(self) -> str:
+        """Hangs up; returns all that was written, without control codes."""
+        self.stream.close()
+        written = b""
+        try:
+            while part := os.read(self._master, 100_000):
+                written += part
+        except OSError:  # the end, after the other side has hung up
+            pass
+        return visible(written.decode().replace("\r\n", "\n"))
+
+
+@pytest.fixture
+def terminals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminals]:
+    master, slave = pty.openpty()
+    made = Terminals(monkeypatch, master, slave)
+    yield made
+    made.stream.close()
+    os.close(master)
+
+
+def test_rows_change_while_the_caller_is_blocked() -> None:
+    out = Watched()
+    with Display(total=2, label="epoch", out=out, is_terminal=True, interval_s=OFTEN_S) as shown:
+        run_job(shown.work, 1)
+        shown.step(loss=0.5)
+        shown.work.begun(2, "inner", 8, WORKERS)
+        shown.work.started(2, 0, "worker1")
+        out.await_text("parts 0/8 of inner  running: worker0 0  worker1 1")
+        assert "epoch 1/2" in out.getvalue()
+        assert "loss 0.5" in out.getvalue()
+        shown.work.lost(2, "worker1", [0])
+        out.await_text("worker1 was lost; part 0 runs again on another\n")
+        assert shown.workers == {
+            "worker0": WorkerShare(1, 0.1),
+            "worker1": WorkerShare(1, 0.1, is_lost=True),
+        }
+        assert shown.stragglers() == ()
+    end = out.getvalue().rsplit("\x1b[2K", 1)[1]
+    assert end.startswith("epoch: 1 of 2 steps, 2 parts in ")
+    assert end.endswith(
+        "; worker0 1 (0.1 s), worker1 1 (0.1 s, lost); 1 rerun; "
+        "slowest worker0: 0.1 s a part, median 0.1 s\n"
+    )
+
+
+def test_a_straggler_is_among_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchweft.progress.work.LEAST_S", 0.0)
+    out = Watched()
+    with Display(out=out, is_terminal=True, interval_s=OFTEN_S) as shown:
+        shown.work.begun(1, "inner", 2, WORKERS)
+        shown.work.ended(1, 0, "worker0", 0.0)
+        shown.work.started(1, 1, "worker1")
+        out.await_text("worker1 is behind: part 1 for 0.")
+
+
+def test_rows_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("LINES", "5")
+    out = Watched()
+    workers = [f"worker{rank}" for rank in range(8)]
+    with Display(label="漢字" * 30, out=out, is_terminal=True, interval_s=OFTEN_S) as shown:
+        shown.work.begun(1, "inner", 2, workers)
+        out.await_text("running: worker0 0")
+    lines = visible(out.getvalue()).replace("\r", "\n").split("\n")
+    rows = [line for line in lines if "字: " not in line]  # the summary is no row
+    assert max(map(len, rows)) <= 30
+    assert any(row.startswith("漢字漢字") and row.rstrip().endswith("…") for row in rows)
+
+
+@pytest.mark.parametrize("printed", ["[bold]:smile: {x}\n", "1" * 500 + "\n", "a\nb\n"])
+def test_text_that_is_printed_appears_as_it_is(terminals: Terminals, printed: str) -> None:
+    terminals.become_standard()
+    with Display(interval_s=NEVER_S):
+        assert sys.stdout is not terminals.stream
+        print(printed, end="")
+    assert printed in terminals.seen()
+    assert sys.stdout is sys.stderr is terminals.stream
+
+
+def test_handlers_of_logging_write_above_the_rows(terminals: Terminals) -> None:
+    terminals.become_standard()
+    handler = logging.StreamHandler()
+    logging.getLogger("tests.live").addHandler(handler)
+    try:
+        with Display(interval_s=NEVER_S):
+            assert hasattr(handler.stream, "rich_proxied_file")
+            logging.getLogger("tests.live").error("logged")
+        assert handler.stream is terminals.stream
+    finally:
+        logging.getLogger("tests.live").removeHandler(handler)
+    assert "logged\n" in terminals.seen()
+
+
+def test_output_into_a_file_stays_there(
+    terminals: Terminals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminals.become_standard()
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with Display(interval_s=NEVER_S):
+        print("printed")
+        assert sys.stdout.getvalue() == "printed\n"
+    assert "printed" not in terminals.seen()
+
+
+def test_a_display_within_another_writes_lines_above_its_rows(terminals: Terminals) -> None:
+    terminals.become_standard()
+    with Display(label="outer", interval_s=NEVER_S) as outer:
+        with Display(label="inner", interval_s=NEVER_S) as inner:
+            run_job(inner.work, 1)
+        assert inner._live is None
+        assert hasattr(sys.stderr, "rich_proxied_file")
+        assert outer._live is not None
+    seen = terminals.seen()
+    assert seen.index("inner: 1 job, 2 parts in ") < seen.index("outer: 0 jobs, 0 parts in ")
+    assert sys.stderr is terminals.stream
+
+
+def test_a_forked_process_waits_for_no_lock(terminals: Terminals) -> None:
+    terminals.become_standard()
+    with Display(interval_s=NEVER_S) as shown:
+        assert shown._live is not None
+        with shown._live._console._lock:  # as another thread may hold it
+            thread = threading.Thread(target=fork_and_print)
+            thread.start()
+            thread.join(30)
+        assert not thread.is_alive()
+    assert "from the child\n" in terminals.seen()
+
+
+def fork_and_print() -> None:
+    pid = os.fork()
+    if pid == 0:
+        print("from the child", flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def test_a_terminal_that_goes_away_stops_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("hung up")
+
+    out = Watched()
+    with Display(out=out, is_terminal=True, interval_s=OFTEN_S) as shown:
+        run_job(shown.work, 1)
+        out.await_text("parts 2/2 of inner")
+        monkeypatch.setattr(out, "flush", fail)
+        run_job(shown.work, 2)
+    assert shown.workers["worker0"].parts == 2
+
+
+def test_the_cursor_is_shown_also_meanwhile() -> None:
+    out = Watched()
+    with Display(out=out, is_terminal=True, interval_s=NEVER_S):
+        assert out.getvalue().endswith("\x1b[?25h")
+    assert "\x1b[?25l" not in out.getvalue().rpartition("\x1b[?25h")[2]
+
+
+def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    out = Watched()
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Display(out=out, is_terminal=True).__enter__()
+    assert out.getvalue().endswith("\x1b[2K")  # the rows are gone, the cursor at their begin
+
+
+def test_an_error_goes_on_and_the_streams_are_given_back(terminals: Terminals) -> None:
+    terminals.become_standard()
+
+    def train() -> None:
+        with Display(total=7, interval_s=NEVER_S) as shown:
+            shown.step(3)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert "jobs stopped by KeyboardInterrupt: 3 of 7 steps, 0 parts in " in terminals.seen()
+    assert sys.stdout is sys.stderr is terminals.stream
+
+
+def test_a_second_interrupt_while_it_ends(
+    terminals: Terminals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminals.become_standard()
+    shown = Display(interval_s=NEVER_S)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    shown.__enter__()
+    with monkeypatch.context() as patched:
+        patched.setattr(shown._thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            shown.__exit__(None, None, None)
+    assert sys.stdout is sys.stderr is terminals.stream
+    shown._thread.join()
