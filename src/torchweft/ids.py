@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple, NewType
+from typing import NamedTuple
 
 from torchweft.errors import ConfigurationError
-
-WorkerId = NewType("WorkerId", int)
-"""A worker's rank in its group, from 0."""
-
-CallId = NewType("CallId", int)
-"""Counts the calls that one worker makes; unique for that worker only."""
-
-ContextId = NewType("ContextId", int)
-"""A distributed autograd context; the worker that opened it is in the high bits."""
-
-MessageId = NewType("MessageId", int)
-"""A recorded message of an autograd context; its sender is in the high bits."""
 
 _WORKER_NAME = re.compile("[A-Za-z0-9_:-]{1,127}")
 
@@ -31,9 +19,9 @@ def scoped_id(worker: int, counter: int) -> int:
     return (worker << WORKER_SHIFT) | counter
 
 
-def worker_of(scoped: int) -> WorkerId:
-    """Returns the worker that made ``scoped``."""
-    return WorkerId(scoped >> WORKER_SHIFT)
+def worker_of(scoped: int) -> int:
+    """Returns the id of the worker that made ``scoped``."""
+    return scoped >> WORKER_SHIFT
 
 
 def check_worker_name(name: object) -> None:

@@ -1,4 +1,4 @@
-"""What this process is and may use: its host, its namespaces, its devices.
+"""The host, the namespaces and the cores of this process.
 
 Two workers exchange these facts when they connect and decide from them how memory can travel
 between them. Everything here is a plain value that survives JSON, and is read from the system
@@ -20,49 +20,29 @@ from torchweft.errors import ProtocolError
 LOAD = "/proc/loadavg"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACES = Path("/proc/self/ns")
-NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
-RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one process can do.
+    """The place of one process, from which its peer decides whether it can read its memory.
 
     Attributes:
         boot_id: Names one boot of one kernel; empty where the system has none.
         hostname: As the process sees it; containers of one host differ.
         pid: In the process's own namespace.
         uid: Effective user id; -1 where there are no users.
-        net_namespace: Inode of the network namespace, or 0.
         pid_namespace: Inode of the process id namespace, or 0.
-        ipc_namespace: Inode of the namespace of System V memory and queues, or 0.
-        cpu_count: Cores this process may run on.
-        cuda_devices: Identifiers of the NVIDIA devices, in the driver's order.
-        cuda_visible: ``CUDA_VISIBLE_DEVICES`` as set for this process, or None.
-        rdma_devices: Names of the RDMA devices.
     """
 
     boot_id: str
     hostname: str
     pid: int
     uid: int
-    net_namespace: int
     pid_namespace: int
-    ipc_namespace: int
-    cpu_count: int
-    cuda_devices: tuple[str, ...]
-    cuda_visible: str | None
-    rdma_devices: tuple[str, ...]
-
-    @property
-    def host_id(self) -> str:
-        """Names the host, as far as this process can tell hosts apart."""
-        return f"{self.boot_id}/{self.hostname}"
 
     def as_json(self) -> dict[str, object]:
         """Returns the facts as a dictionary that JSON can carry."""
-        plain = dataclasses.asdict(self)
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in plain.items()}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: object) -> Facts:
@@ -84,10 +64,8 @@ _KINDS: dict[str, str] = {field.name: str(field.type) for field in dataclasses.f
 
 def _checked(name: str, kind: str, value: object) -> object:
     match kind, value:
-        case ("int", int()) | ("str" | "str | None", str()) | ("str | None", None):
+        case ("int", int()) | ("str", str()):
             return value
-        case ("tuple[str, ...]", list()) if all(isinstance(item, str) for item in value):
-            return tuple(value)
     raise ProtocolError(f"a process describes its {name} as {value!r}, which is no {kind}")
 
 
@@ -107,13 +85,7 @@ def read_facts() -> Facts:
         hostname=socket.gethostname(),
         pid=os.getpid(),
         uid=os.geteuid() if hasattr(os, "geteuid") else -1,
-        net_namespace=_inode(NAMESPACES / "net"),
         pid_namespace=_inode(NAMESPACES / "pid"),
-        ipc_namespace=_inode(NAMESPACES / "ipc"),
-        cpu_count=len(usable_cores()),
-        cuda_devices=cuda_devices(NVIDIA_DEVICES),
-        cuda_visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        rdma_devices=_entries(RDMA_DEVICES),
     )
 
 
@@ -122,21 +94,6 @@ def usable_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
-
-
-def cuda_devices(root: Path) -> tuple[str, ...]:
-    """Returns the identifiers of the devices that the NVIDIA driver lists under ``root``.
-
-    The driver's files are read, not its library: that one would start a context in a process
-    that may still fork.
-    """
-    found = []
-    for device in _entries(root):
-        for line in _read_text(root / device / "information").splitlines():
-            label, _, value = line.partition(":")
-            if label.strip() == "GPU UUID":
-                found.append(value.strip())
-    return tuple(found)
 
 
 def _read_text(path: Path) -> str:
@@ -151,13 +108,6 @@ def _inode(path: Path) -> int:
         return path.stat().st_ino
     except OSError:
         return 0
-
-
-def _entries(path: Path) -> tuple[str, ...]:
-    try:
-        return tuple(sorted(os.listdir(path)))
-    except OSError:
-        return ()
 
 
 def running_threads() -> int:

@@ -8,7 +8,7 @@ both functions, of 2 us each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,16 +61,12 @@ class GradFlags(NamedTuple):
     is_shared: bool = False
 
 
-def describe(
-    tensors: Sequence[Tensor],
-    device_map: Mapping[torch.device, torch.device] | None = None,
-) -> tuple[bytes, list[Tensor]]:
+def describe(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
     """Describes tensors and names the memory that has to travel for them.
 
     Args:
         tensors: Dense tensors of any shape, strides and dtype; what else there is (sparse,
             quantised, nested) ``objects.pack`` has taken apart already.
-        device_map: Device at the receiver for each device here; any other keeps its name.
 
     Returns:
         The table, and one-dimensional contiguous CPU tensors. They share the memory of
@@ -85,7 +81,7 @@ def describe(
     sources = [_dense(tensor) for tensor in tensors]
     placements, buffers = place(sources)
     entries = [
-        _entry(tensor, source, placement, device_map)
+        _entry(tensor, source, placement)
         for tensor, source, placement in zip(tensors, sources, placements, strict=True)
     ]
     on_host = [buffer if buffer.is_cpu else buffer.cpu() for buffer in buffers]
@@ -306,12 +302,7 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def _entry(
-    tensor: Tensor,
-    source: Tensor,
-    placement: Placement,
-    device_map: Mapping[torch.device, torch.device] | None,
-) -> Entry:
+def _entry(tensor: Tensor, source: Tensor, placement: Placement) -> Entry:
     flags = 0
     if tensor.requires_grad:
         flags = REQUIRES_GRAD if tensor.is_leaf else REQUIRES_GRAD | COMPUTED
@@ -319,15 +310,12 @@ def _entry(
         flags |= PARAMETER
     if placement.strides is not None:
         flags |= STRIDED | SHARED if placement.shared else STRIDED
-    device = source.device
-    if device_map is not None:
-        device = device_map.get(device, device)
     return Entry(
         CODES[source.dtype],
         flags,
         tuple(source.shape),
         placement.buffer,
-        device_code(device),
+        device_code(source.device),
         placement.offset,
         placement.strides,
     )

@@ -24,7 +24,7 @@ from torchweft.secret import Secret
 from torchweft.wire.frames import HEADER, encode_frame
 from torchweft.wire.messages import Kind
 
-VERSION = 2
+VERSION = 3
 LIMIT_BYTES = 1 << 16
 """How large a greeting may be."""
 NONCE_BYTES = 32

@@ -13,6 +13,8 @@ from torch.nn import Parameter
 from tests.unit.serialize.trips import copies, raw, tensor_trip
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import received
+from torchweft.serialize import tensors as tensors_module
+from torchweft.serialize.devices import device_code
 from torchweft.serialize.dtypes import CODES
 from torchweft.serialize.extents import UNION_FLOOR_BYTES
 from torchweft.serialize.table import HEADER, SOME_COMPUTED
@@ -347,13 +349,22 @@ def test_what_has_no_plain_memory_is_refused(make: object) -> None:
         describe([make()])  # type: ignore[operator]
 
 
-def test_a_missing_device_names_the_device_the_worker_and_the_fix() -> None:
-    table, buffers = describe([torch.ones(2)] * 2, {torch.device("cpu"): torch.device("cuda", 97)})
+def test_a_missing_device_names_the_device_the_worker_and_the_fix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    say_that_tensors_are_on("cuda:97", monkeypatch)
+    table, buffers = describe([torch.ones(2)] * 2)
     with pytest.raises(SerializationError) as caught:
         rebuild(table, copies(buffers), worker="trainer3")
     text = str(caught.value)
     assert all(part in text for part in ("tensor 0", "cuda:97", "'trainer3'", ".cpu()"))
     assert caught.value.worker == "trainer3"
+
+
+def say_that_tensors_are_on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has tensors of the CPU described as those of another device, which no test machine has."""
+    code = device_code(torch.device(device))
+    monkeypatch.setattr(tensors_module, "device_code", lambda _: code)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -362,7 +373,8 @@ def test_tensors_on_a_device_are_put_there(monkeypatch: pytest.MonkeyPatch, shar
     monkeypatch.setattr(received, "device_of", lambda code, index, worker: torch.device("cpu", 0))
     base = torch.arange(12.0).view(3, 4)
     tensors = [base.t(), base[1] if shared else torch.ones(4), torch.ones(0)]
-    table, buffers = describe(tensors, {torch.device("cpu"): torch.device("cuda", 0)})
+    say_that_tensors_are_on("cuda:0", monkeypatch)
+    table, buffers = describe(tensors)
     rebuilt = rebuild(table, copies(buffers))
     assert all(map(same, rebuilt, tensors))
     rebuilt[0].zero_()
