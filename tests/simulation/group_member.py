@@ -68,6 +68,7 @@ class Member:
         self.activity = 0
         self.failed: list[Request] = []
         self.is_gone = False
+        """Whether it takes no more calls, and nobody new learns of it."""
         self._waited_for: dict[Request, set[int]] = {}
         node.on_frame = self._on_frame
         node.on_lost = self.on_lost
@@ -244,7 +245,7 @@ class Member:
         for entry in self.calls.take_expired(self.node.clock.now_s)[0]:
             self._fail(entry)
         self.on_tick()
-        if not self.is_gone:
+        if self.id in self.group.members:
             self.node.clock.later(TICK_S, self._tick)
 
     def on_lost(self, peer: int, cause: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.group_member import Member
+from tests.simulation.group_member import Member, Request
 from tests.simulation.group_world import GroupWorld
 from tests.simulation.seeds import batches, name_of, try_seeds
 from torchweft.protocol.departure import Action, BeginSettling, Departure, Retire, Stage
@@ -53,9 +53,15 @@ class Worker(Member):
             self.group.run.impolite.append((self.id, peer, self.failed[before:]))
 
     def on_tick(self) -> None:
-        is_settling = self.departure.stage is Stage.SETTLING
-        is_settled = is_settling and self._is_done()
+        is_settled = self.group.references.machines[self.id].is_settled()
         self.act(self.departure.observed(is_idle=self.is_idle, is_settled=is_settled))
+        self.is_gone = self.departure.stage is Stage.LEFT
+        if self.is_gone and self._are_last_words_heard():
+            self.group.run.leave(self)
+
+    def take(self, peer: int, message: Any) -> None:
+        if not (self.is_gone and isinstance(message, Request)):  # Nobody serves it any more.
+            super().take(peer, message)
 
     def act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -65,13 +71,6 @@ class Worker(Member):
                 self.retired.add(action.worker)
             elif isinstance(action, BeginSettling):
                 self.group.references.drop_all(self.id)
-            else:
-                self.is_gone = True
-                self.group.run.leave(self)
-
-    def _is_done(self) -> bool:
-        is_settled = self.group.references.machines[self.id].is_settled()
-        return self.is_idle and is_settled and self._are_last_words_heard()
 
     def _are_last_words_heard(self) -> bool:
         return all(

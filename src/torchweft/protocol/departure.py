@@ -104,7 +104,9 @@ class Departure:
             return actions
         if self.stage is Stage.ANNOUNCING:
             self.stage = Stage.FINISHING
-        if self.stage is Stage.FINISHING and is_idle:
+        if not is_idle:
+            return actions  # Also while it settles: one that joined meanwhile may have called it.
+        if self.stage is Stage.FINISHING:
             self.stage = Stage.SETTLING
             actions.append(BeginSettling())
         elif self.stage is Stage.SETTLING and is_settled:

@@ -1,0 +1,114 @@
+"""The simulation of open groups finds faults that are put into the machine of departures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.simulation.test_open_groups_simulated import Run, come_and_die, come_and_go
+from torchweft.protocol.departure import Action, BeginSettling, Departure, Left, Stage
+from torchweft.protocol.shutdown import Step
+
+PROGRAMS = (come_and_go, come_and_die)
+SEEDS = 100
+"""A fault must be found within so many runs of each program."""
+
+
+class WaitsForNobody(Departure):
+    """Does not wait until all have answered."""
+
+    def observed(self, **state: bool) -> list[Action]:
+        self._unanswered.clear()
+        return super().observed(**state)
+
+
+class TellsNoNewcomer(Departure):
+    """Does not tell those that join while it leaves."""
+
+    def observed(self, **state: bool) -> list[Action]:
+        self._has_begun = True
+        return super().observed(**state)
+
+    def member_present(self, member: int) -> list[Action]:
+        is_newcomer = self.stage is not Stage.MEMBER and getattr(self, "_has_begun", False)
+        return [] if is_newcomer else super().member_present(member)
+
+
+class TellsNobodyThatLeaves(Departure):
+    """Does not tell those that have said that they leave."""
+
+    def received(self, member: int, step: int) -> list[Action]:
+        if step == Step.LEAVING:
+            self.__dict__.setdefault("departing", set()).add(member)
+        return super().received(member, step)
+
+    def member_present(self, member: int) -> list[Action]:
+        is_departing = member in self.__dict__.get("departing", ())
+        return [] if is_departing else super().member_present(member)
+
+
+class DoesNotAnswer(Departure):
+    """Makes no more calls to one that leaves, and does not say so."""
+
+    def received(self, member: int, step: int) -> list[Action]:
+        return super().received(member, step)[:1]
+
+
+class CallsOn(Departure):
+    """Answers one that leaves, and calls it all the same."""
+
+    def received(self, member: int, step: int) -> list[Action]:
+        return super().received(member, step)[1:]
+
+
+class ForgetsTheDead(Departure):
+    """Waits for the answers of members that are lost."""
+
+    def member_lost(self, member: int) -> None:
+        pass
+
+
+class LeavesWhileItServes(Departure):
+    """Drops its references and goes before it is idle."""
+
+    def observed(self, **state: bool) -> list[Action]:
+        return super().observed(**dict.fromkeys(state, True))
+
+
+class KeepsItsReferences(Departure):
+    """Goes without having dropped its references."""
+
+    def observed(self, **state: bool) -> list[Action]:
+        actions = super().observed(**state)
+        if BeginSettling() in actions:
+            self.stage = Stage.LEFT
+            return [Left()]
+        return actions
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        WaitsForNobody,
+        TellsNoNewcomer,
+        TellsNobodyThatLeaves,
+        DoesNotAnswer,
+        CallsOn,
+        ForgetsTheDead,
+        LeavesWhileItServes,
+        KeepsItsReferences,
+    ],
+)
+def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, mutant: type[Departure]) -> None:
+    monkeypatch.setattr("tests.simulation.test_open_groups_simulated.Departure", mutant)
+    assert any(fails(program, seed) for seed in range(SEEDS) for program in PROGRAMS)
+
+
+def fails(program: Callable[[Run], None], seed: int) -> bool:
+    try:
+        program(Run(seed))
+    except AssertionError:
+        return True
+    return False
