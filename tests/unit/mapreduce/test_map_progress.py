@@ -31,7 +31,8 @@ def run_map(map_id: int) -> None:
     observers.done(map_id, None)
 
 
-def test_maps_are_shown_by_two_displays() -> None:
+def test_maps_are_shown_by_two_displays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchweft.progress.display.LOOK_EVERY_S", 1e6)
     out = io.StringIO()
     with progress(out=io.StringIO()) as one, progress(label="step", out=out) as two:
         run_map(1)
