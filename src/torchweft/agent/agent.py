@@ -27,7 +27,7 @@ from torchweft.agent.connector import Connector, Speechless, verdict_in
 from torchweft.agent.contacts import Contacts
 from torchweft.agent.first_contacts import FirstContacts
 from torchweft.agent.housekeeper import Housekeeper, Job
-from torchweft.agent.lanes import Lanes
+from torchweft.agent.lanes import OWN, Lanes
 from torchweft.agent.links import Links, Traffic
 from torchweft.agent.members import Members
 from torchweft.agent.mishaps import log_mishap
@@ -107,7 +107,8 @@ class Agent:
         self._listeners = listeners
         self._lock = threading.Lock()
         self._is_closed = False
-        lanes = Lanes(knobs.QUEUE_LIMIT_CALLS.get(), knobs.QUEUE_LIMIT_BYTES.get())
+        limits = knobs.QUEUE_LIMIT_CALLS.get(), knobs.QUEUE_LIMIT_BYTES.get()
+        lanes = Lanes(*limits, kept=frozenset({OWN, self.me.id}))
         self.reactor = Reactor(f"weft-{self.info.name}", worker_threads, lanes)
         self.calls = OpenCalls(self)
         self.first_contacts = FirstContacts(self)

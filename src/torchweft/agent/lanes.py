@@ -17,6 +17,9 @@ Task = tuple[Callable[..., None], Any, Any]
 OWN = -1
 """The lane of what this worker gives itself to do."""
 
+SWEEP_LIMIT = 256
+"""From so many lanes on, those in which nothing waits are dropped before another one is added."""
+
 
 class _Lane:
     """What waits for one worker, each with its size in bytes."""
@@ -34,14 +37,20 @@ class Lanes:
     Args:
         limit: How many tasks may wait in one lane, of those that are offered.
         limit_bytes: How large they may be together.
+        kept: Lanes in which finalizers put tasks; these are never dropped.
     """
 
-    def __init__(self, limit: int, limit_bytes: int) -> None:
+    def __init__(
+        self, limit: int, limit_bytes: int, kept: frozenset[int] = frozenset({OWN})
+    ) -> None:
         self.turns: deque[int] = deque()
         """The lanes in which something waits, in turn: empty where nothing does."""
         self._limit = limit
         self._limit_bytes = limit_bytes
-        self._lanes: dict[int, _Lane] = {}
+        self._kept = kept
+        # Those of finalizers are there from the start: one may run in the midst of a sweep.
+        self._lanes = {lane: _Lane() for lane in kept}
+        self._sweep_at = SWEEP_LIMIT
         # A finalizer may run, and give this worker something to do, while the lock is held.
         self._lock = threading.RLock()
 
@@ -54,11 +63,22 @@ class Lanes:
         with self._lock:
             waiting = self._lanes.get(lane)
             if waiting is None:
-                waiting = self._lanes[lane] = _Lane()
+                waiting = self._add(lane)
             waiting.tasks.append((task, size_bytes))
             waiting.size_bytes += size_bytes
             if len(waiting.tasks) == 1:
                 self.turns.append(lane)
+
+    def _add(self, lane: int) -> _Lane:
+        # Each life of a worker has a lane of its own, and empty lanes of lives that are over would
+        # pile up. To drop a lane as soon as it is empty would cost every call.
+        if len(self._lanes) >= self._sweep_at:
+            for key in self._lanes.keys() - self._kept:
+                if not self._lanes[key].tasks:
+                    del self._lanes[key]
+            self._sweep_at = max(SWEEP_LIMIT, 2 * len(self._lanes))
+        added = self._lanes[lane] = _Lane()
+        return added
 
     def offer(self, task: Task, lane: int, size_bytes: int) -> bool:
         """Puts a task at the end of a lane; returns False where that is full.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchweft.agent.lanes import OWN, Lanes
+from torchweft.agent.lanes import OWN, SWEEP_LIMIT, Lanes
 
 
 def nothing(*_: Any) -> None:
@@ -84,6 +84,43 @@ def test_bytes_are_bounded_as_well() -> None:
     assert lanes.offer((nothing, "small", None), 1, 60)
     assert lanes.offer((nothing, "small", None), 1, 40)
     assert not lanes.offer((nothing, "small", None), 1, 1)
+
+
+def test_lanes_of_workers_that_have_left_do_not_pile_up() -> None:
+    lanes = make()
+    for life in range(20 * SWEEP_LIMIT):
+        assert lanes.offer((nothing, life, None), life, 1)
+        assert lanes.popleft()[1] == life
+        assert len(lanes._lanes) <= SWEEP_LIMIT
+    assert not lanes.turns
+
+
+def test_a_lane_that_finalizers_use_is_never_dropped() -> None:
+    lanes = Lanes(10, 1000, kept=frozenset({OWN, 0}))
+    for lane in (OWN, 0):
+        lanes.append((nothing, lane, None), lane)
+    drain(lanes)
+    kept = [lanes._lanes[lane] for lane in (OWN, 0)]
+    for life in range(1, 4 * SWEEP_LIMIT):
+        lanes.append((nothing, life, None), life)
+        lanes.popleft()
+    assert [lanes._lanes[lane] for lane in (OWN, 0)] == kept
+
+
+def test_a_lane_in_which_tasks_wait_is_kept_with_its_bounds() -> None:
+    lanes = make(limit=2, limit_bytes=100)
+    waiting = range(2 * SWEEP_LIMIT)
+    for worker in waiting:
+        assert lanes.offer((nothing, worker, None), worker, 60)
+    for life in range(10_000, 10_000 + 4 * SWEEP_LIMIT):
+        lanes.append((nothing, life, None), life)
+    assert not lanes.offer((nothing, "too large", None), 0, 60)
+    assert lanes.offer((nothing, "second", None), 0, 40)
+    assert not lanes.offer((nothing, "third", None), 0, 0)
+    taken = drain(lanes)
+    assert taken[: len(waiting)] == list(waiting)
+    assert taken[-1] == "second"
+    assert len(taken) == len(waiting) + 4 * SWEEP_LIMIT + 1
 
 
 def test_many_threads_lose_and_double_nothing() -> None:
