@@ -44,14 +44,17 @@ def run_node(node: Node, gradients: Mapping[int, Tensor], create_graph: bool = F
     results: list[Gradients] = []
 
     def take(after: Gradients, _: Gradients) -> None:
-        results.append(after)
-        raise _HasRun
+        if _is_run_of(results):
+            results.append(after)
+            raise _HasRun
 
     handles = [node.register_hook(take)]
     if not gradients:
-        handles.append(_without_gradients(node))
+        handles.append(_without_gradients(node, results))
         gradients = {0: _zeros(node)}
+    before = _running()
     try:
+        torch._C._stash_obj_in_tls(_RUN, results)
         gradients_at(
             behind,  # Of a node with several results, the engine makes those that are wanted.
             tuple([GradientEdge(node, output_nr) for output_nr in gradients]),
@@ -62,6 +65,7 @@ def run_node(node: Node, gradients: Mapping[int, Tensor], create_graph: bool = F
     except _HasRun:
         return results[0]
     finally:
+        torch._C._stash_obj_in_tls(_RUN, before)
         for handle in handles:
             handle.remove()
     raise AssertionError(f"the engine did not run {node.name()}")
@@ -72,9 +76,25 @@ def _zeros(node: Any) -> Tensor:
     return torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
 
 
-def _without_gradients(node: Node) -> Any:
+_RUN = "torchweft run of a node"
+"""Under which the state of a thread has the results of the node that runs."""
+
+
+def _running() -> Any:
+    return torch._C._get_obj_in_tls(_RUN) if torch._C._is_key_in_tls(_RUN) else None
+
+
+def _is_run_of(results: list[Gradients]) -> bool:
+    return _running() is results
+
+
+def _without_gradients(node: Node, results: list[Gradients]) -> Any:
     """Takes the gradient away with which the engine has to start; hooks of the node see none."""
-    handle = node.register_prehook(lambda incoming: (None,) * len(incoming))
+
+    def take_away(incoming: tuple[Any, ...]) -> tuple[None, ...] | None:
+        return (None,) * len(incoming) if _is_run_of(results) else None
+
+    handle = node.register_prehook(take_away)
     hooks: Any = handle.hooks_dict_ref()
     hooks.move_to_end(handle.id, last=False)
     return handle
