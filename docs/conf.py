@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import version as installed_version
-from types import ModuleType
 
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
@@ -35,8 +34,7 @@ html_title = "Weft"
 
 
 def setup(app: Sphinx) -> None:
-    """Adds a table of all knobs to the page of their module, and leaves out overloads."""
-    app.connect("autodoc-process-docstring", list_knobs)
+    """Has documentation made without overloads."""
     ModuleAnalyzer.analyze = analyze_without_overloads
 
 
@@ -46,18 +44,3 @@ def analyze_without_overloads(
     """Has each function shown once: the overloads of a call are for type checkers."""
     analyze(analyzer)
     analyzer.overloads = {}
-
-
-def list_knobs(
-    app: Sphinx, what: str, name: str, module: ModuleType, options: object, lines: list[str]
-) -> None:
-    """Appends each knob with its environment variable, default and meaning."""
-    if name != "torchweft.knobs":
-        return
-    lines += [".. list-table::", "   :header-rows: 1", ""]
-    lines += ["   * - variable", "     - default", "     - meaning"]
-    for knob in vars(module).values():
-        if isinstance(knob, module.Knob):
-            lines += [f"   * - ``{knob.variable}``", f"     - {knob.default}"]
-            lines += [f"     - {knob.meaning}"]
-    lines.append("")

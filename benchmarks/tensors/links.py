@@ -13,11 +13,11 @@ from benchmarks.frame.figures import Round, Rounds
 from benchmarks.frame.measuring import measure
 from benchmarks.frame.placement import Cores
 from benchmarks.tensors.namespaces import ADDRESSES, INTERFACE, NotPermitted, two_namespaces
-
-NEVER = str(1 << 62)
+from torchweft.knobs import INTERNAL_VARIABLE
 
 # Over TCP as between two hosts: no Unix socket, and nothing that needs the same host's memory.
-WEFT_TCP = {"WEFT_UNIX_SOCKETS": "0", "WEFT_CMA_FROM_BYTES": NEVER, "WEFT_SHM_FROM_BYTES": NEVER}
+NEVER = 1 << 62
+WEFT_TCP = {INTERNAL_VARIABLE: f"UNIX_SOCKETS=0,CMA_FROM_BYTES={NEVER},SHM_FROM_BYTES={NEVER}"}
 TORCH_TCP = {"_transports": ["uv"], "_channels": ["basic"]}
 
 # What each side's processes check and use; see cargo.py and streaming.py.

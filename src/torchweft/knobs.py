@@ -1,7 +1,15 @@
-"""Every tunable of Weft in one place: default, unit, environment variable.
+"""Every tunable of Weft in one place: the variables of operators, and the constants.
 
-A knob is read when the thing it tunes is made (a worker, a connection, a pool), never in a hot
-path. Set one by its environment variable, or in a test with ``override``::
+A *knob* is for those who operate workers: an address, a secret, a time limit, a share of the
+memory. It is an environment variable, ``WEFT_`` and the name of the knob. ``docs/variables.md``
+lists all of them.
+
+A *constant* is a number that Weft's authors have measured, and that nobody needs to turn. Tests and
+benchmarks may: ``WEFT_INTERNAL`` has the constants of a process and of those that it starts, as
+``SPIN_S=0,REARM_S=60``. Constants and this variable may change with any version.
+
+Both are read when the object that they tune is made (a worker, a connection, a pool), never in a
+hot path. A test may also set one for a while, within its own process::
 
     with knobs.INLINE_LIMIT_BYTES.override(0):
         ...
@@ -16,11 +24,15 @@ import contextlib
 import math
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torchweft.arguments import did_you_mean
 from torchweft.errors import ConfigurationError
+
+INTERNAL_VARIABLE = "WEFT_INTERNAL"
+"""Environment variable with the constants that a test or a benchmark sets."""
 
 _SIZE = re.compile(r"(-?\d+(?:\.\d+)?) *([KMGT]i?)?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
@@ -33,19 +45,18 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
 Value = TypeVar("Value", int, float, str)
 
 
-class Knob(Generic[Value]):
+class _Tunable(ABC, Generic[Value]):
     """A value with a default that the environment, or a test, may change.
 
     Args:
-        name: Name of the knob; the environment variable is ``WEFT_`` and this name.
+        name: Its name, which is also that of the module's attribute.
         default: Value used when nothing else is said; its type decides what is accepted.
-        meaning: One sentence for the documentation, with the unit.
     """
 
-    def __init__(self, name: str, default: Value, meaning: str) -> None:
-        self.variable = f"WEFT_{name}"
+    def __init__(self, name: str, default: Value) -> None:
+        self.name = name
+        self.variable = self._variable()
         self.default: Value = default
-        self.meaning = meaning
         self._override: Value | None = None
 
     def get(self) -> Value:
@@ -57,27 +68,17 @@ class Knob(Generic[Value]):
             return self.default
         return self.read(text)
 
+    @abstractmethod
     def read(self, text: str) -> Value:
-        """Returns the value that a text means; raises ConfigurationError where it means none."""
-        try:
-            if self.variable.endswith("_BYTES"):
-                return _size_of(text)  # type: ignore[return-value]
-            value = type(self.default)(text)
-            if isinstance(value, float) and math.isnan(value):
-                raise ValueError("not a number")
-        except ValueError:
-            raise ConfigurationError(
-                f"environment variable {self.variable} is {text!r}, which is no {self._kind()}; "
-                f"unset it or set it like {self.variable}={self.default}"
-            ) from None
-        return value
+        """Returns the value that the text of the variable means for this tunable.
 
-    def _kind(self) -> str:
-        if self.variable.endswith("_BYTES"):
-            return "size, as 65536, 64KiB or 256MB"
-        if isinstance(self.default, int):
-            return "whole number"
-        return "number of seconds" if self.variable.endswith("_S") else "number"
+        Raises:
+            ConfigurationError: It means none.
+        """
+
+    @abstractmethod
+    def _variable(self) -> str:
+        """Returns the name of the environment variable that may have the value."""
 
     @contextlib.contextmanager
     def override(self, value: Value) -> Iterator[None]:
@@ -87,6 +88,81 @@ class Knob(Generic[Value]):
             yield
         finally:
             self._override = previous
+
+    def _value_of(self, text: str) -> Value:
+        """Returns the value that a text means; raises ValueError where it means none."""
+        if self.name.endswith("_BYTES"):
+            return _size_of(text)  # type: ignore[return-value]
+        value = type(self.default)(text)
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError("not a number")
+        return value
+
+    def _kind(self) -> str:
+        if self.name.endswith("_BYTES"):
+            return "size, as 65536, 64KiB or 256MB"
+        if isinstance(self.default, int):
+            return "whole number"
+        return "number of seconds" if self.name.endswith("_S") else "number"
+
+
+class Knob(_Tunable[Value]):
+    """A value that an operator may set, by an environment variable of its own."""
+
+    def _variable(self) -> str:
+        return f"WEFT_{self.name}"
+
+    def read(self, text: str) -> Value:
+        """Returns the value that a text means; raises ConfigurationError where it means none."""
+        try:
+            return self._value_of(text)
+        except ValueError:
+            raise ConfigurationError(
+                f"environment variable {self.variable} is {text!r}, which is no {self._kind()}; "
+                f"unset it or set it like {self.variable}={self.default}"
+            ) from None
+
+
+class Constant(_Tunable[Value]):
+    """A value that only tests and benchmarks of Weft may set, by ``WEFT_INTERNAL``."""
+
+    def _variable(self) -> str:
+        return INTERNAL_VARIABLE
+
+    def read(self, text: str) -> Value:
+        """Returns the value that ``WEFT_INTERNAL`` has for this constant, or else the default.
+
+        Raises:
+            ConfigurationError: It cannot be read.
+        """
+        own = _settings_of(text).get(self.name)
+        if own is None:
+            return self.default
+        try:
+            return self._value_of(own)
+        except ValueError:
+            raise ConfigurationError(
+                f"environment variable {INTERNAL_VARIABLE} sets {self.name} to {own!r}, which is "
+                f"no {self._kind()}; leave it out or set it like {self.name}={self.default}"
+            ) from None
+
+
+def _settings_of(text: str) -> dict[str, str]:
+    """Returns the texts that ``WEFT_INTERNAL`` has, by constant; of two for one, the last.
+
+    Raises:
+        ConfigurationError: A part has no name or no value.
+    """
+    settings = {}
+    for part in text.split(",") if text else ():
+        name, equals, value = part.partition("=")
+        if not name or not equals:
+            raise ConfigurationError(
+                f"environment variable {INTERNAL_VARIABLE} has a part {part!r}, which sets no "
+                f"constant; unset it or set it like {INTERNAL_VARIABLE}=SPIN_S=0,REARM_S=60"
+            )
+        settings[name] = value
+    return settings
 
 
 def _size_of(text: str) -> int:
@@ -114,20 +190,63 @@ def check_environment(environment: Mapping[str, str] | None = None) -> None:
     if environment is None:
         environment = os.environ
     knobs = {each.variable: each for each in globals().values() if isinstance(each, Knob)}
-    problems = []
-    for name in sorted(environment):
-        if not name.startswith("WEFT_") or name.startswith(_RESERVED) or name in _OTHERS:
+    constants = {each.name: each for each in globals().values() if isinstance(each, Constant)}
+    problems: list[str] = []
+    for variable in sorted(environment):
+        text = environment[variable]
+        if not variable.startswith("WEFT_") or variable.startswith(_RESERVED):
             continue
-        if name in knobs:
-            try:
-                knobs[name].read(environment[name])
-            except ConfigurationError as error:
-                problems.append(str(error))
+        if variable in _OTHERS:
+            continue
+        if variable == INTERNAL_VARIABLE:
+            problems += _internal_problems(text, constants)
+        elif variable in knobs:
+            problems += _problems(knobs[variable], text)
         else:
-            known = did_you_mean(name, [*knobs, *_OTHERS], "WEFT_")
-            problems.append(f"environment variable {name} is unknown to Weft{known}")
+            problems.append(_unknown(variable, knobs, constants))
     if problems:
         raise ConfigurationError("; ".join(problems))
+
+
+def _problems(tunable: _Tunable[Any], text: str) -> list[str]:
+    """Returns the message about a text that a tunable cannot read; none where it can."""
+    try:
+        tunable.read(text)
+    except ConfigurationError as error:
+        return [str(error)]
+    return []
+
+
+def _internal_problems(text: str, constants: Mapping[str, Constant[Any]]) -> list[str]:
+    """Returns the messages about a text of ``WEFT_INTERNAL``."""
+    try:
+        names = sorted(_settings_of(text))
+    except ConfigurationError as error:
+        return [str(error)]
+    problems: list[str] = []
+    for name in names:
+        if name in constants:
+            problems += _problems(constants[name], text)
+        else:
+            problems.append(
+                f"environment variable {INTERNAL_VARIABLE} sets {name}, which is no constant of "
+                f"Weft{did_you_mean(name, constants)}"
+            )
+    return problems
+
+
+def _unknown(
+    variable: str, knobs: Mapping[str, Knob[Any]], constants: Mapping[str, Constant[Any]]
+) -> str:
+    """Returns the message about a variable that is none of Weft's, or is none any more."""
+    constant = constants.get(variable.removeprefix("WEFT_"))
+    if constant is not None:
+        return (
+            f"environment variable {variable} is not read any more: {constant.name} is a constant "
+            f"of Weft, {constant.default}; {_INSTEAD.get(constant.name, 'unset the variable')}"
+        )
+    known = did_you_mean(variable, [*knobs, *_OTHERS], "WEFT_")
+    return f"environment variable {variable} is unknown to Weft{known}"
 
 
 _OTHERS = frozenset(
@@ -138,197 +257,136 @@ _OTHERS = frozenset(
 )
 """Variables that are no knobs: the secret itself, and what launchers tell their workers."""
 
+_INSTEAD = {
+    "RESTART_BACKOFF_S": "pass --backoff to torchweft run",
+    "RESTART_WINDOW_S": "pass --restart-window to torchweft run",
+}
+"""What a user does who would set the variable of a constant, other than to unset it."""
+
 _RESERVED = ("WEFT_TEST_", "WEFT_BENCHMARK_")
 """How the names of variables begin that are for Weft's own tests and benchmarks."""
 
-WORKER_THREADS = Knob("WORKER_THREADS", 16, "User functions that one worker runs at a time.")
-RPC_TIMEOUT_S = Knob("RPC_TIMEOUT_S", 60.0, "Seconds a call may take unless it says otherwise.")
-WAIT_NOTICE_S = Knob(
-    "WAIT_NOTICE_S",
-    10.0,
-    "Seconds after which a wait for other workers is told of in the log, once; 0 for never.",
-)
-STACKS_SIGNAL = Knob(
-    "STACKS_SIGNAL",
-    "SIGUSR1",
-    "Signal on which a worker writes the stacks of its threads to standard error, where the "
-    "program has not set a handler for it; empty for none.",
-)
-INIT_TIMEOUT_S = Knob("INIT_TIMEOUT_S", 60.0, "Seconds to wait for all workers to join.")
-CONNECT_TIMEOUT_S = Knob("CONNECT_TIMEOUT_S", 10.0, "Seconds to wait for a connection to a peer.")
-DETECTION_S = Knob(
-    "DETECTION_S",
-    15.0,
-    "Seconds without an answer of a worker's machine after which the worker is lost.",
-)
-RECONNECT_S = Knob(
-    "RECONNECT_S",
-    15.0,
-    "Seconds within which a broken connection is made again, or the worker is lost.",
-)
-SESSION_LIMIT_BYTES = Knob(
-    "SESSION_LIMIT_BYTES",
-    256 << 20,
-    "Bytes on their way to one worker of another host beyond which senders wait.",
-)
-STRANGER_LIMIT = Knob(
-    "STRANGER_LIMIT",
-    64,
-    "Connections that have not proved yet that they belong to the group; the oldest one goes.",
-)
-REFERENCE_RESEND_S = Knob(
-    "REFERENCE_RESEND_S", 5.0, "Seconds after which an unanswered reference message is repeated."
-)
-REFERENCE_BATCH_S = Knob(
-    "REFERENCE_BATCH_S", 0.02, "Seconds that ended references are collected before they are told."
-)
-RECEIVE_BUFFER_BYTES = Knob(
-    "RECEIVE_BUFFER_BYTES", 128 * 1024, "Bytes read from a connection at once."
-)
-INLINE_LIMIT_BYTES = Knob(
-    "INLINE_LIMIT_BYTES", 64 * 1024, "Bytes up to which a tensor travels inside the control write."
-)
-FRAME_LIMIT_BYTES = Knob(
-    "FRAME_LIMIT_BYTES", 1 << 36, "Bytes that one received message may have, tensors included."
-)
-CONTROL_LIMIT_BYTES = Knob(
-    "CONTROL_LIMIT_BYTES", 1 << 31, "Bytes that the control part of one message may have."
-)
-TENSOR_LIMIT = Knob("TENSOR_LIMIT", 65_535, "Tensors that one message may have.")
-ALLOWED_MODULES = Knob(
-    "ALLOWED_MODULES",
-    "",
-    "Modules, with commas between them, whose functions and classes other workers may use; empty "
-    "for all. For workers whose options name none.",
-)
-POOL_LIMIT_BYTES = Knob(
-    "POOL_LIMIT_BYTES", 1 << 30, "Bytes of warm receive buffers kept for reuse by one worker."
-)
-CMA_FROM_BYTES = Knob(
-    "CMA_FROM_BYTES", 1 << 20, "Bytes from which a tensor is pulled out of the sender's memory."
-)
-SHM_FROM_BYTES = Knob(
-    "SHM_FROM_BYTES", 1 << 17, "Bytes from which a tensor goes through shared memory."
-)
-SHM_LIMIT_BYTES = Knob(
-    "SHM_LIMIT_BYTES",
-    -1,
-    "Bytes of shared memory that one worker may have; 0 for none, negative for a quarter of the "
-    "memory that is left when it joins, at most 4 GiB.",
-)
-SHARED_COPY_BYTES = Knob(
-    "SHARED_COPY_BYTES", 16 << 20, "Bytes from which two threads share the copying of a tensor."
-)
-POOL_IDLE_S = Knob(
-    "POOL_IDLE_S", 10.0, "Seconds after which warm memory that nobody uses is given back."
-)
-SHARED_PULL_BYTES = Knob(
-    "SHARED_PULL_BYTES", 4 << 20, "Bytes from which two threads share the pulling of a tensor."
-)
-STRIPED_FROM_BYTES = Knob(
-    "STRIPED_FROM_BYTES",
-    2 << 20,
-    "Bytes from which the tensors of a message travel over connections of their own, where no "
-    "memory is shared.",
-)
-STRIPE_BYTES = Knob("STRIPE_BYTES", 4 << 20, "Bytes of the pieces that such a tensor is cut into.")
-STRIPE_CONNECTIONS = Knob(
-    "STRIPE_CONNECTIONS", 2, "Connections for large tensors that one worker makes to a peer."
-)
-STRIPE_THREADS = Knob(
-    "STRIPE_THREADS", 2, "Threads of one worker that send and receive large tensors."
-)
-STRIPE_STALL_S = Knob(
-    "STRIPE_STALL_S",
-    60.0,
-    "Seconds without a byte of a tensor that was announced, after which it is asked for again.",
-)
-UNIX_SOCKETS = Knob(
-    "UNIX_SOCKETS", 1, "1 to reach peers on this host by Unix sockets, 0 to reach them by TCP."
-)
-LISTEN = Knob(
-    "LISTEN",
-    "",
-    "Address on which workers of other hosts reach this one, where its options name none. Empty: "
-    "with a secret, this host's address on the way to the rendezvous store; without, loopback.",
-)
-BACKWARD_TIMEOUT_S = Knob(
-    "BACKWARD_TIMEOUT_S", 1800.0, "Seconds a distributed backward pass may take."
-)
-SPIN_S = Knob(
-    "SPIN_S", 200e-6, "Seconds a waiting thread may look for data before it sleeps; 0 for never."
-)
-LONG_SPIN_S = Knob(
-    "LONG_SPIN_S", 1e-3, "Seconds it may look where no thread of the machine waits for a core."
-)
-QUEUE_LIMIT_CALLS = Knob(
-    "QUEUE_LIMIT_CALLS", 1 << 16, "Calls of one worker that may wait at another; more are refused."
-)
-QUEUE_LIMIT_BYTES = Knob(
-    "QUEUE_LIMIT_BYTES", 1 << 30, "Bytes that the waiting calls of one worker may have together."
-)
-STALL_S = Knob("STALL_S", 0.002, "Seconds a queued call may wait before another thread is woken.")
-REARM_S = Knob(
-    "REARM_S", 0.005, "Seconds a connection may go unread while a message of it is being handled."
-)
-SWITCH_INTERVAL_S = Knob(
-    "SWITCH_INTERVAL_S",
-    0.0005,
-    "Seconds a thread that computes in Python lets an arriving call wait; 0 leaves Python's own.",
-)
-FAN_OUT = Knob(
-    "FAN_OUT",
-    4,
-    "Workers to which one worker sends what the parts of a map have in common; with more of them, "
-    "they pass it on.",
-)
-CHECKPOINT_TIMEOUT_S = Knob(
-    "CHECKPOINT_TIMEOUT_S", 1800.0, "Seconds that saving or restoring a snapshot may take."
-)
-TRACEBACKS = Knob(
-    "TRACEBACKS",
-    "short",
-    "'short' for tracebacks without the frames of Weft itself, 'full' for all frames.",
-)
-LAUNCH_GRACE_S = Knob(
-    "LAUNCH_GRACE_S", 5.0, "Seconds between asking a worker process to end and killing it."
-)
-LEAVE_TIMEOUT_S = Knob(
-    "LEAVE_TIMEOUT_S",
-    30.0,
-    "Seconds that leaving a cluster may take; then what is stuck is told of and killed.",
-)
-RESTART_BACKOFF_S = Knob(
-    "RESTART_BACKOFF_S", 1.0, "Seconds before a worker that died is started again, the first time."
-)
-RESTART_BACKOFF_LIMIT_S = Knob(
-    "RESTART_BACKOFF_LIMIT_S", 60.0, "Seconds up to which the waits between restarts grow."
-)
-RESTART_WINDOW_S = Knob(
-    "RESTART_WINDOW_S", 3600.0, "Seconds within which restarts are counted against their limit."
-)
-RESTART_HEALTHY_S = Knob(
-    "RESTART_HEALTHY_S", 60.0, "Seconds after which whatever ran so long is restarted soon again."
-)
-SECRET_FILE = Knob(
-    "SECRET_FILE",
-    "",
-    "File with the secret that all workers of a group share; only this user may read it.",
-)
-TLS_CERT = Knob(
-    "TLS_CERT",
-    "",
-    "File with this worker's certificate, in PEM; where it is set, TCP connections use TLS.",
-)
-TLS_KEY = Knob(
-    "TLS_KEY", "", "File with the key of that certificate; by default, the same file has both."
-)
-TLS_CA = Knob(
-    "TLS_CA", "", "File with the authorities that sign the certificates of all workers, in PEM."
-)
-TLS_MUTUAL = Knob(
-    "TLS_MUTUAL", 1, "1 if whoever connects must have such a certificate too, 0 if not."
-)
-TLS_NAME = Knob(
-    "TLS_NAME", "", "Name or address that the others' certificates must be made out to, if any."
-)
+# What operators may turn, in the order of docs/variables.md.
+
+LISTEN = Knob("LISTEN", "")
+"""Address on which workers of other hosts reach this worker. Empty: with a secret, this host's
+address on the way to the rendezvous store; without, loopback."""
+SECRET_FILE = Knob("SECRET_FILE", "")
+"""File with the secret that all workers of a group share; only its owner may read it."""
+TLS_CERT = Knob("TLS_CERT", "")
+"""File with this worker's certificate, in PEM; where it is set, TCP connections use TLS."""
+TLS_KEY = Knob("TLS_KEY", "")
+"""File with the key of the certificate; empty where the file of the certificate has both."""
+TLS_CA = Knob("TLS_CA", "")
+"""File with the authorities that sign the certificates of all workers, in PEM."""
+TLS_MUTUAL = Knob("TLS_MUTUAL", 1)
+"""1 if a worker that connects must show a certificate too, 0 if not."""
+TLS_NAME = Knob("TLS_NAME", "")
+"""Name or address that the certificates of other workers must be made out to; empty for any."""
+INIT_TIMEOUT_S = Knob("INIT_TIMEOUT_S", 60.0)
+"""Time to wait for all workers to join."""
+CONNECT_TIMEOUT_S = Knob("CONNECT_TIMEOUT_S", 10.0)
+"""Time to connect to another worker, handshake included; also the time that a stranger has to prove
+that it belongs to the group."""
+RPC_TIMEOUT_S = Knob("RPC_TIMEOUT_S", 60.0)
+"""Time that a call may take unless it says otherwise."""
+BACKWARD_TIMEOUT_S = Knob("BACKWARD_TIMEOUT_S", 1800.0)
+"""Time that a distributed backward pass may take."""
+CHECKPOINT_TIMEOUT_S = Knob("CHECKPOINT_TIMEOUT_S", 1800.0)
+"""Time that saving or restoring a snapshot may take."""
+DETECTION_S = Knob("DETECTION_S", 15.0)
+"""Time without an answer of a worker's machine after which the worker is lost."""
+RECONNECT_S = Knob("RECONNECT_S", 15.0)
+"""Time within which a broken connection is made again, or the worker is lost."""
+LAUNCH_GRACE_S = Knob("LAUNCH_GRACE_S", 5.0)
+"""Time between asking a worker process to end and killing it."""
+LEAVE_TIMEOUT_S = Knob("LEAVE_TIMEOUT_S", 30.0)
+"""Time that leaving a ``torchweft.cluster`` may take; then workers that are stuck are named and
+killed."""
+WORKER_THREADS = Knob("WORKER_THREADS", 16)
+"""User functions that one worker runs at a time."""
+POOL_LIMIT_BYTES = Knob("POOL_LIMIT_BYTES", 1 << 30)
+"""Warm receive buffers that one worker keeps for reuse."""
+SHM_LIMIT_BYTES = Knob("SHM_LIMIT_BYTES", -1)
+"""Shared memory that one worker may have; 0 for none, negative for a quarter of the memory that is
+left when it joins, at most 4 GiB."""
+SESSION_LIMIT_BYTES = Knob("SESSION_LIMIT_BYTES", 256 << 20)
+"""Bytes on their way to one worker of another host beyond which senders wait."""
+FRAME_LIMIT_BYTES = Knob("FRAME_LIMIT_BYTES", 1 << 36)
+"""Largest message that a worker accepts, tensors included."""
+QUEUE_LIMIT_CALLS = Knob("QUEUE_LIMIT_CALLS", 1 << 16)
+"""Calls of one worker that may wait at another; more are refused with ``QueueFull``."""
+QUEUE_LIMIT_BYTES = Knob("QUEUE_LIMIT_BYTES", 1 << 30)
+"""Bytes that the waiting calls of one worker may have together."""
+STRANGER_LIMIT = Knob("STRANGER_LIMIT", 64)
+"""Connections that have not proved yet that they belong to the group; beyond it, the oldest one is
+closed."""
+ALLOWED_MODULES = Knob("ALLOWED_MODULES", "")
+"""Modules, with commas between them, whose functions and classes other workers may use; empty for
+all. For workers whose options name none."""
+WAIT_NOTICE_S = Knob("WAIT_NOTICE_S", 10.0)
+"""Time after which a wait for other workers is reported in the log, once; 0 for never."""
+STACKS_SIGNAL = Knob("STACKS_SIGNAL", "SIGUSR1")
+"""Signal on which a worker writes the stacks of its threads to standard error, where the program
+has not set a handler for it; empty for none."""
+TRACEBACKS = Knob("TRACEBACKS", "short")
+"""``short`` for tracebacks without the frames of Weft itself, ``full`` for all frames."""
+
+# The constants.
+
+REFERENCE_RESEND_S = Constant("REFERENCE_RESEND_S", 5.0)
+"""Seconds after which an unanswered reference message is repeated."""
+REFERENCE_BATCH_S = Constant("REFERENCE_BATCH_S", 0.02)
+"""Seconds that ended references are collected before they are told."""
+STALL_S = Constant("STALL_S", 0.002)
+"""Seconds a queued call may wait before another thread is woken."""
+REARM_S = Constant("REARM_S", 0.005)
+"""Seconds a connection may go unread while a message of it is being handled."""
+SPIN_S = Constant("SPIN_S", 200e-6)
+"""Seconds a waiting thread may look for data before it sleeps; 0 for never."""
+LONG_SPIN_S = Constant("LONG_SPIN_S", 1e-3)
+"""Seconds it may look where no thread of the machine waits for a core."""
+SWITCH_INTERVAL_S = Constant("SWITCH_INTERVAL_S", 0.0005)
+"""Seconds a thread that computes in Python lets an arriving call wait; 0 leaves Python's own."""
+FAN_OUT = Constant("FAN_OUT", 4)
+"""Workers to which one worker sends what the parts of a map have in common; with more of them, they
+pass it on."""
+UNIX_SOCKETS = Constant("UNIX_SOCKETS", 1)
+"""1 to reach peers on this host by Unix sockets, 0 to reach them by TCP."""
+RECEIVE_BUFFER_BYTES = Constant("RECEIVE_BUFFER_BYTES", 128 * 1024)
+"""Bytes read from a connection at once."""
+CONTROL_LIMIT_BYTES = Constant("CONTROL_LIMIT_BYTES", 1 << 31)
+"""Bytes that the control part of one message may have."""
+TENSOR_LIMIT = Constant("TENSOR_LIMIT", 65_535)
+"""Tensors that one message may have."""
+INLINE_LIMIT_BYTES = Constant("INLINE_LIMIT_BYTES", 64 * 1024)
+"""Bytes up to which a tensor travels inside the control write."""
+CMA_FROM_BYTES = Constant("CMA_FROM_BYTES", 1 << 20)
+"""Bytes from which a tensor is pulled out of the sender's memory."""
+SHM_FROM_BYTES = Constant("SHM_FROM_BYTES", 1 << 17)
+"""Bytes from which a tensor goes through shared memory."""
+SHARED_COPY_BYTES = Constant("SHARED_COPY_BYTES", 16 << 20)
+"""Bytes from which two threads share the copying of a tensor."""
+SHARED_PULL_BYTES = Constant("SHARED_PULL_BYTES", 4 << 20)
+"""Bytes from which two threads share the pulling of a tensor."""
+POOL_IDLE_S = Constant("POOL_IDLE_S", 10.0)
+"""Seconds after which warm memory that nobody uses is given back."""
+STRIPED_FROM_BYTES = Constant("STRIPED_FROM_BYTES", 2 << 20)
+"""Bytes from which the tensors of a message travel over connections of their own, where no memory
+is shared."""
+STRIPE_BYTES = Constant("STRIPE_BYTES", 4 << 20)
+"""Bytes of the pieces that such a tensor is cut into."""
+STRIPE_CONNECTIONS = Constant("STRIPE_CONNECTIONS", 2)
+"""Connections for large tensors that one worker makes to a peer."""
+STRIPE_THREADS = Constant("STRIPE_THREADS", 2)
+"""Threads of one worker that send and receive large tensors."""
+STRIPE_STALL_S = Constant("STRIPE_STALL_S", 60.0)
+"""Seconds without a byte of a tensor that was announced, after which it is asked for again."""
+RESTART_BACKOFF_S = Constant("RESTART_BACKOFF_S", 1.0)
+"""Seconds before a worker that died is started again, the first time."""
+RESTART_BACKOFF_LIMIT_S = Constant("RESTART_BACKOFF_LIMIT_S", 60.0)
+"""Seconds up to which the waits between restarts grow."""
+RESTART_WINDOW_S = Constant("RESTART_WINDOW_S", 3600.0)
+"""Seconds within which restarts are counted against their limit."""
+RESTART_HEALTHY_S = Constant("RESTART_HEALTHY_S", 60.0)
+"""Seconds after which a process that ran so long is restarted soon again."""

@@ -81,7 +81,7 @@ class Program:
         balance: As for a map.
         concurrency: As for a map.
         may_rerun: As ``rerun`` for a map.
-        fan_out: ``WEFT_FAN_OUT``.
+        fan_out: ``knobs.FAN_OUT``.
         tasks: How many there are in each step.
         threads: How many each worker has.
         is_second_order: Whether gradients lead through the inner loop.

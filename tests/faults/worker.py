@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.faults import hosts, maps, model, points
 from tests.faults.board import Board
 from tests.faults.plan import CUT, HOSTS, TRAINER, UNIX, Plan
+from tests.internal import overridden
 from tests.leaks import find_leaks, take_state
 from tests.processes import cutting
 from torchweft import rpc
@@ -112,16 +113,15 @@ def work(plan: Plan, place: Place) -> None:
 
 
 def _prepare(plan: Plan, place: Place, report: Report) -> None:
-    os.environ["WEFT_STRIPED_FROM_BYTES"] = str(1 << 19)
+    constants = {"STRIPED_FROM_BYTES": 1 << 19}
     if plan.network != UNIX:
-        os.environ["WEFT_UNIX_SOCKETS"] = "0"
-        os.environ["WEFT_SHM_LIMIT_BYTES"] = "0"
-        os.environ["WEFT_CMA_FROM_BYTES"] = str(1 << 60)
-    elif not plan.shares_memory:
+        constants |= {"UNIX_SOCKETS": 0, "CMA_FROM_BYTES": 1 << 60}
+    if plan.network != UNIX or not plan.shares_memory:
         os.environ["WEFT_SHM_LIMIT_BYTES"] = "0"
     if plan.program is not None:
-        os.environ["WEFT_FAN_OUT"] = str(plan.program.fan_out)
+        constants["FAN_OUT"] = plan.program.fan_out
         maps.prepare(plan.program)
+    os.environ.update(overridden(**constants))
     if plan.network == CUT:
         cutting.dial_through(place.port)
     if plan.network == HOSTS:

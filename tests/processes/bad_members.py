@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from tests.internal import overridden
 from tests.processes import attacks, functions, strange_members
 from tests.processes.stranger_groups import ATTACKER, OTHER, VICTIM, Group
 from tests.processes.strangers import frame
@@ -22,10 +23,9 @@ CALLABLES = (
 )
 OPTIONS = {"callables": CALLABLES, "strict": True, "num_worker_threads": 2}
 SETTINGS = {
-    "WEFT_TENSOR_LIMIT": "100",
     "WEFT_FRAME_LIMIT_BYTES": str(1 << 24),
-    "WEFT_CONTROL_LIMIT_BYTES": str(1 << 20),
     "WEFT_QUEUE_LIMIT_CALLS": "20",
+    **overridden(TENSOR_LIMIT=100, CONTROL_LIMIT_BYTES=1 << 20),
 }
 HUNG_UP = "is welcome, then hung up on"
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.internal import overridden
 from tests.processes.functions import wait_until
 from tests.processes.hosts import Host, enter
 from tests.processes.open_workers import OpenWorkers
@@ -68,9 +69,7 @@ class FarWorkers:
         environment = {
             "WEFT_SECRET_FILE": str(secret_file),
             # Processes of one machine and user may read each other's memory whatever their network.
-            "WEFT_CMA_FROM_BYTES": str(1 << 60),
-            "WEFT_STRIPED_FROM_BYTES": str(1 << 19),
-            **(settings or {}),
+            **overridden(settings, CMA_FROM_BYTES=1 << 60, STRIPED_FROM_BYTES=1 << 19),
         }
         try:
             for rank, host in enumerate(hosts):

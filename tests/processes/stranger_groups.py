@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed import FileStore, PrefixStore
 
+from tests.internal import overridden
 from tests.processes import strange_members, unpickling
 from tests.processes.open_workers import OpenWorkers
 from tests.processes.strange_members import State
@@ -51,10 +52,9 @@ class Group:
         self.names: list[str] = []
         self._settings = {
             "WEFT_SECRET_FILE": str(folder / "secret"),
-            "WEFT_UNIX_SOCKETS": "0",
             "WEFT_CONNECT_TIMEOUT_S": str(GREETING_S),
             "WEFT_STRANGER_LIMIT": str(STRANGER_LIMIT),
-            **(settings or {}),
+            **overridden(settings, UNIX_SOCKETS=0),
         }
         secret.write_new(folder / "secret")
         self.join(VICTIM, 0, **options)

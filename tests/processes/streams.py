@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from tests.internal import overridden
 from tests.processes import functions
 from torchweft import rpc
 from torchweft.agent.current import current
@@ -21,13 +22,13 @@ FROM = 1 << 19
 
 def settings_of(transport: str) -> dict[str, str]:
     """Returns the environment of workers that share no memory."""
-    return {
-        "WEFT_SHM_FROM_BYTES": str(1 << 60),
-        "WEFT_CMA_FROM_BYTES": str(1 << 60),
-        "WEFT_STRIPED_FROM_BYTES": str(FROM),
-        "WEFT_STRIPE_BYTES": str(STRIPE),
-        "WEFT_UNIX_SOCKETS": "1" if transport == "unix" else "0",
-    }
+    return overridden(
+        SHM_FROM_BYTES=1 << 60,
+        CMA_FROM_BYTES=1 << 60,
+        STRIPED_FROM_BYTES=FROM,
+        STRIPE_BYTES=STRIPE,
+        UNIX_SOCKETS=int(transport == "unix"),
+    )
 
 
 def data_connections() -> DataConnections:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import torchweft
+from tests.internal import overridden
 from tests.processes import cutting
 from tests.processes.conftest import options
 from tests.processes.cutting import CuttingNetwork
@@ -60,10 +61,8 @@ def resumptions(worker: str) -> int:
 @pytest.fixture(scope="module")
 def over_tcp(nursery: Nursery) -> Iterator[Cluster]:
     settings = {
-        "WEFT_UNIX_SOCKETS": "0",
         "WEFT_SHM_LIMIT_BYTES": "0",
-        "WEFT_CMA_FROM_BYTES": str(1 << 60),
-        "WEFT_STRIPED_FROM_BYTES": str(1 << 19),
+        **overridden(UNIX_SOCKETS=0, CMA_FROM_BYTES=1 << 60, STRIPED_FROM_BYTES=1 << 19),
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():

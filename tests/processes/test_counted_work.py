@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.internal import overridden
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0
 
@@ -65,7 +67,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What was counted, by kind of call."""
     store = tmp_path_factory.mktemp("counting") / "store"
     # How often a spinning thread looks, and the housekeeper ticks, are matters of time.
-    still = {"WEFT_SPIN_S": "0", "WEFT_REARM_S": "60", "WEFT_STALL_S": "60"}
+    still = overridden(SPIN_S=0, REARM_S=60, STALL_S=60)
     environment = {**os.environ, **still, "OMP_NUM_THREADS": "1"}
     workers = [
         subprocess.Popen(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchweft
+from tests.internal import overridden
 from tests.processes.conftest import options
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
@@ -31,8 +32,9 @@ def exchange(other: str, rounds: int) -> float:
 def streaming(nursery: Nursery) -> Iterator[Cluster]:
     """Workers whose tensors, of whatever size, follow their messages."""
     with pytest.MonkeyPatch.context() as patch:
-        for way in ("SHM", "CMA", "STRIPED"):
-            patch.setenv(f"WEFT_{way}_FROM_BYTES", str(1 << 60))
+        never = {f"{way}_FROM_BYTES": 1 << 60 for way in ("SHM", "CMA", "STRIPED")}
+        for name, value in overridden(**never).items():
+            patch.setenv(name, value)
         with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
             yield group
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.certificates import Authority
+from tests.internal import overridden
 from tests.processes import far_workers as far
 from tests.processes.cable import Impairment
 from tests.processes.far_workers import FarWorkers, far_workers
@@ -234,7 +235,7 @@ def keep_busy(
 
 def test_a_stopped_worker_is_not_lost(warm: OpenWorkers, hosts: list[Host], tmp_path: Path) -> None:
     # Over the session, whose connection is then full for so long that the kernel ends it.
-    settings = {"WEFT_STRIPED_FROM_BYTES": str(1 << 40)}
+    settings = overridden(STRIPED_FROM_BYTES=1 << 40)
     with far_workers(warm, hosts, tmp_path, settings, detection_time=1) as workers:
         workers.call_each_other()
         first, second = workers.names

@@ -40,7 +40,7 @@ both_orders_and_ways = pytest.mark.parametrize(
 )
 every_fan_out = pytest.mark.parametrize("fan_out", [1, 4])
 
-# Who dies at which point, one after the other; WEFT_FAN_OUT; who runs which tasks.
+# Who dies at which point, one after the other; FAN_OUT; who runs which tasks.
 CASES: dict[str, tuple[tuple[tuple[str, str], ...], int, Any]] = {
     "a part begins": (((SECOND, "begin"),), 4, each_in_turn),
     "a part ends": (((SECOND, "end"),), 4, each_in_turn),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
+from tests.internal import overridden
 from tests.processes import meta_gradient_functions as functions
 from tests.processes.conftest import options
 from torchweft import knobs, mapreduce, rpc
@@ -23,15 +24,11 @@ UNITS = 1000
 WITHIN = 0.05
 WAYS: dict[str, dict[str, str]] = {
     "shared memory": {},
-    "TCP": {
-        "WEFT_UNIX_SOCKETS": "0",
-        "WEFT_SHM_LIMIT_BYTES": "0",
-        "WEFT_CMA_FROM_BYTES": str(1 << 60),
-    },
+    "TCP": {"WEFT_SHM_LIMIT_BYTES": "0", **overridden(UNIX_SOCKETS=0, CMA_FROM_BYTES=1 << 60)},
 }
 
 CHILDREN = {1: (1, 1, 1, 0), 2: (2, 1, 0, 0), 4: (3, 0, 0, 0)}
-"""By WEFT_FAN_OUT: how many workers the caller and the others give the parameters to."""
+"""By FAN_OUT: how many workers the caller and the others give the parameters to."""
 
 
 class Moved(NamedTuple):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.internal import overridden
 from tests.processes import far_workers as far
 from tests.processes import namespace_program
 from tests.processes.hosts import Host, enter, network
@@ -30,10 +31,9 @@ def start(rank: int, host: Host, folder: Path) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
-        # Processes of one host and user may read each other's memory whatever their network.
-        "WEFT_CMA_FROM_BYTES": str(1 << 60),
         "WEFT_SECRET_FILE": str(folder / "secret"),
-        "WEFT_STRIPED_FROM_BYTES": str(1 << 19),
+        # Processes of one host and user may read each other's memory whatever their network.
+        **overridden(CMA_FROM_BYTES=1 << 60, STRIPED_FROM_BYTES=1 << 19),
     }
     command = ["ip", "netns", "exec", host.namespace, sys.executable, str(PROGRAM)]
     return subprocess.Popen(

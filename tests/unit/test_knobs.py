@@ -1,22 +1,37 @@
 from __future__ import annotations
 
+import ast
+import os
 import re
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.internal import overridden
 from torchweft import knobs, rpc
 from torchweft.compat import rpc as compat_rpc
 from torchweft.errors import ConfigurationError
-from torchweft.knobs import Knob, check_environment
+from torchweft.knobs import INTERNAL_VARIABLE, Constant, Knob, check_environment
 
-ALL_KNOBS = {name: value for name, value in vars(knobs).items() if isinstance(value, Knob)}
+KNOBS = {name: value for name, value in vars(knobs).items() if isinstance(value, Knob)}
+CONSTANTS = {name: value for name, value in vars(knobs).items() if isinstance(value, Constant)}
+SOURCE = Path(knobs.__file__).read_text()
+PAGE = Path(__file__).parents[2] / "docs/variables.md"
 
 
 @pytest.fixture
 def knob(monkeypatch: pytest.MonkeyPatch) -> Knob[int]:
     monkeypatch.delenv("WEFT_EXAMPLE_BYTES", raising=False)
-    return Knob("EXAMPLE_BYTES", 7, "Bytes of an example.")
+    return Knob("EXAMPLE_BYTES", 7)
+
+
+@pytest.fixture
+def constant(monkeypatch: pytest.MonkeyPatch) -> Constant[int]:
+    monkeypatch.delenv("WEFT_INTERNAL", raising=False)
+    return Constant("EXAMPLE_BYTES", 7)
 
 
 def test_default_holds_where_nothing_else_is_said(knob: Knob[int]) -> None:
@@ -32,7 +47,7 @@ def test_environment_is_read_at_each_use(knob: Knob[int], monkeypatch: pytest.Mo
 
 def test_value_has_the_type_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_EXAMPLE_S", "3")
-    value = Knob("EXAMPLE_S", 1.5, "Seconds of an example.").get()
+    value = Knob("EXAMPLE_S", 1.5).get()
     assert (value, type(value)) == (3.0, float)
 
 
@@ -77,12 +92,32 @@ def test_a_size_may_have_a_unit(
         ("WEFT_RPC_TIMEOUT_S", "nan", "no number of seconds"),
         ("WEFT_WORKER_THREADS", "4.5", "no whole number"),
         ("WEFT_WORKER_THREADS", "4KiB", "no whole number"),
-        ("WEFT_UNIX_SOCKETS", "true", "no whole number"),
+        ("WEFT_TLS_MUTUAL", "true", "no whole number"),
         ("WEFT_RPC_TIMEOUT", "5", "unknown to Weft; did you mean 'WEFT_RPC_TIMEOUT_S'"),
         ("WEFT_SECRETFILE", "x", "unknown to Weft; did you mean 'WEFT_SECRET_FILE'"),
         ("WEFT_WORKER_NAMES", "x", "unknown to Weft; did you mean 'WEFT_WORKER_NAME'"),
         ("WEFT_QQQ", "x", "is unknown to Weft$"),
         ("WEFT_", "x", "is unknown to Weft$"),
+        (
+            "WEFT_REARM_S",
+            "60",
+            "not read any more: .* constant of Weft, 0.005; unset the variable$",
+        ),
+        (
+            "WEFT_RESTART_BACKOFF_S",
+            "9",
+            "not read any more: .* 1.0; pass --backoff to torchweft run$",
+        ),
+        (
+            "WEFT_INTERNAL",
+            "SPIN=0",
+            "sets SPIN, which is no constant of Weft; did you mean 'SPIN_S'",
+        ),
+        ("WEFT_INTERNAL", "LISTEN=::1", "sets LISTEN, which is no constant of Weft$"),
+        ("WEFT_INTERNAL", "SPIN_S=0,FAN_OUT=x", "sets FAN_OUT to 'x', .* no whole .*FAN_OUT=4$"),
+        ("WEFT_INTERNAL", "SPIN_S=0,REARM_S", "has a part 'REARM_S', which sets no constant"),
+        ("WEFT_INTERNAL", "SPIN_S=0,", "has a part '', which sets no constant"),
+        ("WEFT_INTERNAL", "=0", "has a part '=0', which sets no constant"),
     ],
 )
 def test_a_variable_that_is_unknown_or_cannot_be_read_is_named(
@@ -91,18 +126,24 @@ def test_a_variable_that_is_unknown_or_cannot_be_read_is_named(
     with pytest.raises(
         ConfigurationError, match=f"environment variable {variable} (.* )?{message}"
     ):
-        check_environment({"PATH": "/bin", "WEFT_SPIN_S": "0", variable: text})
+        check_environment({"PATH": "/bin", "WEFT_DETECTION_S": "5", variable: text})
 
 
 def test_all_that_is_wrong_is_named_at_once() -> None:
-    with pytest.raises(ConfigurationError, match=r"WEFT_SPIN_S is 'x'.*; .*WEFT_TYPO is unknown"):
-        check_environment({"WEFT_TYPO": "1", "WEFT_SPIN_S": "x"})
+    with pytest.raises(
+        ConfigurationError,
+        match=r"sets SPIN_S to 'x'.*; .*sets TYPO.*; .*WEFT_LISTENS is.*; .*WEFT_TLS_MUTUAL is",
+    ):
+        check_environment(
+            {"WEFT_LISTENS": "1", "WEFT_TLS_MUTUAL": "x", "WEFT_INTERNAL": "TYPO=1,SPIN_S=x"}
+        )
 
 
 def test_what_is_known_may_be_set() -> None:
     others = ("WEFT_SECRET", "WEFT_WORKER_NAME", "WEFT_INIT_METHOD", "WEFT_RESTART_COUNT")
     check_environment(
-        {knob.variable: str(knob.default) for knob in ALL_KNOBS.values()}
+        {knob.variable: str(knob.default) for knob in KNOBS.values()}
+        | overridden(**{name: constant.default for name, constant in CONSTANTS.items()})
         | dict.fromkeys((*others, "WEFT_DEVICE", "WEFT_TEST_ANYTHING"), "x")
         | {"WEFTY": "x", "OTHER": "x"}
     )
@@ -117,7 +158,7 @@ def test_all_variables_that_the_package_names_are_known() -> None:
         for name in re.findall(r"\bWEFT_[A-Z][A-Z_]*[A-Z]\b", path.read_text())
     }
     assert "WEFT_DEVICE" in named
-    known = {knob.variable for knob in ALL_KNOBS.values()} | set(knobs._OTHERS)
+    known = {knob.variable for knob in KNOBS.values()} | knobs._OTHERS | {INTERNAL_VARIABLE}
     assert {name for name in named if not name.startswith(knobs._RESERVED)} <= known
 
 
@@ -148,8 +189,93 @@ def test_override_ends_with_an_error_inside(knob: Knob[int]) -> None:
     assert knob.get() == 7
 
 
-@pytest.mark.parametrize("name", ALL_KNOBS)
-def test_every_knob_is_named_like_its_variable_and_says_what_it_means(name: str) -> None:
-    knob = ALL_KNOBS[name]
-    assert knob.variable == f"WEFT_{name}"
-    assert knob.meaning.endswith(".")
+def test_a_constant_is_what_it_is_where_nothing_else_is_said(constant: Constant[int]) -> None:
+    assert constant.get() == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", 7),
+        ("OTHER=1", 7),
+        ("EXAMPLE_BYTES=8", 8),
+        ("OTHER=1,EXAMPLE_BYTES=64KiB", 65_536),
+        ("EXAMPLE_BYTES=8,EXAMPLE_BYTES=9", 9),
+    ],
+)
+def test_a_constant_is_read_from_the_internal_variable(
+    constant: Constant[int], monkeypatch: pytest.MonkeyPatch, text: str, value: int
+) -> None:
+    monkeypatch.setenv("WEFT_INTERNAL", text)
+    monkeypatch.setenv("WEFT_EXAMPLE_BYTES", "5")
+    assert constant.get() == value
+    with constant.override(0):
+        assert constant.get() == 0
+    assert constant.get() == value
+
+
+def test_a_constant_that_cannot_be_read_is_named(
+    constant: Constant[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_INTERNAL", "EXAMPLE_BYTES=8M")
+    with pytest.raises(ConfigurationError, match=r"sets EXAMPLE_BYTES to '8M'.*EXAMPLE_BYTES=7"):
+        constant.get()
+
+
+def test_a_process_that_is_started_has_the_constants_too() -> None:
+    show = "from torchweft import knobs; print(knobs.SPIN_S.get(), knobs.FAN_OUT.get())"
+    environment = {**os.environ, **overridden(SPIN_S=0, FAN_OUT=7)}
+    shown = subprocess.check_output([sys.executable, "-c", show], env=environment, text=True)
+    assert shown.split() == ["0.0", "7"]
+
+
+def test_constants_that_an_environment_sets_already_stay() -> None:
+    environment = overridden(overridden({"OTHER": "x"}, SPIN_S=1.0), SPIN_S=2.0, REARM_S=3.0)
+    assert environment["OTHER"] == "x"
+    assert knobs.SPIN_S.read(environment["WEFT_INTERNAL"]) == 1.0
+    assert knobs.REARM_S.read(environment["WEFT_INTERNAL"]) == 3.0
+
+
+@pytest.mark.parametrize("name", [*KNOBS, *CONSTANTS])
+def test_every_tunable_is_named_like_its_attribute(name: str) -> None:
+    assert {**KNOBS, **CONSTANTS}[name].name == name
+    assert name in meanings()
+
+
+def test_the_page_has_the_knobs_as_they_are_declared() -> None:
+    """With the meaning that ``torchweft.knobs`` states below each, and a unit that is its own."""
+    rows = table_of("## Set by operators")
+    assert [row[0] for row in rows] == [f"`{knob.variable}`" for knob in KNOBS.values()]
+    for knob, (_, default, unit, meaning, when) in zip(KNOBS.values(), rows, strict=True):
+        assert knob.read(default.strip("`")) == knob.default, knob.name
+        assert meaning == meanings()[knob.name].replace("``", "`")
+        assert unit
+        assert (unit == "seconds") == knob.name.endswith("_S")
+        assert (unit == "bytes") == knob.name.endswith("_BYTES")
+        assert when.endswith(".")
+
+
+def test_the_page_has_the_variables_that_are_no_knobs() -> None:
+    rows = table_of("## The secret, and variables set by launchers")
+    assert sorted(row[0].strip("`") for row in rows) == sorted(knobs._OTHERS)
+
+
+def table_of(heading: str) -> list[list[str]]:
+    """Returns the cells of the rows of the table below a heading of the page."""
+    section = PAGE.read_text().split(f"{heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def meanings() -> dict[str, str]:
+    """Returns the text below each declaration, on one line."""
+    body = ast.parse(SOURCE).body
+    return {
+        node.targets[0].id: " ".join(text.value.value.split())
+        for node, text in pairwise(body)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }

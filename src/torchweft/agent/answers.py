@@ -19,7 +19,7 @@ class Answers:
 
     Each write wakes the caller, and takes as long as a small call. So while more calls wait to be
     run, answers are held. They go out with the last one, before a function that takes long, and
-    after ``WEFT_REARM_S`` in any case.
+    after ``knobs.REARM_S`` in any case.
 
     Args:
         agent: The worker's agent.

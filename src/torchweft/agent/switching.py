@@ -14,7 +14,7 @@ from torchweft import knobs
 
 
 class ShortSwitches:
-    """Shortens the switch interval until closed; ``WEFT_SWITCH_INTERVAL_S=0`` leaves it alone."""
+    """Shortens the switch interval until closed; a ``SWITCH_INTERVAL_S`` of 0 leaves it alone."""
 
     def __init__(self) -> None:
         self._before_s = sys.getswitchinterval()

@@ -155,8 +155,8 @@ def too_many(count: int, limit: int, worker: str = "") -> SerializationError:
     """
     who = f"worker {worker!r} accepts" if worker else "this worker sends"
     return SerializationError(
-        f"a message has {count} tensors, and {who} at most {limit}; stack some of them, send "
-        "several messages, or raise WEFT_TENSOR_LIMIT on both workers",
+        f"a message has {count} tensors, and {who} at most {limit}; stack some of them, or "
+        "send several messages",
         worker=worker,
     )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from torchweft import knobs
 from torchweft.errors import ConfigurationError
 from torchweft.launch.restarts import Attempts, RestartPolicy
 
@@ -114,12 +115,14 @@ def test_values_that_cannot_work_are_refused(given: dict[str, Any], message: str
         RestartPolicy(**given).check()
 
 
-def test_the_environment_gives_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_RESTART_BACKOFF_S", "7")
-    monkeypatch.setenv("WEFT_RESTART_BACKOFF_LIMIT_S", "70")
-    monkeypatch.setenv("WEFT_RESTART_WINDOW_S", "inf")
-    monkeypatch.setenv("WEFT_RESTART_HEALTHY_S", "9")
-    made = RestartPolicy()
+def test_the_constants_are_the_defaults() -> None:
+    with (
+        knobs.RESTART_BACKOFF_S.override(7.0),
+        knobs.RESTART_BACKOFF_LIMIT_S.override(70.0),
+        knobs.RESTART_WINDOW_S.override(math.inf),
+        knobs.RESTART_HEALTHY_S.override(9.0),
+    ):
+        made = RestartPolicy()
     assert (made.backoff_s, made.backoff_limit_s, made.window_s, made.healthy_s) == (
         7.0,
         70.0,

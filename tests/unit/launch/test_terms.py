@@ -55,8 +55,9 @@ def test_a_variable_that_is_unknown_is_refused_before_anything_is_started(
     [
         ({"name": ""}, "'' is no name for a worker"),
         ({"name": "worker1"}, "'worker1' names both the caller and a worker"),
-        ({"env": {"WEFT_SPINS": "0"}}, "environment variable WEFT_SPINS is unknown to Weft; did"),
-        ({"env": {"worker1": {"WEFT_SPIN_S": "no"}}}, "environment variable WEFT_SPIN_S is 'no'"),
+        ({"env": {"WEFT_LISTENS": "0"}}, "environment variable WEFT_LISTENS is unknown to Weft"),
+        ({"env": {"worker1": {"WEFT_TLS_MUTUAL": "no"}}}, "environment variable WEFT_TLS_MUTUAL"),
+        ({"env": {"worker1": {"WEFT_INTERNAL": "SPINS=0"}}}, ".*WEFT_INTERNAL sets SPINS, which"),
         ({"threads": 0}, "threads is 0; it must be at least 1"),
         ({"leave_timeout": 0}, "leave_timeout is 0; it must be more than 0 seconds"),
         ({"env": {"worker9": {}}}, "env names worker 'worker9', and there is none; the workers"),
