@@ -21,6 +21,7 @@ help:
 	@echo "make demo    train a small language model over several workers"
 	@echo "make demo-meta        learn to learn, over workers (ARGS=digits for images)"
 	@echo "make test    unit, simulation and multi-process tests"
+	@echo "make end-to-end       whole programs, and a sample of PyTorch's own tests"
 	@echo "make quick   those that take a few minutes"
 	@echo "make matrix  the quick tests on each Python and torch that there are (tests/matrix.py)"
 	@echo "make conformance      PyTorch's own RPC tests, all of them, on Weft"
@@ -54,8 +55,12 @@ ifdef ARGS
 else
 	@$(PY) -m pytest tests/unit tests/simulation -n 2
 	@$(PY) -m pytest tests/processes -n 2
-	@$(PY) -m pytest tests/conformance
 endif
+
+.PHONY: end-to-end
+end-to-end: $(VENV)/.installed-test
+	@$(PY) -m pytest tests/end_to_end -n 2
+	@$(PY) -m pytest tests/conformance
 
 # Unit and simulation tests, and of the process tests those of each area that end soon.
 QUICK := tests/unit tests/simulation $(addprefix tests/processes/test_,$(addsuffix .py,\
@@ -85,7 +90,7 @@ format: $(VENV)/.installed-dev
 
 # Cheapest first.
 .PHONY: check
-check: lint types layers test docs
+check: lint types layers test end-to-end docs
 	@echo "all checks passed"
 
 .PHONY: lint

@@ -291,10 +291,8 @@ def test_many_threads_call_at_once(group: Cluster) -> None:
 
 def test_calls_overlap(group: Cluster) -> None:
     for _ in range(3):
-        start_s = time.monotonic()
-        calls = [rpc.rpc_async("worker0", time.sleep, args=(0.2,)) for _ in range(2)]
+        calls = [rpc.rpc_async("worker0", functions.meet_another) for _ in range(2)]
         torch.futures.wait_all(calls)
-        assert time.monotonic() - start_s < 0.35
 
 
 # Time limits

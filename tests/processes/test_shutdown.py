@@ -66,9 +66,13 @@ def test_what_has_begun_is_finished(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["worker0", "worker1"]
 
 
+LATE = r"longer than 0\.2 s; these had (calls under way|not called shutdown)"
+"""The second on a busy machine, whose workers take longer until they have called it."""
+
+
 def test_a_time_limit(start: Callable[..., Cluster]) -> None:
     begin_s = 0.0
-    with pytest.raises(ShutdownError, match=r"longer than 0\.2 s; these had calls under way"):  # noqa: PT012, SIM117
+    with pytest.raises(ShutdownError, match=LATE):  # noqa: PT012, SIM117
         with start():
             rpc.rpc_async("worker0", functions.pass_gate, args=("never",), timeout=0)
             begin_s = time.monotonic()

@@ -29,7 +29,7 @@ from torchweft.wire.messages import (
     encode_reply_head,
 )
 
-pytestmark = pytest.mark.keeps("threads", "descriptors")
+pytestmark = [pytest.mark.keeps("threads", "descriptors"), pytest.mark.timeout(180)]
 
 WORKER = "worker0"
 LIMIT_S = 5.0

@@ -6,10 +6,17 @@ by one. The engine runs each of them, with all that it does for a node: tensor h
 complete gradient, the hooks of the node, zeros in place of missing gradients where the node wants
 them, and results brought into the shape and type of what they are gradients of. The last hook
 of the node takes the results and ends the run.
+
+Several threads may run the same node of a retained graph at a time, and each meets the hooks of the
+others. On the CPU a node runs in the thread that asked for it, by which a hook knows its own run.
+On other devices it runs in a thread of the engine; there, one run of a node waits for another.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from _thread import get_ident
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,57 +49,56 @@ def run_node(node: Node, gradients: Mapping[int, Tensor], create_graph: bool = F
     if not behind:
         return (None,) * len(node.next_functions)
     results: list[Gradients] = []
+    caller = get_ident()
+    is_on_cpu = _meta_of(node).device.type == "cpu"
+
+    def is_own_run() -> bool:
+        return not is_on_cpu or get_ident() == caller
 
     def take(after: Gradients, _: Gradients) -> None:
-        if _is_run_of(results):
+        if is_own_run():
             results.append(after)
             raise _HasRun
 
-    handles = [node.register_hook(take)]
-    if not gradients:
-        handles.append(_without_gradients(node, results))
-        gradients = {0: _zeros(node)}
-    before = _running()
-    try:
-        torch._C._stash_obj_in_tls(_RUN, results)
-        gradients_at(
-            behind,  # Of a node with several results, the engine makes those that are wanted.
-            tuple([GradientEdge(node, output_nr) for output_nr in gradients]),
-            tuple(gradients.values()),
-            retain_graph=True,
-            create_graph=create_graph,
-        )
-    except _HasRun:
-        return results[0]
-    finally:
-        torch._C._stash_obj_in_tls(_RUN, before)
-        for handle in handles:
-            handle.remove()
+    with contextlib.nullcontext() if is_on_cpu else _one_elsewhere:
+        handles = [node.register_hook(take)]
+        if not gradients:
+            handles.append(_without_gradients(node, is_own_run))
+            gradients = {0: _zeros(node)}
+        try:
+            gradients_at(
+                behind,  # Of a node with several results, the engine makes those that are wanted.
+                tuple([GradientEdge(node, output_nr) for output_nr in gradients]),
+                tuple(gradients.values()),
+                retain_graph=True,
+                create_graph=create_graph,
+            )
+        except _HasRun:
+            return results[0]
+        finally:
+            for handle in handles:
+                handle.remove()
     raise AssertionError(f"the engine did not run {node.name()}")
 
 
-def _zeros(node: Any) -> Tensor:
-    meta = node._input_metadata[0]
+_one_elsewhere = threading.RLock()
+"""Held while a node runs on a device that is not the CPU."""
+
+
+def _meta_of(node: Any) -> Any:
+    return node._input_metadata[0]
+
+
+def _zeros(node: Node) -> Tensor:
+    meta = _meta_of(node)
     return torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
 
 
-_RUN = "torchweft run of a node"
-"""Under which the state of a thread has the results of the node that runs."""
-
-
-def _running() -> Any:
-    return torch._C._get_obj_in_tls(_RUN) if torch._C._is_key_in_tls(_RUN) else None
-
-
-def _is_run_of(results: list[Gradients]) -> bool:
-    return _running() is results
-
-
-def _without_gradients(node: Node, results: list[Gradients]) -> Any:
+def _without_gradients(node: Node, is_own_run: Callable[[], bool]) -> Any:
     """Takes the gradient away with which the engine has to start; hooks of the node see none."""
 
     def take_away(incoming: tuple[Any, ...]) -> tuple[None, ...] | None:
-        return (None,) * len(incoming) if _is_run_of(results) else None
+        return (None,) * len(incoming) if is_own_run() else None
 
     handle = node.register_prehook(take_away)
     hooks: Any = handle.hooks_dict_ref()

@@ -84,17 +84,21 @@ def _doings(lacking: Lacking) -> dict[str, WorkerStacks | None]:
     """Returns what the workers are doing that are waited for.
 
     A worker that waits for the answer of another one is not to blame, as long as that says what
-    it is doing.
+    it is doing. Where none of those is to blame, all workers are asked.
     """
     from torchweft.agent.current import current
     from torchweft.rpc.stack_report import ask_all
     from torchweft.rpc.worker import Worker
 
     agent = current()
-    peers = [agent.find(name) for name in lacking.workers] or agent.members.present()
-    told = ask_all(agent.part(Worker), peers, _ANSWER_S)
-    to_blame = {name: doing for name, doing in told.items() if doing is None or doing.calls}
-    return to_blame or {name: told[name] for name in lacking.workers}
+    told: dict[str, WorkerStacks | None] = {}
+    for peers in ([agent.find(name) for name in lacking.workers], agent.members.present()):
+        missing = [peer for peer in peers if peer.name not in told]
+        told |= ask_all(agent.part(Worker), missing, _ANSWER_S)
+        to_blame = {name: doing for name, doing in told.items() if doing is None or doing.calls}
+        if to_blame:
+            return to_blame
+    return {name: told[name] for name in lacking.workers}
 
 
 def _doing_text(name: str, doing: WorkerStacks | None) -> str:

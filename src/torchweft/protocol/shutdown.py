@@ -122,9 +122,11 @@ class Leader:
             return Missing("had not called shutdown", tuple(sorted(self.workers - self.ready)))
         if self.phase is Step.PROBE:
             known = {**self._previous, **self._reports}
-            busy = [
-                worker for worker in self.workers if worker in known and not known[worker].is_idle
-            ]
+            busy = {worker for worker in self.workers & known.keys() if not known[worker].is_idle}
+            unknown = self.workers - known.keys()
+            if busy and unknown:
+                both = tuple(sorted(busy | unknown))
+                return Missing("had calls under way, or did not answer", both)
             if busy:
                 return Missing("had calls under way", tuple(sorted(busy)))
             silent = self.workers - self._reports.keys()

@@ -1,4 +1,4 @@
-"""In this process; what needs one of its own is in ``tests/processes/test_compat_install.py``."""
+"""In this process; what needs one of its own is in ``tests/end_to_end/test_compat_install.py``."""
 
 from __future__ import annotations
 

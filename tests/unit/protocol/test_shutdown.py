@@ -153,6 +153,7 @@ def test_who_is_waited_for_is_known_at_every_moment() -> None:
     leader.worker_reported(0, 1, IDLE)
     assert leader.missing() == Missing("did not answer", (1, 2))
     leader.worker_reported(1, 1, BUSY)
+    assert leader.missing() == Missing("had calls under way, or did not answer", (1, 2))
     leader.worker_reported(2, 1, BUSY)
     assert leader.missing() == Missing("had calls under way", (1, 2))
     leader.probe_again()

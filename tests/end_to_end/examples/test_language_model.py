@@ -105,7 +105,7 @@ def test_the_program_leaves_figures_a_picture_and_a_state(tmp_path: Path) -> Non
         [*PROGRAM, *QUICK, "--epochs", "2", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     assert "perplexity, unigram model" in done.stdout
@@ -121,7 +121,8 @@ def test_ctrl_c_stops_everything_and_the_run_can_be_gone_on_with(tmp_path: Path)
         endless, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as program:
         assert program.stdout is not None
-        assert program.stdout.readline().startswith("after epoch  1")
+        # Before it, a slow machine has told how far it is.
+        assert any(line.startswith("after epoch  1") for line in program.stdout)
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does it: to the whole group
         pressed = time.monotonic()
         output = program.stdout.read()  # ends when no worker has the pipe any more
@@ -133,7 +134,7 @@ def test_ctrl_c_stops_everything_and_the_run_can_be_gone_on_with(tmp_path: Path)
 
     epochs = steps // 34 + 1
     again = ["--resume", str(tmp_path / "state.pt"), "--epochs", str(epochs)]
-    subprocess.run([*PROGRAM, *again, "--out", str(tmp_path / "again")], check=True, timeout=50)
+    subprocess.run([*PROGRAM, *again, "--out", str(tmp_path / "again")], check=True, timeout=150)
     figures = json.loads((tmp_path / "again" / "figures.json").read_text(encoding="utf-8"))
     assert figures["settings"]["embedding"] == 16
     assert len(figures["loss"]) == epochs * 34

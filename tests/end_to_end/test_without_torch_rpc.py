@@ -26,7 +26,7 @@ def run_blocked(folder: Path, *arguments: str) -> tuple[str, list[list[str]]]:
         env={**os.environ, "PYTHONPATH": path, "WEFT_TEST_RECORD": str(record)},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, [line.split() for line in record.read_text().splitlines()]

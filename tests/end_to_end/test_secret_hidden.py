@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "programs" / "telling.py"
 SECRET = "Wh4t-n0b0dy-sh4ll-s33-anywhere"
 SHORT = "t00-sh0rt"
-LIMIT_S = 50.0
+LIMIT_S = 150.0
 TOLD = (
     "has a secret: True",
     "<Secret, not shown>",

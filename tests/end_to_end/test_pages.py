@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 80.0
+LIMIT_S = 150.0
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.mistakes import page
 from tests.mistakes.running import alike, environment
 
-LIMIT_S = 50.0
+LIMIT_S = 150.0
 BY_TITLE = {mistake.title: mistake for mistake in page.ALL}
 QUICK = [mistake.title for mistake in page.ALL if mistake.is_quick]
 

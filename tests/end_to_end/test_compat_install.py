@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-LIMIT_S = 50.0
+LIMIT_S = 150.0
 
 Run = Callable[..., list[str]]
 

@@ -12,9 +12,10 @@ import pytest
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "meta_learning"
 QUICK = ("--iterations", "4", "--tasks", "5", "--double")
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
-pytestmark = pytest.mark.timeout(150)  # Each test runs the program twice, with its imports.
+# Each test runs the program twice, with its imports.
+pytestmark = pytest.mark.timeout(2 * LIMIT_S + 10)
 
 
 def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:

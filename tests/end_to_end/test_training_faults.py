@@ -15,7 +15,7 @@ from tests.faults.plan import CYCLE, draw
 
 RUNS = (4, 14, 15, 28, 37, 39, 42, 45, 50, 52, 60, 73, 74, 76, 78, 83, 87, 88, 96, 103, 129)
 MAP_RUNS = (2, 6, 9, 12, 13, 19, 21, 24, 33, 42, 52, 89, 90, 117, 143, 191, 258)
-LIMIT_S = 110.0
+LIMIT_S = 230.0
 _LINE = re.compile(r" *(\d+) (ok|WRONG|skipped)[ :].*")
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 PROGRAMS = Path(__file__).parents[1] / "programs" / "torchopt_distributed"
-LIMIT_S = 80.0
+LIMIT_S = 150.0
 """For one run; most of it is starting processes that import torch."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
