@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -61,6 +62,10 @@ def stacks_when(is_so: Callable[[rpc.WorkerStacks], bool]) -> rpc.WorkerStacks:
     return told[0]
 
 
+def is_idle(thread: object) -> bool:
+    return str(thread).endswith(": idle")
+
+
 @pytest.mark.keeps("threads", "descriptors")
 def test_a_worker_whose_threads_are_all_taken_says_what_they_do(
     group: Cluster, tmp_path: Path
@@ -75,7 +80,8 @@ def test_a_worker_whose_threads_are_all_taken_says_what_they_do(
     ]
     stacks_when(lambda told: len(told.calls) == 3 and all(call.has_begun for call in told.calls))
     calls.append(rpc.rpc_async("worker0", os.getpid))
-    told = stacks_when(lambda told: len(told.calls) == 4)
+    # One that waits for work has just been woken, where another was faster with the work.
+    told = stacks_when(lambda told: len(told.calls) == 4 and is_idle(told.threads[-1]))
     assert (told.worker, told.pid) == ("worker0", group.pids["worker0"])
     assert sorted((call.function, call.caller, call.has_begun) for call in told.calls) == [
         ("posix.getpid", "driver", False),
@@ -88,7 +94,6 @@ def test_a_worker_whose_threads_are_all_taken_says_what_they_do(
     assert len(at_work) == WORKER_THREADS
     assert any(", in pause_until\n    await asyncio.sleep" in str(each) for each in told.threads)
     assert f"\n  {__name__}.compute_until, called by 'worker1', since " in str(told)
-    assert str(told.threads[-1]).endswith(": idle")
     (tmp_path / "go on").touch()
     for call in calls:
         call.wait()
@@ -125,5 +130,6 @@ def test_a_worker_knows_its_own_stacks(group: Cluster) -> None:
     told = rpc.stacks()
     assert (told.worker, told.pid, told.calls) == ("driver", os.getpid(), ())
     names = {thread.name for thread in told.threads}
-    assert {"weft-driver-1", "weft-driver-clock"} <= names
+    assert "weft-driver-clock" in names
+    assert any(re.fullmatch(r"weft-driver-\d+", name) for name in names)
     assert threading.main_thread().name not in names  # It asks.
