@@ -111,10 +111,11 @@ def test_the_future_of_an_interrupted_wait_is_completed(pair: Pair) -> None:
     outcomes: list[object] = []
     for step in range(1, 61):
         future = pair.start(double_soon)
+        has_left = threading.Event()
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(allow_when_waited_for, future._call)
+            pool.submit(allow_when_waited_for, future._call, has_left)
             is_interrupted = interrupt_at(step, future.wait)
-            may_end.set()
+            has_left.set()
         check_is_sound(pair)
         if is_interrupted:
             outcomes.append(ended(future))
@@ -140,9 +141,9 @@ def double_soon() -> int:
     return 4
 
 
-def allow_when_waited_for(call: PendingCall) -> None:
+def allow_when_waited_for(call: PendingCall, has_left: threading.Event) -> None:
     """Has the function return when the main thread waits for it, or has ended its wait."""
-    while not is_waiting(call) and not may_end.wait(0.001):
+    while not is_waiting(call) and not has_left.wait(0.001):
         pass
     may_end.set()
 
