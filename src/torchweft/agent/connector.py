@@ -63,6 +63,10 @@ class Gone(Refused):
     """Nobody listens any more where a worker of this host did."""
 
 
+class Crossed(ConnectionError):
+    """The other side makes a connection itself, which has not come yet: it lives."""
+
+
 class Terms(NamedTuple):
     """Of a session: its name, whether this side dialled it, and at which attempt."""
 
@@ -183,8 +187,8 @@ class Connector:
                 return self._await_link(peer, limit_s)
             except (Refused, LinkClosed, ProtocolError):
                 raise
-            except TimeoutError as error:
-                # Its system has accepted the connection: it lives.
+            except (TimeoutError, Crossed) as error:
+                # Its system has accepted the connection, or it has answered: it lives.
                 give_up_s = time.monotonic() + self.timeout_s
                 if time.monotonic() + pause_s >= deadline_s:
                     raise Speechless(str(error)) from error
@@ -235,7 +239,10 @@ class Connector:
             self._dialling.discard(connection)
         connection.close()
         if answer.refusal == CROSSED:
-            return self._await_link(peer, deadline_s)
+            try:
+                return self._await_link(peer, deadline_s)
+            except ConnectionError as error:
+                raise Crossed(str(error)) from None
         raise Refused(f"turned away: {answer.refusal}")
 
     def _send_memory(self, peer: Peer, connection: socket.socket, handshake: Handshake) -> None:

@@ -115,6 +115,22 @@ def test_a_dialler_that_leaves_before_the_verdict_is_heard(monkeypatch: pytest.M
         assert leave_while_accepted(first, second, has_left) == "it had to go"
 
 
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+def test_a_worker_that_answers_that_it_dials_itself_is_not_lost(over: str) -> None:
+    """Where the network loses packets, its own connection may take longer than the time limit."""
+    with group_of(2, over=over) as (first, second):
+        first.start()
+        second.start()
+        first.agent._connector.timeout_s = 0.1
+        second.peer(first).is_dialling = True
+        gives_up = threading.Timer(0.6, setattr, (second.peer(first), "is_dialling", False))
+        gives_up.start()
+        link = first.agent.connect(first.peer(second), time.monotonic() + LIMIT_S)
+        gives_up.join()
+        assert first.peer(second).link is link
+        assert first.peer(second).lost is None
+
+
 @pytest.mark.parametrize("attempt", [-1, 0, 1, None, "2", True, 1.5])
 def test_an_attempt_that_is_not_the_latest_does_not_disturb(pair: Pair, attempt: object) -> None:
     pair.check()
