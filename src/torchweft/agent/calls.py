@@ -141,6 +141,25 @@ class PendingCall:
         return orphan_error(self.parent, self.worker_name, self.function)
 
 
+class Completion:
+    """How far the main thread has come in completing the future of a call, each part in one step.
+
+    Args:
+        call: The call.
+        on_done: What completes the future. Called again where it was interrupted.
+    """
+
+    __slots__ = ("call", "consumed", "on_done", "taken")
+
+    def __init__(self, call: PendingCall, on_done: Callable[[PendingCall], None]) -> None:
+        self.call = call
+        self.on_done = on_done
+        self.consumed: list[int] = []
+        """The size of the answer, once nobody else will read it."""
+        self.taken: list[PendingCall | None] = []
+        """What was in the table of calls under its number."""
+
+
 def late_with(parent: ServedCall) -> str:
     """Returns why a nested call had no more time."""
     return (

@@ -15,7 +15,7 @@ from collections.abc import Callable, Set
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from torchweft.agent.calls import PendingCall
+from torchweft.agent.calls import Completion, PendingCall
 from torchweft.agent.peers import Peer, Unsent
 from torchweft.agent.served_calls import ServedCall
 from torchweft.errors import NotInitialized
@@ -66,7 +66,7 @@ class OpenCalls:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._table: CallTable[PendingCall] = CallTable()
-        self._completions: dict[int, _Completion] = {}
+        self._completions: dict[int, Completion] = {}
 
     def __len__(self) -> int:
         return len(self._table)
@@ -194,7 +194,7 @@ class OpenCalls:
         if on_done is None:
             self._wait_in_main(call)
             return
-        completion = _Completion(call, on_done)
+        completion = Completion(call, on_done)
         self._completions[call.number] = completion
         try:
             self._ask_and_wait_in_main(peer, peer.link, call, None, completion.consumed)
@@ -208,14 +208,14 @@ class OpenCalls:
             raise
         self._completions.pop(call.number, None)
 
-    def _leave_completion(self, completion: _Completion) -> None:
+    def _leave_completion(self, completion: Completion) -> None:
         """Leaves a call to another thread. May be interrupted anywhere, and done again."""
         if completion.consumed:
             self._agent.reactor.submit(self._complete_interrupted, completion)
         else:
             self._completions.pop(completion.call.number, None)
 
-    def _complete_interrupted(self, completion: _Completion, _: object) -> None:
+    def _complete_interrupted(self, completion: Completion, _: object) -> None:
         call = completion.call
         if self._completions.pop(call.number, None) is None:
             return  # Submitted twice.
@@ -441,25 +441,6 @@ class OpenCalls:
         for call in self._table.take_all():
             call.error = error
             _run_on_done(call, None)
-
-
-class _Completion:
-    """What the main thread has done of completing the future of a call, each part in one step.
-
-    Args:
-        call: The call.
-        on_done: What completes the future. Called again where it was interrupted.
-    """
-
-    __slots__ = ("call", "consumed", "on_done", "taken")
-
-    def __init__(self, call: PendingCall, on_done: Callable[[PendingCall], None]) -> None:
-        self.call = call
-        self.on_done = on_done
-        self.consumed: list[int] = []
-        """The size of the answer, once nobody else will read it."""
-        self.taken: list[PendingCall | None] = []
-        """What was in the table of calls under its number."""
 
 
 class _UnsentCall(Unsent):
