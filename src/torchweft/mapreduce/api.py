@@ -9,7 +9,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
-from torchweft.mapreduce.map_call import UNWRAPPED, Manner, MapCall
+from torchweft.mapreduce.map_call import MapCall
 from torchweft.mapreduce.map_future import MapFuture
 from torchweft.mapreduce.partitioners import (
     Partitioner,
@@ -20,6 +20,7 @@ from torchweft.mapreduce.partitioners import (
     dim_partitioner,
     exclusive_batch_partitioner,
 )
+from torchweft.mapreduce.plan import UNWRAPPED, Manner
 from torchweft.mapreduce.reducers import Reducer, mean_reducer, sum_reducer
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 

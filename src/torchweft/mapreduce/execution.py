@@ -19,14 +19,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchweft.agent.mishaps import log_mishap
+from torchweft.agent.peers import Peer
 from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
 from torchweft.mapreduce import shared
 from torchweft.mapreduce.observers import observers
+from torchweft.mapreduce.plan import Plan
 from torchweft.mapreduce.schedule import (
     Action,
     Begin,
@@ -45,13 +47,9 @@ from torchweft.mapreduce.turns import NOTHING
 from torchweft.rpc.calls import create, start
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import RRef
+from torchweft.rpc.worker import Worker
 
-if TYPE_CHECKING:
-    from torchweft.agent.peers import Peer
-    from torchweft.mapreduce.map_call import Plan
-    from torchweft.rpc.worker import Worker
-
-OnDone = Callable[["list[Any] | None", "BaseException | None"], None]
+OnDone = Callable[[list[Any] | None, BaseException | None], None]
 """Takes the results in the order of the parts, or an error."""
 
 _log = logging.getLogger("torchweft")

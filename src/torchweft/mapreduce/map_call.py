@@ -3,113 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-from torchweft import knobs
 from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
-from torchweft.errors import AutogradError, SerializationError, WorkerLost
+from torchweft.errors import AutogradError
 from torchweft.mapreduce.execution import Execution
 from torchweft.mapreduce.map_future import MapFuture, wait_for
-from torchweft.mapreduce.notes import Error, with_note
-from torchweft.mapreduce.parts import Cut, Part
+from torchweft.mapreduce.parts import Cut
+from torchweft.mapreduce.plan import Manner, make_plan
 from torchweft.mapreduce.reducers import Reducer, reduce
 from torchweft.mapreduce.replay import Results
-from torchweft.mapreduce.sharing import Arguments, Common, find_common, may_have_graph
+from torchweft.mapreduce.sharing import may_have_graph
 from torchweft.mapreduce.surroundings import surroundings
-from torchweft.rpc.functions import is_async_execution
 from torchweft.rpc.worker import Worker
-from torchweft.serialize.functions import describe, name_of
-from torchweft.serialize.objects import Packed
-
-UNWRAPPED = "__parallelize"
-"""With this begins what the name of a function has at its end that only goes by it."""
-
-
-class Manner(NamedTuple):
-    """How a map is to be run.
-
-    Attributes:
-        timeout: Seconds for all of it; 0 for no limit, negative for the default of each call.
-        balance: Whether workers that have nothing to do take parts from others.
-        rerun: Whether parts of a lost worker run elsewhere; None where the partitioner decides.
-        concurrency: How many parts a worker runs at a time.
-    """
-
-    timeout: float
-    balance: bool
-    rerun: bool | None
-    concurrency: int
-
-
-class Plan(NamedTuple):
-    """All that is known of a map before it runs.
-
-    Attributes:
-        name: The function's, for messages.
-        function: What is called for each part.
-        parts: What the partitioner made.
-        arguments: Args and kwargs of each part, without what is in ``content``.
-        workers: Ranks of those that may run parts.
-        content: The function and what parts have in common, packed; None to send it with them.
-        own_content: The same for this worker, which needs it to have copies of its own.
-        may_rerun: Whether parts run again where a worker is lost.
-        timeout: As in ``Manner``.
-        balance: As in ``Manner``.
-        concurrency: As in ``Manner``.
-        fan_out: How many workers get the content from one.
-        is_async: Whether the function may return before its work is done.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    parts: Sequence[Part]
-    arguments: Sequence[Arguments]
-    workers: tuple[int, ...]
-    content: Packed | None
-    own_content: Packed | None
-    may_rerun: bool
-    timeout: float
-    balance: bool
-    concurrency: int
-    fan_out: int
-    is_async: bool = False
-
-    @property
-    def limit_s(self) -> float:
-        """Seconds that the map may take."""
-        return self.timeout if self.timeout > 0 else math.inf
-
-    def content_for(self, peer: Peer) -> Packed | None:
-        """Returns what an object on a worker is made of; None where parts need no object."""
-        return self.own_content if peer.is_self else self.content
-
-    def keeps_ahead(self, peer: Peer) -> bool:
-        """Whether a worker keeps a part until its turn comes: an object of ours there does.
-
-        It would take an ``async`` function for ended when it has but begun.
-        """
-        return self.content_for(peer) is not None and not self.is_async
-
-    def with_note(self, error: Error, part: int, worker: str) -> Error:
-        """Returns an error of a part, which says now of which one."""
-        return with_note(
-            error,
-            f"in part {part} of {len(self.parts)} of a map of {self.name}, on worker {worker!r}",
-        )
-
-    def lost_error(self, peer: Peer) -> WorkerLost:
-        """Returns the error of a map that cannot go on without a worker."""
-        text = f"in a map of {self.name} over {len(self.parts)} parts: "
-        if self.may_rerun:
-            text += "no worker is left to run the parts of the lost one"
-        else:
-            text += "parts of the lost worker are not run elsewhere; rerun=True allows that"
-        return with_note(peer.lost_error(), text)
 
 
 class MapCall:
@@ -127,7 +35,7 @@ class MapCall:
         given = (*cut.workers, *(part[0] for part in cut.parts))
         self._peers = {rank: self._agent.find(rank) for rank in given}
         self._surroundings = surroundings()
-        self._plan = _plan(self._worker, function, cut, manner, list(self._peers.values()))
+        self._plan = make_plan(self._worker, function, cut, manner, list(self._peers.values()))
 
     def begin(self, reducer: Reducer | None) -> MapFuture[Any]:
         """Sends the first parts, and returns the future of the reduced results."""
@@ -194,70 +102,3 @@ class MapCall:
             return list(results)
         self._agent.reactor.arm_all()  # It may take long.
         return reduce(reducer, list(results), [part.weight for part in self._plan.parts])
-
-
-def _plan(
-    worker: Worker, function: Callable[..., Any], cut: Cut, manner: Manner, peers: Sequence[Peer]
-) -> Plan:
-    me = worker.agent.me
-    fan_out = max(knobs.FAN_OUT.get(), 1)
-    whole = [(part[1], part[2]) for part in cut.parts]
-    common, content, own_content = Common([], whole), None, None
-    homes = len({part[0] for part in cut.parts})
-    are_in_turn = len(cut.parts) > homes
-    if are_in_turn or homes > fan_out:
-        common, content = _shared(worker, function, whole, peers, are_in_turn)
-    if content is not None:
-        own_content = content
-    elif me in peers:
-        own_content = worker.pack_for([me], (function, []))
-        if own_content.externals:
-            own_content = None
-    return Plan(
-        describe(function).partition(UNWRAPPED)[0],
-        function,
-        cut.parts,
-        common.arguments,
-        cut.workers,
-        content,
-        own_content,
-        cut.is_any if manner.rerun is None else manner.rerun,
-        manner.timeout,
-        manner.balance,
-        manner.concurrency,
-        fan_out,
-        is_async_execution(function) or inspect.iscoroutinefunction(function),
-    )
-
-
-def _shared(
-    worker: Worker,
-    function: Callable[..., Any],
-    arguments: Sequence[Arguments],
-    peers: Sequence[Peer],
-    are_in_turn: bool,
-) -> tuple[Common, Packed | None]:
-    """Returns what is left of the arguments of all parts, and what they have in common, packed.
-
-    Args:
-        worker: This worker.
-        function: What is called for each part.
-        arguments: Args and kwargs of each part.
-        peers: Who may run parts.
-        are_in_turn: Whether some workers run several of them, and can keep one ahead.
-    """
-    common = find_common(arguments)
-    nothing = Common([], list(arguments))
-    is_named = name_of(function, main_by_name=True) is not None
-    if is_named and not common.values and not are_in_turn:
-        return nothing, None
-    try:
-        packed = worker.pack_for(peers, (function, common.values))
-        if packed.externals:
-            # Each reference is counted when it is sent, so it goes along with each part.
-            holders = {id(each) for each in common.values if worker.pack_for(peers, each).externals}
-            common = find_common(arguments, holders)
-            packed = worker.pack_for(peers, (function, common.values))
-    except SerializationError:
-        return nothing, None  # The call of a part says better what cannot be sent.
-    return (nothing, None) if packed.externals else (common, packed)

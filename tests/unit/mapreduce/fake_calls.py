@@ -13,8 +13,8 @@ from torchweft.agent.peers import Peer
 from torchweft.errors import CallCancelled
 from torchweft.mapreduce import execution, shared
 from torchweft.mapreduce.execution import Execution
-from torchweft.mapreduce.map_call import Plan
 from torchweft.mapreduce.parts import Part
+from torchweft.mapreduce.plan import Plan
 from torchweft.protocol.membership import Registration
 from torchweft.rpc.futures import fail
 from torchweft.serialize.objects import Packed

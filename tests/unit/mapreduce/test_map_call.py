@@ -17,9 +17,10 @@ from torchweft import mapreduce, rpc
 from torchweft.agent.current import current
 from torchweft.errors import CallCancelled, NotInitialized, ReduceError
 from torchweft.mapreduce import map_call, shared
-from torchweft.mapreduce.map_call import Manner, MapCall
+from torchweft.mapreduce.map_call import MapCall
 from torchweft.mapreduce.map_future import MapFuture
 from torchweft.mapreduce.parts import Cut, Part
+from torchweft.mapreduce.plan import Manner, Plan
 from torchweft.rpc.worker import Worker
 
 LIMIT_S = 20.0
@@ -252,7 +253,7 @@ def test_who_is_interrupted_while_it_runs_again_leaves_nothing_behind(
 # What travels
 
 
-def plan_of(function: Any, cut: Cut, **manner: Any) -> map_call.Plan:
+def plan_of(function: Any, cut: Cut, **manner: Any) -> Plan:
     return MapCall(function, cut, MANNER._replace(**manner))._plan
 
 

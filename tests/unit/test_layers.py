@@ -1,0 +1,74 @@
+"""No circles of imports in ``src``, those for types and those within functions included.
+
+The contract in ``.importlinter`` forbids circles of siblings. This finds those through the
+``__init__`` of a package as well, and keeps the circles that are left from growing.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+SRC = Path(__file__).parents[2] / "src"
+
+LEFT = {"torchweft.agent": 13, "torchweft.compat.rpc": 8, "torchweft.rpc": 12}
+"""Packages with a circle, and of how many modules. Lower a number when its circle shrinks."""
+
+Graph = Mapping[str, frozenset[str]]
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in SRC.rglob("*.py"):
+        name = ".".join(path.relative_to(SRC).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative imports are not followed here"
+            for alias in node.names:
+                child = f"{node.module}.{alias.name}"
+                yield from [name for name in (child, node.module) if name in known][:1]
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Returns the modules that reach each other, grouped, by a walk from each module."""
+
+    def reached_from(start: str) -> set[str]:
+        reached: set[str] = set()
+        ahead = [start]
+        while ahead:
+            fresh = graph[ahead.pop()] - reached
+            reached |= fresh
+            ahead += fresh
+        return reached
+
+    reaches = {name: reached_from(name) for name in graph}
+    groups = {
+        frozenset(other for other in reaches[name] if name in reaches[other])
+        for name in graph
+        if name in reaches[name]
+    }
+    return sorted(map(sorted, groups))
+
+
+def test_circles_are_found() -> None:
+    arrows = {"a": "b", "b": "c", "c": "bd", "d": "e", "e": "d", "f": "a"}
+    assert circles({k: frozenset(v) for k, v in arrows.items()}) == [["b", "c"], ["d", "e"]]
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    known = modules()
+    graph = {name: frozenset(imports(path, known)) for name, path in known.items()}
+    assert len(graph) > 200
+    assert sum(map(len, graph.values())) > 1000
+    for circle in circles(graph):
+        within = [p for p in LEFT if all(name.startswith(f"{p}.") for name in circle)]
+        assert within, f"a new circle: {circle}"
+        assert len(circle) <= LEFT[within[0]], f"the circle has grown: {circle}"
