@@ -46,7 +46,7 @@ from torchweft.mapreduce.surroundings import surroundings
 from torchweft.mapreduce.turns import NOTHING
 from torchweft.rpc.calls import create, start
 from torchweft.rpc.futures import Future
-from torchweft.rpc.handles import RRef
+from torchweft.rpc.handles import Handle
 from torchweft.rpc.worker import Worker
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]
@@ -113,7 +113,7 @@ class Execution:
         self._lock = threading.Lock()
         self._actions: deque[Action] = deque()
         self._is_acting = self._is_left = False
-        self._objects: dict[int, RRef[shared.Shared] | Exception] = {}
+        self._objects: dict[int, Handle | Exception] = {}
         self._orders: dict[int, _Order] = {}
         self._calls: dict[tuple[int, int], _Call] = {}
         self._results: list[Any] = [None] * len(plan.parts)
@@ -279,7 +279,6 @@ class Execution:
         if content is None or self._schedule.is_over:
             return
         made_of = (content.payload, content.tensors, self._plan.concurrency)
-        made: RRef[shared.Shared]
         try:
             if action.parent is None:
                 made = create(self._worker, peer, shared.make, made_of, {}, 0.0)
@@ -291,7 +290,7 @@ class Execution:
         except Exception as error:  # The parts that need it fail with this.
             self._objects[action.worker] = error
 
-    def _object(self, worker: int) -> RRef[shared.Shared] | None:
+    def _object(self, worker: int) -> Handle | None:
         found = self._objects.get(worker)
         if isinstance(found, Exception):
             raise found

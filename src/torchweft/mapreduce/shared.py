@@ -20,9 +20,9 @@ from torchweft.mapreduce import trees
 from torchweft.mapreduce.turns import Place, Turns
 from torchweft.rpc.calls import start
 from torchweft.rpc.current_call import is_cancelled
-from torchweft.rpc.handles import RRef
 from torchweft.rpc.outcomes import WhenReady
 from torchweft.rpc.own_tensors import own_copy
+from torchweft.rpc.rref import RRef
 from torchweft.rpc.serving import NO_ARGUMENTS, owned
 from torchweft.rpc.strictness import check_called, check_types
 from torchweft.rpc.worker import Worker

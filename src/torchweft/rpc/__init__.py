@@ -14,7 +14,6 @@ from torchweft.rpc.current_call import detached, is_cancelled, remaining_time
 from torchweft.rpc.fan_out import as_completed, rpc_all
 from torchweft.rpc.functions import async_execution
 from torchweft.rpc.futures import Future
-from torchweft.rpc.handles import RRef
 from torchweft.rpc.health import WorkerHealth, WorkerState, health, on_worker_lost
 from torchweft.rpc.joining import (
     get_rpc_timeout,
@@ -26,6 +25,7 @@ from torchweft.rpc.joining import (
     traffic,
 )
 from torchweft.rpc.options import RpcBackendOptions
+from torchweft.rpc.rref import RRef
 from torchweft.rpc.stack_report import CallStatus, ThreadStack, WorkerStacks, stacks
 from torchweft.rpc.targets import OnValue, OnWorker, on
 from torchweft.rpc.tensorpipe import BackendType, TensorPipeRpcBackendOptions

@@ -16,7 +16,7 @@ from torchweft.agent.current import current
 from torchweft.rpc.calls import Destination, call_and_wait, checked_call, create, start
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.futures import Future
-from torchweft.rpc.handles import RRef
+from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.tracebacks import shorten
 
@@ -341,6 +341,7 @@ def remote(
         agent = current()
         worker: Worker = agent.parts[Worker]
         made = create(worker, agent.find(to), *checked_call(func, args, kwargs), timeout)
+        assert isinstance(made, RRef)
         if isinstance(func, type):
             made.value_type = func
         return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torchweft.agent.calls import PendingCall, Subject
 from torchweft.agent.peers import Peer
@@ -12,14 +12,12 @@ from torchweft.agent.served_calls import current_call
 from torchweft.arguments import kind_of, limit_of, wrong_type
 from torchweft.errors import ArgumentTypeError, CallCancelled, NotOwner, WorkerLost
 from torchweft.ids import WorkerInfo
-from torchweft.rpc import serving
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import nest
 from torchweft.rpc.futures import Future
-from torchweft.rpc.handles import RRef
+from torchweft.rpc.handles import Handle
 from torchweft.rpc.worker import Worker
 
-T = TypeVar("T")
 Destination = str | int | WorkerInfo
 
 FETCH = b"torchweft.rpc.serving:fetch"
@@ -27,20 +25,20 @@ CALL_METHOD = b"torchweft.rpc.serving:call_method"
 BACKWARD_FROM = b"torchweft.rpc.serving:backward_from"
 
 
-def fetch(reference: RRef[T], timeout: float) -> T:
+def fetch(reference: Handle, timeout: float) -> Any:
     """Returns a copy of the value behind a reference of another worker. Blocks."""
     agent = reference.agent()
     worker: Worker = agent.parts[Worker]
     peer = agent.peers[reference.id.owner]
     subject = (worker.references.describe_use, reference.id, "to_here")
     try:
-        return call_and_wait(worker, peer, FETCH, (tuple(reference.id),), {}, timeout, subject)  # type: ignore[no-any-return]
+        return call_and_wait(worker, peer, FETCH, (tuple(reference.id),), {}, timeout, subject)
     except WorkerLost as error:
         raise _as_owner_lost(worker, reference, peer, error) from None
 
 
 def call_method(
-    reference: RRef[Any], way: str, name: str, args: Any, kwargs: Any, timeout: float
+    reference: Handle, way: str, name: str, args: Any, kwargs: Any, timeout: float
 ) -> Any:
     """Calls a method of the value behind a reference, on its owner, in one of the three ways."""
     agent = reference.agent()
@@ -59,28 +57,23 @@ def call_method(
     return result
 
 
-def _as_owner_lost(
-    worker: Worker, reference: RRef[Any], peer: Peer, error: WorkerLost
-) -> WorkerLost:
+def _as_owner_lost(worker: Worker, reference: Handle, peer: Peer, error: WorkerLost) -> WorkerLost:
     """Returns what to raise when a use of a reference ended with a lost worker."""
     if peer.lost is None or error.worker != peer.name:
         return error  # of the function that was to make the value, or of the method
     return worker.references.owner_lost(reference.id)
 
 
-def backward_from(reference: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    """Runs a backward pass from the value behind a reference, on its owner."""
-    agent = reference.agent()
-    worker: Worker = agent.parts[Worker]
-    if reference.is_owner():
-        serving.run_backward(worker, reference.local_value(), context_id, retain_graph)
-        return
+def backward_from(reference: Handle, context_id: int, retain_graph: bool) -> None:
+    """Runs a backward pass from the value behind a reference of another worker. Blocks."""
     if context_id < 0:
         raise NotOwner(
             "User RRefs require 'dist_autograd_ctx_id' to be specified: the value is on worker "
             f"{reference.owner_name()!r}; pass the number of an autograd context, from "
             "'with torchweft.autograd.context() as context_id'"
         )
+    agent = reference.agent()
+    worker: Worker = agent.parts[Worker]
     peer = agent.peers[reference.id.owner]
     args = (tuple(reference.id), context_id, retain_graph)
     call_and_wait(worker, peer, BACKWARD_FROM, args, {}, 0.0)
@@ -171,7 +164,7 @@ def create(
     kwargs: Any,
     timeout: float,
     subject: Subject | None = None,
-) -> RRef[Any]:
+) -> Handle:
     """Starts a call whose result stays on ``peer``; returns the reference to it.
 
     The value is wanted for as long as somebody refers to it, so ``timeout`` is no limit.

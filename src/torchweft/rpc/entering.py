@@ -49,6 +49,7 @@ from torchweft.rpc.gathering import Gatherings
 from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.worker import Worker
+from torchweft.serialize.reading import make_reader
 from torchweft.transport.addresses import (
     LOOPBACK,
     is_far,
@@ -297,7 +298,13 @@ def _make_worker(
     )
     # Rank 0 may host the store: it must live for as long as others may still read from it.
     agent.parts[Store] = store
-    worker = Worker(agent, options)
+    worker = Worker(
+        agent,
+        options.reference_type,
+        make_reader(options.allowed_modules, options.strict, agent.info.name, options.callables),
+        copies_own=options.copy_to_self,
+        warns_of_lost_gradients=options.lost_gradients == "warn",
+    )
     serving.install(worker)
     stack_report.install(worker)
     agent.parts[SpinLimit] = SpinLimit(f"weft-{agent.info.name}-openmp")

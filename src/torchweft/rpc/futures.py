@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.served_calls import current_call
 from torchweft.errors import CallCancelled
+from torchweft.rpc.unseen import Guard
+from torchweft.rpc.worker import Worker
 from torchweft.serialize.exceptions import fresh_copy
 from torchweft.serialize.tracebacks import shorten
-
-if TYPE_CHECKING:
-    from torchweft.rpc.unseen import Guard
-    from torchweft.rpc.worker import Worker
 
 T = TypeVar("T")
 S = TypeVar("S")

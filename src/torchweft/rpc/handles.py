@@ -1,51 +1,29 @@
-"""``RRef``: a handle to a value that lives on some worker."""
+"""Counted handles: one worker's uses of values that live on some worker.
+
+``torchweft.rpc.RRef`` adds the calls that a program makes with a handle. Messages need only this
+part: they hand handles on, and make new ones of those that arrive.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TypeVar
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
 from torchweft.agent.references import ReferenceKeeper
-from torchweft.arguments import limit_of
-from torchweft.errors import (
-    CallTimeout,
-    NotInitialized,
-    NotOwner,
-    ReferenceGone,
-    SerializationError,
-)
+from torchweft.errors import NotInitialized, ReferenceGone
 from torchweft.ids import ReferenceId, WorkerInfo
-from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
-from torchweft.rpc.current_call import remaining_time
-from torchweft.serialize.exceptions import fresh_copy
 from torchweft.serialize.objects import register_external
 from torchweft.serialize.registry import has_callable_methods
-from torchweft.serialize.tracebacks import shorten
 
-if TYPE_CHECKING:
-    from torchweft.rpc.proxies import AsyncProxy, RemoteProxy
-
-T = TypeVar("T")
+H = TypeVar("H", bound="Handle")
 _WEFT = __name__.partition(".")[0] + "."
 
 
 @has_callable_methods
-class RRef(Generic[T]):
-    """A reference to a value of type ``T`` on the worker that owns it.
-
-    The value lives for as long as a reference to it exists anywhere. A reference can be sent in
-    arguments and results, alone or inside containers; the value then stays where it is.
-    References cannot be pickled in any other way: nobody would count the copy.
-
-    Args:
-        value: A value of this worker, which thereby becomes its owner.
-        type_hint: Accepted for compatibility; Weft needs no type.
-
-    Raises:
-        NotInitialized: This process is no worker.
-    """
+class Handle:
+    """A use of a value, counted from its beginning until the handle is dropped."""
 
     __slots__ = ("__weakref__", "_keeper", "id", "value_type")
 
@@ -54,23 +32,19 @@ class RRef(Generic[T]):
     """The class of the value; only where ``remote`` has been told to make an object of it."""
     _keeper: ReferenceKeeper
 
-    def __init__(self, value: T, type_hint: Any = None) -> None:
-        keeper = _keeper()
-        self._bind(keeper, keeper.own(value), is_new=True)
-
     @classmethod
-    def from_received(cls, keeper: ReferenceKeeper, reference: ReferenceId) -> RRef[Any]:
+    def from_received(cls: type[H], keeper: ReferenceKeeper, reference: ReferenceId) -> H:
         """Wraps a reference for which ``keeper`` has counted a handle."""
-        handle: RRef[Any] = cls.__new__(cls)
+        handle = cls.__new__(cls)
         handle._bind(keeper, reference, is_new=False)
         return handle
 
     @classmethod
     def from_created(
-        cls, keeper: ReferenceKeeper, reference: ReferenceId, maker: str = ""
-    ) -> RRef[Any]:
+        cls: type[H], keeper: ReferenceKeeper, reference: ReferenceId, maker: str = ""
+    ) -> H:
         """Wraps a reference that this worker has just had created by the function ``maker``."""
-        handle: RRef[Any] = cls.__new__(cls)
+        handle = cls.__new__(cls)
         handle._bind(keeper, reference, is_new=True, maker=maker)
         return handle
 
@@ -93,8 +67,6 @@ class RRef(Generic[T]):
             self._keeper.end_handle(self.id)
         except AttributeError:
             pass  # Never bound: the constructor raised.
-
-    # Whose it is
 
     def agent(self) -> Agent:
         """Returns the current agent, if the reference is of its group.
@@ -133,152 +105,5 @@ class RRef(Generic[T]):
         """Whether the owner is known to count this worker as a user of the value."""
         return self._keeper.is_confirmed(self.id)
 
-    # The value
 
-    def local_value(self) -> T:
-        """Returns the value itself; only on its owner. Waits, for a limited time, until it is made.
-
-        Raises:
-            NotOwner: Another worker owns it; use ``to_here``.
-            Exception: Whatever the function that was to make the value raised.
-        """
-        try:
-            if not self.is_owner():
-                raise NotOwner(
-                    "local_value() works on the owner only, which is worker "
-                    f"{self.owner_name()!r}; use to_here() for a copy"
-                )
-            return self._wait_for_value(self.agent().default_timeout_s)
-        except Exception as error:
-            shorten(error)
-            raise
-
-    def _wait_for_value(self, timeout_s: float) -> T:
-        owned = self._keeper.value_of(self.id)
-        if not owned.is_ready:
-            timeout_s = min(timeout_s, remaining_time())  # Of the caller, if there is one.
-            reactor = self.agent().reactor
-            is_counted = reactor.begin_wait()
-            try:
-                if not owned.wait(timeout_s):
-                    raise CallTimeout(
-                        f"RPC ran for more than set timeout ({timeout_s * 1e3:.0f} ms): "
-                        f"the value of {self._keeper.describe(self.id)} is still being made",
-                        worker=self.owner_name(),
-                        elapsed_s=timeout_s,
-                    )
-            finally:
-                if is_counted:
-                    reactor.end_wait()
-        if owned.error is not None:
-            raise fresh_copy(owned.error)
-        value: T = owned.value
-        return value
-
-    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """Returns a copy of the value, fetched from its owner; on the owner, the value itself.
-
-        Blocks until the value is made and has arrived.
-
-        Args:
-            timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker.
-
-        Raises:
-            CallTimeout: It did not arrive in time.
-            OwnerLost: The owner is lost, and the value with it.
-            Exception: Whatever the function that was to make the value raised.
-        """
-        from torchweft.rpc.calls import fetch  # Calls make references.
-
-        try:
-            if self.is_owner():
-                agent = self.agent()
-                return self._wait_for_value(limit_of(timeout, agent.default_timeout_s))
-            self._keeper.check_alive(self.id)
-            value: T = fetch(self, timeout)
-            return value
-        except Exception as error:
-            shorten(error)
-            raise
-
-    # Calls on the value
-
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """Returns a proxy: its methods run on the owner, and return their results.
-
-        To an editor and a type checker it is the value itself, whose methods they know. The result
-        of an ``async def`` is that of the coroutine, which only ``torchweft.rpc.on`` tells them.
-
-        Args:
-            timeout: Seconds for each call; 0 for no limit, and by default that of the worker.
-        """
-        proxy: T = self._proxy("sync", timeout)
-        return proxy
-
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> AsyncProxy:
-        """Returns a proxy: its methods run on the owner, and return futures.
-
-        ``torchweft.rpc.on(reference)`` does the same with types.
-        """
-        proxy: AsyncProxy = self._proxy("async", timeout)
-        return proxy
-
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RemoteProxy:
-        """Returns a proxy: its methods run on the owner, and return references to the results.
-
-        ``torchweft.rpc.on(reference)`` does the same with types.
-        """
-        proxy: RemoteProxy = self._proxy("remote", timeout)
-        return proxy
-
-    def _proxy(self, way: str, timeout: float) -> Any:
-        from torchweft.rpc.proxies import Proxy
-
-        return Proxy(self, way, timeout)
-
-    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Runs a backward pass from the value, a scalar tensor, on its owner.
-
-        Args:
-            dist_autograd_ctx_id: The autograd context; -1 for a local pass into ``.grad``, on the
-                owner only.
-            retain_graph: Whether the graph is kept for another pass.
-        """
-        from torchweft.rpc.calls import backward_from
-
-        backward_from(self, dist_autograd_ctx_id, retain_graph)
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        raise SerializationError(
-            "Can not pickle rref in python pickler: an RRef can only travel in the arguments or "
-            "the result of an RPC; to keep the value, fetch it with to_here() and save that"
-        )
-
-    def __copy__(self) -> RRef[T]:
-        return self
-
-    def __deepcopy__(self, memo: object) -> RRef[T]:
-        return self
-
-    def __dir__(self) -> list[str]:
-        return [
-            name for name in super().__dir__() if not name.startswith("_") and name not in _FOR_WEFT
-        ]
-
-    def __repr__(self) -> str:
-        number = f"{self.id.creator}.{self.id.number}"
-        try:
-            return f"RRef({number} on {self.owner_name()!r})"
-        except Exception:
-            return f"RRef({number} on rank {self.id.owner})"
-
-
-_FOR_WEFT = frozenset("agent check_travels from_created from_received id value_type".split())
-"""Public for other modules of Weft, and nothing that a program needs."""
-
-register_external(RRef)
-
-
-def _keeper() -> ReferenceKeeper:
-    keeper: ReferenceKeeper = current().part(ReferenceKeeper)
-    return keeper
+register_external(Handle)

@@ -11,7 +11,7 @@ from torchweft import knobs
 from torchweft.arguments import checked_int, kind_of, wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc.constants import DEFAULT_INIT_METHOD
-from torchweft.rpc.handles import RRef
+from torchweft.rpc.rref import RRef
 from torchweft.rpc.tensorpipe import TensorPipeRpcBackendOptions
 from torchweft.secret import Secret
 from torchweft.serialize.allowed import BY_ITSELF, is_part_of_weft

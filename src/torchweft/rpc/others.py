@@ -11,16 +11,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchweft.agent.peers import Peer
+from torchweft.agent.references import ReferenceKeeper
 from torchweft.errors import ProtocolError, ReferenceGone
 from torchweft.ids import ReferenceId
-from torchweft.rpc.handles import RRef
+from torchweft.rpc.handles import Handle
 from torchweft.serialize.functions import name_of
-
-if TYPE_CHECKING:
-    from torchweft.rpc.worker import Worker
+from torchweft.serialize.reading import Reader
 
 _REFERENCE = struct.Struct("<qqq")
 _FUNCTION, _HOMECOMER = b"f", b"r"
@@ -31,7 +30,7 @@ def encoder(peer: Peer) -> Callable[[Any], bytes | None]:
     """Returns what encodes such values for a call to ``peer``."""
 
     def encode(value: Any) -> bytes | None:
-        if isinstance(value, RRef):
+        if isinstance(value, Handle):
             if value.id.owner != peer.id:
                 return None
             value.check_travels()
@@ -44,9 +43,17 @@ def encoder(peer: Peer) -> Callable[[Any], bytes | None]:
     return encode
 
 
-def decoder(worker: Worker) -> Callable[[bytes], Any]:
-    """Returns what makes such values of their bytes, at ``worker``."""
-    resolve = worker.reader.resolve
+def decoder(
+    reader: Reader, references: ReferenceKeeper, reference_type: type[Handle]
+) -> Callable[[bytes], Any]:
+    """Returns what makes such values of their bytes.
+
+    Args:
+        reader: Finds the functions.
+        references: Counts the references that arrive.
+        reference_type: Their class.
+    """
+    resolve = reader.resolve
 
     def decode(data: bytes) -> Any:
         if data[:1] == _FUNCTION:
@@ -54,8 +61,8 @@ def decoder(worker: Worker) -> Callable[[bytes], Any]:
         if data[:1] != _HOMECOMER or len(data) != 1 + _REFERENCE.size:
             raise ProtocolError(f"a message has a value of unknown kind: {data[:20]!r}")
         reference = ReferenceId(*_REFERENCE.unpack_from(data, 1))
-        if not worker.references.came_home(reference):
+        if not references.came_home(reference):
             raise ReferenceGone(f"{reference} arrived after this worker had dropped its references")
-        return worker.reference_type.from_received(worker.references, reference)
+        return reference_type.from_received(references, reference)
 
     return decode

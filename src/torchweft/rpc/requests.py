@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchweft.agent.agent import Outgoing
+from torchweft.agent.parcels import ParcelService
 from torchweft.agent.peers import Peer
+from torchweft.agent.references import ReferenceKeeper
+from torchweft.autograd.outside import OutsideRecords
 from torchweft.serialize.objects import Packed
 from torchweft.wire.messages import HandedReference, Kind, encode_compact_call
-
-if TYPE_CHECKING:
-    from torchweft.rpc.worker import Worker
 
 
 class Request:
     """A message whose content is pickled, with its tensors and references taken out."""
 
-    __slots__ = ("_head", "_kind", "_message_id", "_packed", "_peer", "_references", "_worker")
+    __slots__ = (
+        "_handed",
+        "_head",
+        "_kind",
+        "_message_id",
+        "_outside",
+        "_packed",
+        "_parcels",
+        "_peer",
+        "_references",
+    )
 
     def __init__(
         self,
-        worker: Worker,
+        parcels: ParcelService,
+        references: ReferenceKeeper,
+        outside: OutsideRecords,
         peer: Peer,
         head: bytes,
         packed: Packed,
-        references: tuple[HandedReference, ...],
+        handed: tuple[HandedReference, ...],
         message_id: int = 0,
         kind: Kind = Kind.CALL,
     ) -> None:
-        self._worker = worker
+        self._parcels = parcels
+        self._references = references
+        self._outside = outside
         self._peer = peer
         self._head = head
         self._packed = packed
-        self._references = references
+        self._handed = handed
         self._message_id = message_id
         self._kind = kind
 
     def message(self, number: int) -> Outgoing:
         """Returns what to send, under the number of its call."""
         packed = self._packed
-        return self._worker.parcels.seal(
+        return self._parcels.seal(
             self._peer,
             self._kind,
             0,
@@ -52,10 +64,10 @@ class Request:
 
     def take_back(self) -> None:
         """Takes back what the message hands on: it could not be sent."""
-        for handed in self._references:
-            self._worker.references.undeliverable(handed, self._peer)
+        for handed in self._handed:
+            self._references.undeliverable(handed, self._peer)
         if self._message_id:
-            self._worker.engine.outside.take_back(self._message_id)
+            self._outside.take_back(self._message_id)
 
 
 class CompactRequest:
@@ -66,14 +78,14 @@ class CompactRequest:
         "_creation",
         "_function",
         "_message_id",
+        "_outside",
         "_remaining_s",
         "_values",
-        "_worker",
     )
 
     def __init__(
         self,
-        worker: Worker,
+        outside: OutsideRecords,
         remaining_s: float,
         creation: int,
         context_id: int,
@@ -81,7 +93,7 @@ class CompactRequest:
         function: bytes,
         values: bytes,
     ) -> None:
-        self._worker = worker
+        self._outside = outside
         self._remaining_s = remaining_s
         self._creation = creation
         self._context_id = context_id
@@ -106,4 +118,4 @@ class CompactRequest:
     def take_back(self) -> None:
         """Lets go of the graph behind its tensors: it could not be sent."""
         if self._message_id:
-            self._worker.engine.outside.take_back(self._message_id)
+            self._outside.take_back(self._message_id)

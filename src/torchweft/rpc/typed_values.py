@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from torchweft.errors import MethodNotFound
-from torchweft.rpc.handles import RRef
+from torchweft.rpc.handles import Handle
 
 _ANSWERS = frozenset("__getattr__ __getattribute__ __setattr__".split())
 """Methods of a class that may make any name an attribute."""
@@ -27,13 +27,13 @@ _WITHOUT_OWN = (object, nn.Module)
 """Classes whose own methods set nothing that could be called, unless asked to by those above."""
 
 
-def known_type(reference: RRef[Any]) -> type | None:
+def known_type(reference: Handle) -> type | None:
     """Returns the class of the value behind a reference, where this worker knows it."""
     made_by: type | None = getattr(reference, "value_type", None)
     return made_by
 
 
-def check_method(reference: RRef[Any], name: str) -> None:
+def check_method(reference: Handle, name: str) -> None:
     """Raises MethodNotFound where the value is known to have no such method."""
     value_type = known_type(reference)
     if value_type is None or hasattr(value_type, name):

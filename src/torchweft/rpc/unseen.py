@@ -18,17 +18,16 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
+from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall, function_name
 from torchweft.agent.peers import Peer
+from torchweft.agent.references import ReferenceKeeper
 from torchweft.errors import CallCancelled, NotInitialized
 from torchweft.serialize.exceptions import fresh_copy, shown
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind
-
-if TYPE_CHECKING:
-    from torchweft.rpc.worker import Worker
 
 _log = logging.getLogger("torchweft")
 
@@ -91,18 +90,28 @@ class UnseenErrors:
     """The guards of one worker, and the queue of their reports. Thread-safe.
 
     Args:
-        worker: The worker.
+        agent: Its agent.
+        references: Told to flush what creators are to hear before the end of their references.
+        unpack_error: Reads the error of another worker.
+        pack_error: Returns an error as a worker can read it.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._agent = worker.agent
+    def __init__(
+        self,
+        agent: Agent,
+        references: ReferenceKeeper,
+        unpack_error: Callable[[bytes], BaseException],
+        pack_error: Callable[[Peer, BaseException], bytes],
+    ) -> None:
+        self._agent = agent
+        self._unpack_error = unpack_error
+        self._pack_error = pack_error
         self._lock = threading.Lock()
         self._guards: weakref.WeakSet[Guard] = weakref.WeakSet()
         self._failed: deque[Report] = deque(maxlen=_QUEUE_LIMIT)
         self._untold: deque[Report] = deque()
-        worker.agent.on(Kind.FAILED, self._on_message, inline=True)
-        worker.references.before_flush = self._tell_creators
+        agent.on(Kind.FAILED, self._on_message, inline=True)
+        references.before_flush = self._tell_creators
 
     def guard(self, error: BaseException, call: PendingCall) -> Guard | None:
         """Returns the guard of an error of this worker's call, None where nobody need be told."""
@@ -117,7 +126,7 @@ class UnseenErrors:
             return None
         if creator.is_self:
             return self._keep(Report(_VALUE.format(creator.name), error))
-        return self._keep(Report("", self._worker.pack_error(creator, error), creator))
+        return self._keep(Report("", self._pack_error(creator, error), creator))
 
     def _keep(self, report: Report) -> Guard:
         guard = Guard(report, self._enqueue)
@@ -159,10 +168,7 @@ class UnseenErrors:
         self._log_task(None, None)
 
     def _log_task(self, _: object, __: object) -> None:
-        _log_all(list(_taken(self._failed)), self._read)
-
-    def _read(self, content: bytes) -> BaseException:
-        return self._worker.reader.unpack_error(content)
+        _log_all(list(_taken(self._failed)), self._unpack_error)
 
 
 def _taken(queue: deque[Report]) -> Iterator[Report]:

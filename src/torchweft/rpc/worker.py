@@ -26,8 +26,7 @@ from torchweft.errors import AutogradError, NotInitialized, ProtocolError, Refer
 from torchweft.protocol.membership import why_not_by_value
 from torchweft.rpc import others
 from torchweft.rpc.coroutines import CoroutineRunner
-from torchweft.rpc.handles import RRef
-from torchweft.rpc.options import RpcBackendOptions
+from torchweft.rpc.handles import Handle
 from torchweft.rpc.own_tensors import own_copy
 from torchweft.rpc.requests import CompactRequest, Request
 from torchweft.rpc.unseen import UnseenErrors
@@ -35,7 +34,7 @@ from torchweft.serialize import compact
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import name_of
 from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
-from torchweft.serialize.reading import TRUSTING, Reader, make_reader
+from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Buffer, Frame
 from torchweft.wire.messages import (
     COMPACT,
@@ -60,40 +59,46 @@ class Worker:
 
     Args:
         agent: Its agent.
-        options: What it was told when it joined.
+        reference_type: Class of the references that it makes and receives.
+        reader: What makes objects of the messages of others; its own it trusts.
+        copies_own: Whether tensors in calls to itself are copied.
+        warns_of_lost_gradients: Whether a backward pass that ends in a tensor of another worker
+            warns instead of raising.
     """
 
-    def __init__(self, agent: Agent, options: RpcBackendOptions | None = None) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        reference_type: type[Handle],
+        reader: Reader = TRUSTING,
+        *,
+        copies_own: bool = False,
+        warns_of_lost_gradients: bool = False,
+    ) -> None:
         self.agent = agent
-        self.reference_type: type[RRef[Any]] = RRef if options is None else options.reference_type
-        self.copies_own = options is not None and options.copy_to_self
-        self.reader = TRUSTING
-        """What it makes of messages of others; its own it trusts."""
-        if options is not None:
-            self.reader = make_reader(
-                options.allowed_modules, options.strict, agent.info.name, options.callables
-            )
+        self.reference_type = reference_type
+        self.copies_own = copies_own
+        self.reader = reader
         agent.parts[Reader] = self.reader
         self.parcels = ParcelService(agent)
         self.references = ReferenceKeeper(agent)
         self.engine = Engine(agent, self.parcels)
         self.contexts: Contexts = self.engine.contexts
-        warns = options is not None and options.lost_gradients == "warn"
-        self.arrivals = Arrivals(self.engine.outside, warns)
+        self.arrivals = Arrivals(self.engine.outside, warns_of_lost_gradients)
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
         self.unfinished: set[object] = set()
         """Calls of others that make values; a coroutine's call holds no thread meanwhile."""
         self._encoders: dict[int, Callable[[Any], bytes | None]] = {}
         self._packers: dict[int, Callable[[object], Packed]] = {}
         agent.members.on_joined(self._learn_to_encode)
-        self._decode_other = others.decoder(self)
+        self._decode_other = others.decoder(reader, self.references, reference_type)
         self.slow: set[bytes] = set()
         """Names of functions that took long the last time."""
         self.has_left = False
         """Whether this process is this worker no more, though it may still serve for a moment."""
         self.as_raised_here: Callable[[BaseException], BaseException] = lambda error: error
         """Returns what the program is raised in place of an error of another worker."""
-        self.unseen = UnseenErrors(self)
+        self.unseen = UnseenErrors(agent, self.references, reader.unpack_error, self.pack_error)
         self.on_failure: Callable[[Peer, BaseException], None] | None = None
         """Is told of every call that failed here, and who made it."""
         agent.discard = self.discard_reply
@@ -157,7 +162,13 @@ class Worker:
                 elif context_id or differentiable:
                     context_id, message_id = self._record_send(context_id, differentiable, peer)
                 return CompactRequest(
-                    self, timeout_s, creation, context_id, message_id, name, values
+                    self.engine.outside,
+                    timeout_s,
+                    creation,
+                    context_id,
+                    message_id,
+                    name,
+                    values,
                 )
         content = (args, kwargs) if name is not None else (args, kwargs, function)
         packed = self._packers[peer.id](content)
@@ -166,7 +177,16 @@ class Worker:
         head = encode_call_head(
             CallHead(timeout_s, creation, context_id, message_id, name or b"", references)
         )
-        return Request(self, peer, head, packed, references, message_id)
+        return Request(
+            self.parcels,
+            self.references,
+            self.engine.outside,
+            peer,
+            head,
+            packed,
+            references,
+            message_id,
+        )
 
     def pack_for(self, peers: Collection[Peer], value: object) -> Packed:
         """Packs a value once so that each of some workers can read it, now or later.
@@ -227,7 +247,7 @@ class Worker:
     def _hand_on(self, externals: Sequence[object], peer: Peer) -> tuple[HandedReference, ...]:
         handed = []
         for reference in externals:
-            assert isinstance(reference, RRef)
+            assert isinstance(reference, Handle)
             reference.check_travels()
             if not peer.is_self:
                 handed.append(self.references.hand_on(reference.id, peer))
@@ -291,7 +311,7 @@ class Worker:
         tensors = self._receive_tensors(peer, parcel, context_id, message_id, is_answer)
         return read(parcel.payload, tensors, externals)
 
-    def _receive(self, handed: HandedReference, sender: Peer) -> RRef[Any]:
+    def _receive(self, handed: HandedReference, sender: Peer) -> Handle:
         if not self.references.received(handed, sender):
             raise ReferenceGone(
                 f"{handed.reference} arrived after this worker had dropped its references"
@@ -372,7 +392,17 @@ class Worker:
             self.reply_error(peer, number, error)
             return
         head = encode_reply_head(ReplyHead(context_id, message_id, references))
-        reply = Request(self, peer, head, packed, references, message_id, Kind.REPLY)
+        reply = Request(
+            self.parcels,
+            self.references,
+            self.engine.outside,
+            peer,
+            head,
+            packed,
+            references,
+            message_id,
+            Kind.REPLY,
+        )
         try:
             self.agent.send(peer, reply.message(number))
         except ConnectionError:

@@ -107,6 +107,7 @@ has_callable_methods = Mark(
     "torchweft.nn.remote_module",
     "torchweft.optim.distributed",
     "torchweft.rpc.handles",
+    "torchweft.rpc.rref",
 )
 """With an allow-list, others may call the methods of these classes on a referenced value."""
 

@@ -32,6 +32,7 @@ from torchweft.rpc import RpcBackendOptions, RRef, serving
 from torchweft.rpc.gathering import Gatherings
 from torchweft.rpc.requests import CompactRequest
 from torchweft.rpc.worker import Worker
+from torchweft.serialize.reading import make_reader
 from torchweft.serialize.registry import remotely_callable
 from torchweft.wire.frames import Buffer, Frame
 from torchweft.wire.messages import HandedReference
@@ -88,7 +89,8 @@ class World:
         with mock.patch.object(Reactor, "_spawn"):
             self.agent = Agent(Protection.of_run("a token of this run"), members, [], 4, LIMIT_S)
         self.agent.reactor.tasks = _Tasks()  # type: ignore[assignment]
-        self.worker = Worker(self.agent, options)
+        reader = make_reader(None, True, "me", options.callables)
+        self.worker = Worker(self.agent, options.reference_type, reader)
         serving.install(self.worker)
         Gatherings(self.agent)
         self._stop_at_the_edges()

@@ -11,7 +11,8 @@ from tests.unit.agent.group import Member, group_of, wait_until
 from torchweft.agent import current as current_agent
 from torchweft.rpc import calls, serving
 from torchweft.rpc.futures import Future
-from torchweft.rpc.handles import RRef
+from torchweft.rpc.handles import Handle
+from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import Worker
 
 LIMIT_S = 20.0
@@ -21,7 +22,7 @@ class Pair:
     """A worker that calls, and one that serves; ``torchweft.rpc`` in functions means the latter."""
 
     def __init__(self, caller: Member, callee: Member) -> None:
-        self.caller, self.callee = Worker(caller.agent), Worker(callee.agent)
+        self.caller, self.callee = Worker(caller.agent, RRef), Worker(callee.agent, RRef)
         self.peer, self.peer_of_callee = caller.peer(callee), callee.peer(caller)
         for worker in (self.caller, self.callee):
             serving.install(worker)
@@ -43,13 +44,13 @@ class Pair:
     def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         return calls.start(self.caller, self.peer, function, args, {}, LIMIT_S)
 
-    def create(self, function: Callable[..., Any], *args: Any) -> RRef[Any]:
+    def create(self, function: Callable[..., Any], *args: Any) -> Handle:
         return calls.create(self.caller, self.peer, function, args, {}, LIMIT_S)
 
-    def fetch(self, reference: RRef[Any]) -> Any:
+    def fetch(self, reference: Handle) -> Any:
         return self.sync(serving.fetch, tuple(reference.id))
 
-    def call_method(self, reference: RRef[Any], name: str, *args: Any) -> Any:
+    def call_method(self, reference: Handle, name: str, *args: Any) -> Any:
         return self.sync(serving.call_method, tuple(reference.id), name, args, {}, None)
 
     def check_serves(self, threads: int) -> None:

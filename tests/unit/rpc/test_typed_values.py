@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.unit.optim.references import Held, reference
 from torchweft.errors import MethodNotFound, WeftError
-from torchweft.rpc.proxies import Proxy
+from torchweft.rpc.rref import Proxy
 from torchweft.rpc.typed_values import check_method, known_type, methods_of
 
 

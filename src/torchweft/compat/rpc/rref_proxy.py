@@ -9,7 +9,7 @@ import torch
 from torchweft.compat.rpc import calls
 from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.errors import SerializationError
-from torchweft.rpc.proxies import Proxy
+from torchweft.rpc.rref import Proxy
 
 if TYPE_CHECKING:
     from torchweft.compat.rpc.references import RRef

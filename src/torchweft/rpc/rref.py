@@ -1,0 +1,252 @@
+"""``RRef``: a reference to a value that lives on some worker, and proxies of its methods."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from torchweft.agent.current import current
+from torchweft.agent.references import ReferenceKeeper
+from torchweft.arguments import limit_of
+from torchweft.errors import CallTimeout, NotOwner, SerializationError
+from torchweft.rpc.calls import backward_from, call_method, fetch
+from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.rpc.current_call import remaining_time
+from torchweft.rpc.futures import Future
+from torchweft.rpc.handles import Handle
+from torchweft.rpc.serving import run_backward
+from torchweft.rpc.typed_values import check_method, known_type, methods_of
+from torchweft.rpc.worker import Worker
+from torchweft.serialize.exceptions import fresh_copy
+from torchweft.serialize.registry import has_callable_methods
+from torchweft.serialize.tracebacks import shorten
+
+T = TypeVar("T")
+
+
+@has_callable_methods
+class RRef(Handle, Generic[T]):
+    """A reference to a value of type ``T`` on the worker that owns it.
+
+    The value lives for as long as a reference to it exists anywhere. A reference can be sent in
+    arguments and results, alone or inside containers; the value then stays where it is.
+    References cannot be pickled in any other way: nobody would count the copy.
+
+    Args:
+        value: A value of this worker, which thereby becomes its owner.
+        type_hint: Accepted for compatibility; Weft needs no type.
+
+    Raises:
+        NotInitialized: This process is no worker.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        keeper = _keeper()
+        self._bind(keeper, keeper.own(value), is_new=True)
+
+    # The value
+
+    def local_value(self) -> T:
+        """Returns the value itself; only on its owner. Waits, for a limited time, until it is made.
+
+        Raises:
+            NotOwner: Another worker owns it; use ``to_here``.
+            Exception: Whatever the function that was to make the value raised.
+        """
+        try:
+            if not self.is_owner():
+                raise NotOwner(
+                    "local_value() works on the owner only, which is worker "
+                    f"{self.owner_name()!r}; use to_here() for a copy"
+                )
+            return self._wait_for_value(self.agent().default_timeout_s)
+        except Exception as error:
+            shorten(error)
+            raise
+
+    def _wait_for_value(self, timeout_s: float) -> T:
+        owned = self._keeper.value_of(self.id)
+        if not owned.is_ready:
+            timeout_s = min(timeout_s, remaining_time())  # Of the caller, if there is one.
+            reactor = self.agent().reactor
+            is_counted = reactor.begin_wait()
+            try:
+                if not owned.wait(timeout_s):
+                    raise CallTimeout(
+                        f"RPC ran for more than set timeout ({timeout_s * 1e3:.0f} ms): "
+                        f"the value of {self._keeper.describe(self.id)} is still being made",
+                        worker=self.owner_name(),
+                        elapsed_s=timeout_s,
+                    )
+            finally:
+                if is_counted:
+                    reactor.end_wait()
+        if owned.error is not None:
+            raise fresh_copy(owned.error)
+        value: T = owned.value
+        return value
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """Returns a copy of the value, fetched from its owner; on the owner, the value itself.
+
+        Blocks until the value is made and has arrived.
+
+        Args:
+            timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker.
+
+        Raises:
+            CallTimeout: It did not arrive in time.
+            OwnerLost: The owner is lost, and the value with it.
+            Exception: Whatever the function that was to make the value raised.
+        """
+        try:
+            if self.is_owner():
+                agent = self.agent()
+                return self._wait_for_value(limit_of(timeout, agent.default_timeout_s))
+            self._keeper.check_alive(self.id)
+            value: T = fetch(self, timeout)
+            return value
+        except Exception as error:
+            shorten(error)
+            raise
+
+    # Calls on the value
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """Returns a proxy: its methods run on the owner, and return their results.
+
+        To an editor and a type checker it is the value itself, whose methods they know. The result
+        of an ``async def`` is that of the coroutine, which only ``torchweft.rpc.on`` tells them.
+
+        Args:
+            timeout: Seconds for each call; 0 for no limit, and by default that of the worker.
+        """
+        proxy: T = self._proxy("sync", timeout)
+        return proxy
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> AsyncProxy:
+        """Returns a proxy: its methods run on the owner, and return futures.
+
+        ``torchweft.rpc.on(reference)`` does the same with types.
+        """
+        proxy: AsyncProxy = self._proxy("async", timeout)
+        return proxy
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RemoteProxy:
+        """Returns a proxy: its methods run on the owner, and return references to the results.
+
+        ``torchweft.rpc.on(reference)`` does the same with types.
+        """
+        proxy: RemoteProxy = self._proxy("remote", timeout)
+        return proxy
+
+    def _proxy(self, way: str, timeout: float) -> Any:
+        return Proxy(self, way, timeout)
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Runs a backward pass from the value, a scalar tensor, on its owner.
+
+        Args:
+            dist_autograd_ctx_id: The autograd context; -1 for a local pass into ``.grad``, on the
+                owner only.
+            retain_graph: Whether the graph is kept for another pass.
+        """
+        if self.is_owner():
+            worker: Worker = self.agent().parts[Worker]
+            run_backward(worker, self.local_value(), dist_autograd_ctx_id, retain_graph)
+        else:
+            backward_from(self, dist_autograd_ctx_id, retain_graph)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise SerializationError(
+            "Can not pickle rref in python pickler: an RRef can only travel in the arguments or "
+            "the result of an RPC; to keep the value, fetch it with to_here() and save that"
+        )
+
+    def __copy__(self) -> RRef[T]:
+        return self
+
+    def __deepcopy__(self, memo: object) -> RRef[T]:
+        return self
+
+    def __dir__(self) -> list[str]:
+        return [
+            name for name in super().__dir__() if not name.startswith("_") and name not in _FOR_WEFT
+        ]
+
+    def __repr__(self) -> str:
+        number = f"{self.id.creator}.{self.id.number}"
+        try:
+            return f"RRef({number} on {self.owner_name()!r})"
+        except Exception:
+            return f"RRef({number} on rank {self.id.owner})"
+
+
+_FOR_WEFT = frozenset("agent check_travels from_created from_received id value_type".split())
+"""Public for other modules of Weft, and nothing that a program needs."""
+
+
+def _keeper() -> ReferenceKeeper:
+    keeper: ReferenceKeeper = current().part(ReferenceKeeper)
+    return keeper
+
+
+class Proxy:
+    """Calls the methods of a referenced value on the worker that owns it.
+
+    Args:
+        reference: The reference to the value.
+        way: ``sync``, ``async`` or ``remote``: what a method returns.
+        timeout: Seconds for each call; 0 for no limit, -1 for that of the worker.
+    """
+
+    def __init__(self, reference: RRef[Any], way: str, timeout: float) -> None:
+        self._reference = reference
+        self._way = way
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Any:
+        value_type = getattr(self._reference, "value_type", None)
+        if value_type is not None and not hasattr(value_type, name):
+            try:
+                check_method(self._reference, name)
+            except AttributeError as error:
+                shorten(error)
+                raise
+        return functools.partial(self._call, name)
+
+    def __dir__(self) -> list[str]:
+        value_type = known_type(self._reference)
+        return [] if value_type is None else methods_of(value_type)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the value itself."""
+        return self._call("__call__", *args, **kwargs)
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call_method(self._reference, self._way, name, args, kwargs, self._timeout)
+        except Exception as error:
+            shorten(error)
+            raise
+
+    def __repr__(self) -> str:
+        return f"{self._reference!r}.rpc_{self._way}()"
+
+
+if TYPE_CHECKING:
+
+    class AsyncProxy(Proxy):
+        """What a type checker sees of a proxy whose methods return futures."""
+
+        def __getattr__(self, name: str) -> Callable[..., Future[Any]]: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Future[Any]: ...  # noqa: D102
+
+    class RemoteProxy(Proxy):
+        """What a type checker sees of a proxy whose methods return references."""
+
+        def __getattr__(self, name: str) -> Callable[..., RRef[Any]]: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> RRef[Any]: ...  # noqa: D102
