@@ -25,6 +25,7 @@ from torchweft.protocol.backward import Discover, Settled
 from torchweft.protocol.shutdown import Send, Step
 from torchweft.rpc import entering
 from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.node import Node
 from torchweft.rpc.outcomes import Call
 from torchweft.transport.handshake import Handshake
 from torchweft.transport.link import Link
@@ -184,7 +185,7 @@ _WRAPPERS: dict[str, Callable[[], None]] = {
     "discovered": _at_discovery,
     "registering": _before(entering, "join", "registering"),
     "registered": _before(rendezvous, "_wait", "registered"),
-    "joined": _after(entering, "_start", "joined"),
+    "joined": _after(Node, "start", "joined"),
     "probed": _before(Leaving, "_report", "probed"),
     "settling": _before(Leaving, "_settle", "settling"),
     "closing": _amid_closing,

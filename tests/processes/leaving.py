@@ -8,7 +8,7 @@ import time
 from tests.processes.functions import add, identity, wait_until
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.rpc import entering
+from torchweft.rpc import node
 from torchweft.rpc.leaving import Leaving
 
 NAMES = "abc"
@@ -20,7 +20,7 @@ _called: list[object] = []
 
 
 def join(name: str, path: str, size: int | None) -> None:
-    entering.END_LIMIT_S = END_LIMIT_S
+    node.END_LIMIT_S = END_LIMIT_S
     options = rpc.RpcBackendOptions(init_method=f"file://{path}", rpc_timeout=20.0)
     rpc.init_rpc(name, rank=NAMES.index(name), world_size=size, rpc_backend_options=options)
 

@@ -22,7 +22,7 @@ from torchweft.errors import (
     RendezvousTimeout,
     WeftError,
 )
-from torchweft.rpc import entering
+from torchweft.rpc import node
 from torchweft.rpc.joining import join_group
 from torchweft.secret import Secret
 from torchweft.transport import addresses
@@ -166,7 +166,7 @@ def test_silent_strangers_do_not_delay_the_shutdown() -> None:
 def test_a_coroutine_that_blocks_does_not_keep_the_worker(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entering, "END_LIMIT_S", 0.1)
+    monkeypatch.setattr(node, "END_LIMIT_S", 0.1)
     join_alone()
     try:
         blocked = rpc.rpc_async("alone", functions.block_event_loop, timeout=0)

@@ -52,6 +52,7 @@ _log = logging.getLogger("torchweft")
 
 Handler = Callable[[Peer, Frame], None]
 CallHandler = Callable[[Peer, Any], None]
+PeerCallback = Callable[[Peer], None]
 Outgoing = list[Buffer] | Frame
 """What to send: bytes to write, or, to oneself, a frame as it will be received."""
 _CLOSE_TIMEOUT_S = 5.0
@@ -102,8 +103,9 @@ class Agent:
         self.is_leaving = False
         self.parts: dict[type, Any] = {}
         self._routes: dict[int, _Route] = {}
-        self._on_lost: list[Callable[[Peer], None]] = []
-        self._on_departed: list[Callable[[Peer], None]] = []
+        self._watchers: list[PeerCallback] = []
+        self._when_lost: PeerCallback = self.tell_watchers
+        self._when_disconnected: PeerCallback = lambda peer: None
         self._listeners = listeners
         self._lock = threading.Lock()
         self._is_closed = False
@@ -160,21 +162,39 @@ class Agent:
         self._routes[Kind.CALL] = _Route(handler, False, call)
         self._refuse = refuse
 
-    def on_lost(self, callback: Callable[[Peer], None]) -> None:
-        """Has ``callback`` run as a task when a worker is lost."""
-        self._on_lost.append(callback)
+    def on_lost(self, callback: PeerCallback) -> None:
+        """Has ``callback`` run, as a task of its own, after the parts know of a lost worker."""
+        self._watchers.append(callback)
 
-    def off_lost(self, callback: Callable[[Peer], None]) -> None:
+    def off_lost(self, callback: PeerCallback) -> None:
         """Takes back ``on_lost``."""
-        if callback in self._on_lost:
-            self._on_lost.remove(callback)
+        if callback in self._watchers:
+            self._watchers.remove(callback)
 
-    def on_departed(self, callback: Callable[[Peer], None]) -> None:
-        """Has ``callback`` run as a task when a connection ends while the group is leaving."""
-        self._on_departed.append(callback)
+    def tell_watchers(self, peer: Peer) -> None:
+        """Has the callbacks of ``on_lost`` run; does not wait for them."""
+        for callback in list(self._watchers):
+            self._submit(callback, peer)
 
-    def start(self, jobs: list[Job]) -> None:
-        """Begins to accept connections; all handlers are known by now."""
+    def start(
+        self,
+        jobs: list[Job],
+        *,
+        when_lost: PeerCallback | None = None,
+        when_disconnected: PeerCallback | None = None,
+    ) -> None:
+        """Begins to accept connections; all handlers are known by now.
+
+        Args:
+            jobs: Further jobs of the housekeeper.
+            when_lost: Run as a task when a worker is lost: tells the parts and, last of all, the
+                watchers. By default the watchers only.
+            when_disconnected: Run as a task when a connection ends while the group is leaving.
+        """
+        if when_lost is not None:
+            self._when_lost = when_lost
+        if when_disconnected is not None:
+            self._when_disconnected = when_disconnected
         upkeep = [self.upkeep.help_stalled, self.upkeep.arm_left]
         jobs = [self.calls.expire, self.contacts.tick, *upkeep, *jobs]
         self.housekeeper = Housekeeper(f"weft-{self.info.name}-clock", jobs)
@@ -437,7 +457,7 @@ class Agent:
     # Loss and leaving
 
     def lose(self, peer: Peer, cause: str) -> None:
-        """Declares a worker lost: all that waits for it fails, the layers above are told."""
+        """Declares a worker lost: calls to it fail at once, then ``when_lost`` runs as a task."""
         is_news = not (self._is_closed or self.is_leaving) and peer.declare_lost(cause) is not None
         # Only now: the end of the connection would be taken for the cause.
         link = peer.link
@@ -445,15 +465,14 @@ class Agent:
             self.contacts.forget(peer)
             self.links.end(link)
         if self.is_leaving and not self._is_closed:
-            self._notify(self._on_departed, peer)
+            self._submit(self._when_disconnected, peer)
         if not is_news:
             return
         self.calls.fail_of_worker(peer)
-        self._notify(self._on_lost, peer)
+        self._submit(self._when_lost, peer)
 
-    def _notify(self, callbacks: list[Callable[[Peer], None]], peer: Peer) -> None:
-        for callback in list(callbacks):
-            self.reactor.submit(lambda told, _, notify=callback: notify(told), peer)
+    def _submit(self, callback: PeerCallback, peer: Peer) -> None:
+        self.reactor.submit(lambda told, _: callback(told), peer)
 
     def abandon(self) -> None:
         """Frees the descriptors of all connections, in a forked process; takes no lock."""

@@ -98,8 +98,6 @@ class DataConnections:
         agent.on(Kind.DATA_BROKEN, self._on_data_broken, inline=True)
         agent.on(Kind.UNSENT, self._on_unsent, inline=True)
         agent.members.on_joined(self._offer)
-        agent.on_lost(self._give_up)
-        agent.on_departed(self._give_up)
 
     def _offer(self, peer: Peer) -> None:
         peer.accept_data = functools.partial(self._accept, peer)
@@ -343,7 +341,7 @@ class DataConnections:
 
     # The end
 
-    def _give_up(self, peer: Peer) -> None:
+    def give_up(self, peer: Peer) -> None:
         """Ends the connections with a lost peer; whoever waits for its tensors fails now."""
         data = self._of(peer)
         with data.lock:
@@ -377,7 +375,7 @@ class DataConnections:
         for peer in list(self._agent.peers.values()):
             peer.accept_data = peer.dial_data = None
             if not peer.is_self:
-                self._give_up(peer)
+                self.give_up(peer)
         self._pump.close()
 
 

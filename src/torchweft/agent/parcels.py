@@ -151,7 +151,16 @@ class ParcelService:
         self._idle_s = knobs.POOL_IDLE_S.get()
         self._next_trim_s = 0.0
         agent.on(Kind.SUPPLY, self._on_supply, inline=True)
-        agent.on_lost(_take_back)
+
+    def peer_lost(self, peer: Peer) -> None:
+        """Fails the waits for tensors of a lost worker; takes back memory that it was lent."""
+        self.peer_disconnected(peer)
+        peer.held.close()
+        peer.channels.lose()
+
+    def peer_disconnected(self, peer: Peer) -> None:
+        """Fails the waits for tensors of a worker whose connection has ended."""
+        self._data.give_up(peer)
 
     def close(self, limit_s: float = _CLOSE_LIMIT_S) -> None:
         """Sends what is waiting, at most for ``limit_s``; ends the threads that move tensors."""
@@ -294,12 +303,6 @@ class ParcelService:
         if source is None:
             raise ProtocolError(f"worker {peer.name!r} sends by {kind.name}, unasked")
         return source
-
-
-def _take_back(peer: Peer) -> None:
-    """Takes back what a lost worker has or is offered."""
-    peer.held.close()
-    peer.channels.lose()
 
 
 def _fetched_kinds(table: BufferTable) -> list[ChannelKind]:

@@ -135,7 +135,6 @@ class ReferenceKeeper:
         """Sends what others must hear before the messages of the protocol."""
         agent.parts[ReferenceKeeper] = self
         agent.on(Kind.REFERENCES, self._on_message, inline=True)
-        agent.on_lost(self.peer_lost)
 
     # Values of this worker
 

@@ -110,7 +110,6 @@ class Cancelling:
         self._agent = agent
         self._with_nested: deque[ServedCall] = deque()
         agent.on(Kind.CANCEL, self._on_message, inline=True)
-        agent.on_lost(self._on_lost)
 
     def cancel(self, calls: list[ServedCall]) -> None:
         """Cancels calls, and soon what is nested in them."""
@@ -126,7 +125,8 @@ class Cancelling:
         found = map(peer.served.get, decode_ints(frame.control))
         self.cancel([call for call in found if call is not None])
 
-    def _on_lost(self, peer: Peer) -> None:
+    def peer_lost(self, peer: Peer) -> None:
+        """Cancels the calls of a lost worker."""
         self.cancel(list(peer.served.copy().values()))
 
     def _cancel_nested(self, _: object, __: object) -> None:

@@ -87,7 +87,6 @@ class Engine:
         agent.on(Kind.GRADIENTS, self._on_message, inline=True)
         agent.on(Kind.RELEASE_CONTEXT, self._on_release, inline=True)
         agent.on(Kind.RELEASE_MESSAGES, self._on_release_messages, inline=True)
-        agent.on_lost(self._on_lost)
 
     # For users of this worker
 
@@ -462,10 +461,11 @@ class Engine:
     def _drop_sends(self, worker: int, message_ids: Sequence[int]) -> None:
         self.outside.drop_sends(message_ids, worker)
 
-    def _on_lost(self, peer: Peer) -> None:
-        self.outside.worker_lost(peer.id)
+    def peer_lost(self, peer: Peer) -> None:
+        """Fails the passes of a lost worker, and drops the graphs behind what it was sent."""
         with self._lock:
             parts = list(self._parts.values())
         for part in parts:
             if part.put((peer, LOST)):
                 self._agent.reactor.submit_task(self._take_part, part)
+        self.outside.worker_lost(peer.id)  # The end of a graph may run any code.

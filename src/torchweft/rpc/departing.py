@@ -37,7 +37,6 @@ class Departing:
         self._departure = Departure()
         self._agent.parts[Departing] = self
         self._agent.on(Kind.SHUTDOWN, self._on_message, inline=True)
-        self._agent.on_lost(self._on_lost)
         self._agent.members.on_joined(self._on_member)
 
     def wait(self, timeout: float, *, follow: Following | None = None) -> ShutdownError | None:
@@ -95,7 +94,7 @@ class Departing:
                 self._agent.connect(peer, math.inf)
             self._agent.post_ints(peer, Kind.SHUTDOWN, Step.LEAVING)
         except (WorkerLost, NotInitialized):
-            self._on_lost(peer)
+            self.peer_lost(peer)
 
     # The reasons for a wait
 
@@ -133,6 +132,7 @@ class Departing:
             actions = self._departure.received(peer.id, step)
         self._act(actions)
 
-    def _on_lost(self, peer: Peer) -> None:
+    def peer_lost(self, peer: Peer) -> None:
+        """Goes on without a lost worker."""
         with self._lock:
             self._departure.member_lost(peer.id)

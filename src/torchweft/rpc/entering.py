@@ -9,26 +9,21 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import Store
 
-from torchweft.agent import current as current_agent
 from torchweft.agent import deaths
 from torchweft.agent.admission import Admission, enter, note_left
 from torchweft.agent.agent import Agent
 from torchweft.agent.bounded_store import BoundedStore, host_of
 from torchweft.agent.members import Members
-from torchweft.agent.openmp import SpinLimit
 from torchweft.agent.peers import Peer
 from torchweft.agent.protection import Patience, Protection
 from torchweft.agent.rendezvous import join
 from torchweft.agent.signed_store import SignedStore
-from torchweft.agent.waits import LongWaits, names_of
+from torchweft.agent.waits import names_of
 from torchweft.errors import ConfigurationError, ProtocolError, RendezvousError
 from torchweft.probe import network_id
 from torchweft.protocol.membership import (
@@ -43,13 +38,9 @@ from torchweft.protocol.membership import (
     differences,
     why_apart,
 )
-from torchweft.rpc import serving, stack_report, victims
-from torchweft.rpc.departing import Departing
-from torchweft.rpc.gathering import Gatherings
-from torchweft.rpc.leaving import Leaving
+from torchweft.rpc import victims
+from torchweft.rpc.node import Node
 from torchweft.rpc.options import RpcBackendOptions
-from torchweft.rpc.worker import Worker
-from torchweft.serialize.reading import make_reader
 from torchweft.transport.addresses import (
     LOOPBACK,
     is_far,
@@ -61,9 +52,6 @@ from torchweft.transport.addresses import (
 )
 from torchweft.version import VERSION
 
-END_LIMIT_S = 5.0
-_UNASKED_LIMIT_S = 0.3
-_SHOWN_LENGTH = 160
 _MEETINGS = 32
 """With how many others a newcomer makes itself known at a time."""
 _LEAST_MEETING_S = 0.5
@@ -87,9 +75,9 @@ def enter_closed(
         directory = join(signed, registration, world_size, options.init_timeout)
         others = [each for each in directory.workers if each.id != rank]
         members = Members(registration, others, is_open=False)
-        worker = _make_worker(directory.token, members, listeners, store, options)
-    leaving = Leaving(worker)
-    _start(worker, [leaving.tick])
+        agent = _make_agent(directory.token, members, listeners, options)
+        node = Node(agent, options, store)
+    node.start()
 
 
 def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> None:
@@ -108,40 +96,15 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         signed = SignedStore(BoundedStore(store, options.init_timeout), options.secret)
         admission = enter(signed, registration, options.init_timeout)
         members = Members(admission.me, (), is_open=True)
-        worker = _make_worker(admission.token, members, listeners, store, options)
-    Departing(worker, store, admission.place)
-    _start(worker, [])
+        agent = _make_agent(admission.token, members, listeners, options)
+        node = Node(agent, options, store, admission.place)
+    node.start()
     try:
-        _introduce(worker.agent, store, admission, start_s + options.init_timeout)
+        _introduce(node, store, admission, start_s + options.init_timeout)
     except BaseException:
         note_left(store, admission.place)
-        end(worker)
+        node.end()
         raise
-
-
-def end(worker: Worker, limit_s: float | None = None, farewell: str = "") -> None:
-    """Makes this process no worker any more, at once: what still waits gets an error.
-
-    Args:
-        worker: The worker.
-        limit_s: Within about how many seconds it ends, whatever functions of the program and other
-            workers do; by default ``END_LIMIT_S``.
-        farewell: Why it leaves, for those who do not expect it.
-    """
-    limit_s = END_LIMIT_S if limit_s is None else limit_s
-    end_s = time.monotonic() + limit_s
-    finalize = worker.agent.parts.pop(Finalize, None)
-    if finalize is not None:
-        finalize.cancel()
-    worker.agent.links.farewell = farewell
-    worker.has_left = True
-    current_agent.install(None)
-    worker.agent.part(Gatherings).close()
-    worker.unseen.close()
-    worker.agent.part(SpinLimit).close()
-    worker.references.close()
-    worker.close(limit_s)
-    worker.agent.close(max(end_s - time.monotonic(), 0.0))
 
 
 class _Versions:
@@ -164,28 +127,7 @@ class _Versions:
             )
 
 
-def _end_with_interpreter(worker: Worker) -> None:
-    """Has this process leave its group when the interpreter ends, if it has not done so before.
-
-    The others are told then. Without, they would know when its connections end: after all modules
-    have been taken apart, which takes a second and more, and longer on a busy machine.
-    """
-    # Also run where a process of ``multiprocessing`` ends; after what programs register
-    # themselves, which may well be the shutdown.
-    worker.agent.parts[Finalize] = Finalize(None, _end_unasked, (worker,), exitpriority=0)
-
-
-def _end_unasked(worker: Worker) -> None:
-    error = getattr(sys, "last_value", None)
-    if error is None or hasattr(sys, "ps1"):  # At a prompt, it may be of long ago.
-        farewell = "its process ended without shutdown()"
-    else:
-        raised = f"{type(error).__name__}: {error}".splitlines()[0][:_SHOWN_LENGTH]
-        farewell = f"its program raised {raised}; its process ended without shutdown()"
-    end(worker, _UNASKED_LIMIT_S, farewell)
-
-
-def _introduce(agent: Agent, store: Any, admission: Admission, end_s: float) -> None:
+def _introduce(node: Node, store: Any, admission: Admission, end_s: float) -> None:
     """Makes this worker and those who came earlier known to each other.
 
     Who has not answered at ``end_s`` is taken for lost.
@@ -194,6 +136,7 @@ def _introduce(agent: Agent, store: Any, admission: Admission, end_s: float) -> 
         DuplicateName: One of them lives and has this one's name or rank. Nobody else is told.
         RendezvousError: One of them is on another host, and they cannot reach each other.
     """
+    agent = node.agent
     others = []
     for place, earlier in admission.earlier.items():
         if earlier.name == agent.info.name or earlier.rank == agent.info.id:
@@ -219,7 +162,7 @@ def _introduce(agent: Agent, store: Any, admission: Admission, end_s: float) -> 
     def awaited() -> str:
         return f"in init_rpc for {names_of(unmet.copy().values())} to answer"
 
-    with agent.part(LongWaits).during(awaited), meeting as pool:
+    with node.waits.during(awaited), meeting as pool:
         problems = list(pool.map(meet, peers))
     for peer, problem in zip(peers, problems, strict=True):
         if problem is not None:
@@ -280,15 +223,13 @@ def _where_to_listen(options: RpcBackendOptions, store: Any) -> tuple[str, str]:
     return options.listen, towards
 
 
-def _make_worker(
-    token: str,
-    members: Members,
-    listeners: list[socket.socket],
-    store: Any,
-    options: RpcBackendOptions,
-) -> Worker:
+def _make_agent(
+    token: str, members: Members, listeners: list[socket.socket], options: RpcBackendOptions
+) -> Agent:
     _renew_thread_pool()
-    agent = Agent(
+    victims.install()
+    members.on_joined(_Versions(members.me.registration).compare)
+    return Agent(
         Protection.of_run(token, options.secret, options.tls),
         members,
         listeners,
@@ -296,32 +237,6 @@ def _make_worker(
         options.default_timeout_s,
         Patience(options.detection_time, options.reconnect_time),
     )
-    # Rank 0 may host the store: it must live for as long as others may still read from it.
-    agent.parts[Store] = store
-    worker = Worker(
-        agent,
-        options.reference_type,
-        make_reader(options.allowed_modules, options.strict, agent.info.name, options.callables),
-        copies_own=options.copy_to_self,
-        warns_of_lost_gradients=options.lost_gradients == "warn",
-    )
-    serving.install(worker)
-    stack_report.install(worker)
-    agent.parts[SpinLimit] = SpinLimit(f"weft-{agent.info.name}-openmp")
-    victims.install()
-    waits = agent.parts[LongWaits] = LongWaits(agent.info.name)
-    waits.add(worker.engine.open_waits)
-    waits.add(Gatherings(agent).open_waits)
-    return worker
-
-
-def _start(worker: Worker, jobs: Iterable[Callable[[float], float]]) -> None:
-    worker.agent.members.on_joined(_Versions(worker.agent.me.registration).compare)
-    current_agent.install(worker.agent)
-    _end_with_interpreter(worker)
-    upkeep = [worker.references.tick, worker.parcels.tick, worker.unseen.tick]
-    upkeep += [worker.engine.tick, worker.agent.part(SpinLimit).tick]
-    worker.agent.start([*upkeep, worker.agent.part(LongWaits).tick, *jobs])
 
 
 def _renew_thread_pool() -> None:

@@ -18,12 +18,10 @@ from torchweft.agent.waits import Following
 from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.departing import Departing
-from torchweft.rpc.entering import end, enter_closed, enter_open
-from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.entering import enter_closed, enter_open
+from torchweft.rpc.node import Node
 from torchweft.rpc.options import RpcBackendOptions, from_tensorpipe
 from torchweft.rpc.tensorpipe import TensorPipeRpcBackendOptions, warn_of_ignored
-from torchweft.rpc.worker import Worker
 from torchweft.serialize.tracebacks import without_own_frames
 
 _log = logging.getLogger("torchweft")
@@ -143,7 +141,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     if graceful:
         leave(timeout)
     else:
-        end(current_agent.current().part(Worker), farewell="it left by shutdown(graceful=False)")
+        current_agent.current().part(Node).end(farewell="it left by shutdown(graceful=False)")
 
 
 def leave(timeout: float, follow: Following | None = None) -> None:
@@ -156,16 +154,13 @@ def leave(timeout: float, follow: Following | None = None) -> None:
     Raises:
         ShutdownError: It did not end as it should; says which workers were missing and why.
     """
-    agent = current_agent.current()
-    leaving: Departing | Leaving = (
-        agent.part(Departing) if agent.members.is_open else agent.part(Leaving)
-    )
+    node = current_agent.current().part(Node)
     farewell = "it left before its shutdown() was done"
     try:
-        problem = leaving.wait(timeout, follow=follow)
+        problem = node.leaving.wait(timeout, follow=follow)
         farewell = "" if problem is None else farewell
     finally:
-        end(agent.part(Worker), farewell=farewell)
+        node.end(farewell=farewell)
     if problem is not None:
         raise problem
 

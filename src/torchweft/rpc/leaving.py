@@ -46,8 +46,6 @@ class Leaving:
         self._leader = Leader(ranks) if self._agent.me.id == _LEADER else None
         self._agent.parts[Leaving] = self
         self._agent.on(Kind.SHUTDOWN, self._on_message, inline=True)
-        self._agent.on_lost(self._on_lost)
-        self._agent.on_departed(self._on_departed)
 
     def wait(
         self, timeout: float, *, notes_held: bool = False, follow: Following | None = None
@@ -101,11 +99,11 @@ class Leaving:
     def _watch_all(self, _: object, __: object) -> None:
         """Connects to everybody: a worker that dies before it calls shutdown is then noticed."""
         with self._agent.reactor.idling():
-            self._agent.connect_all(self._agent.peers.values(), self._on_lost)
+            self._agent.connect_all(self._agent.peers.values(), self.peer_lost)
 
     def _watch_leader(self, _: object, __: object) -> None:
         with self._agent.reactor.idling():
-            self._agent.connect_all([self._agent.peers[_LEADER]], self._on_lost)
+            self._agent.connect_all([self._agent.peers[_LEADER]], self.peer_lost)
 
     # Messages
 
@@ -142,7 +140,8 @@ class Leaving:
                 actions = self._leader.worker_settled(peer.id)
         self._act(actions)
 
-    def _on_lost(self, peer: Peer) -> None:
+    def peer_lost(self, peer: Peer) -> None:
+        """Goes on without a lost worker; without rank 0 it ends."""
         assert peer.lost is not None
         if self._leader is not None:
             self._lost[peer.id] = peer.lost
@@ -153,7 +152,7 @@ class Leaving:
             self._lost[peer.id] = peer.lost
             self._done.set()
 
-    def _on_departed(self, peer: Peer) -> None:
+    def peer_disconnected(self, peer: Peer) -> None:
         """Notes a closed connection after the group has gone quiet.
 
         Nobody leaves before the leader has told all that everybody has settled: who is gone

@@ -68,15 +68,17 @@ def install(worker: Worker) -> None:
         except BaseException as error:
             call.fail(error)
 
-    def drop_creations(peer: Peer) -> None:
-        """Cancels what makes values for a lost worker, where nobody else refers to them."""
-        worker.references.peer_lost(peer)  # Perhaps it has not been told yet.
-        making = [call for call in worker.unfinished.copy() if isinstance(call, Call)]
-        mine = [call for call in making if call.peer is peer and call.is_unwanted(0.0)]
-        worker.agent.cancelling.cancel(list[ServedCall](mine))
-
     worker.agent.on_calls(serve, refuse, Call)
-    worker.agent.on_lost(drop_creations)
+
+
+def cancel_creations(worker: Worker, peer: Peer) -> None:
+    """Cancels what makes values for a lost worker, where nobody else refers to them.
+
+    The keeper of references must have been told of the loss.
+    """
+    making = [call for call in worker.unfinished.copy() if isinstance(call, Call)]
+    mine = [call for call in making if call.peer is peer and call.is_unwanted(0.0)]
+    worker.agent.cancelling.cancel(list[ServedCall](mine))
 
 
 def _serve(worker: Worker, peer: Peer, call: Call) -> None:

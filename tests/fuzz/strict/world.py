@@ -92,7 +92,8 @@ class World:
         reader = make_reader(None, True, "me", options.callables)
         self.worker = Worker(self.agent, options.reference_type, reader)
         serving.install(self.worker)
-        Gatherings(self.agent)
+        self.gatherings = Gatherings(self.agent)
+        self.agent._when_lost = self._peer_lost
         self._stop_at_the_edges()
         current_agent.install(self.agent)
         self.sender = self.agent.peers[SENDER]
@@ -185,6 +186,14 @@ class World:
         self.worker.references.tick(time.monotonic() + 1)
         self.agent.calls.expire(time.monotonic() + 60)
 
+    def _peer_lost(self, peer: Peer) -> None:
+        self.worker.parcels.peer_lost(peer)
+        self.gatherings.peer_lost(peer)
+        self.worker.engine.peer_lost(peer)
+        self.agent.cancelling.peer_lost(peer)
+        self.worker.references.peer_lost(peer)
+        serving.cancel_creations(self.worker, peer)
+
     def tell_error(self, content: bytes) -> BaseException:
         """Reads an error as the worker does where it comes as an answer."""
         return self.worker.reader.unpack_error(content)
@@ -195,7 +204,7 @@ class World:
         self.handles.clear()
         self.worker.has_left = True
         with contextlib.suppress(Exception):
-            self.agent.part(Gatherings).close()
+            self.gatherings.close()
         self.worker.references.close()
         self.worker.close(1.0)
         for number in (SENDER, OTHER):

@@ -49,7 +49,13 @@ class Member:
             self.session(other)._socket.shutdown(socket.SHUT_RDWR)
 
     def start(self) -> None:
-        self.agent.start([self.references.tick])
+        self.agent.start([self.references.tick], when_lost=self._peer_lost)
+
+    def _peer_lost(self, peer: Peer) -> None:
+        self.parcels.peer_lost(peer)
+        self.agent.cancelling.peer_lost(peer)
+        self.references.peer_lost(peer)
+        self.agent.tell_watchers(peer)
 
     def close(self) -> None:
         self.parcels.close()

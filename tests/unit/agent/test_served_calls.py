@@ -19,9 +19,10 @@ from torchweft.wire.messages import Kind, encode_ints
 class Agent:
     """Stands in for an agent: keeps what it is told, and runs what is submitted when asked to."""
 
+    cancelling: Cancelling
+
     def __init__(self) -> None:
         self.handlers: dict[Kind, Callable[[Peer, Frame], None]] = {}
-        self.lost: list[Callable[[Peer], None]] = []
         self.submitted: list[Callable[[object, object], None]] = []
         self.cancelled: list[set[ServedCall]] = []
 
@@ -36,9 +37,6 @@ class Agent:
     def on(self, kind: Kind, handler: Callable[[Peer, Frame], None], *, inline: bool) -> None:
         assert inline
         self.handlers[kind] = handler
-
-    def on_lost(self, callback: Callable[[Peer], None]) -> None:
-        self.lost.append(callback)
 
     def submit(self, function: Callable[[object, object], None]) -> None:
         self.submitted.append(function)
@@ -55,7 +53,7 @@ class Agent:
 @pytest.fixture
 def agent() -> Agent:
     agent = Agent()
-    Cancelling(agent)  # type: ignore[arg-type]
+    agent.cancelling = Cancelling(agent)  # type: ignore[arg-type]
     return agent
 
 
@@ -163,8 +161,7 @@ def test_what_is_nested_is_cancelled_once_for_many(agent: Agent, peer: Peer) -> 
 def test_the_calls_of_a_lost_worker_are_cancelled(agent: Agent, peer: Peer) -> None:
     calls: list[Any] = [new_call(peer, number) for number in (1, 2)]
     calls[1].has_nested = True
-    for callback in agent.lost:
-        callback(peer)
+    agent.cancelling.peer_lost(peer)
     agent.run_submitted()
     assert all(call.was_cancelled for call in calls)
     assert agent.cancelled == [{calls[1]}]

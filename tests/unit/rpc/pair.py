@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.unit.agent.group import Member, group_of, wait_until
 from torchweft.agent import current as current_agent
+from torchweft.agent.peers import Peer
 from torchweft.rpc import calls, serving
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
@@ -26,7 +28,9 @@ class Pair:
         self.peer, self.peer_of_callee = caller.peer(callee), callee.peer(caller)
         for worker in (self.caller, self.callee):
             serving.install(worker)
-            worker.agent.start([worker.references.tick])
+            worker.agent.start(
+                [worker.references.tick], when_lost=functools.partial(_peer_lost, worker)
+            )
         current_agent.install(callee.agent)
 
     def close(self) -> None:
@@ -65,6 +69,13 @@ class Pair:
         # An answer goes out a moment before its call is over.
         wait_until(lambda: not self.callee.agent.reactor.busy, "the end of all calls")
         wait_until(lambda: not self.callee.unfinished, "the end of all values in the making")
+
+
+def _peer_lost(worker: Worker, peer: Peer) -> None:
+    worker.parcels.peer_lost(peer)
+    worker.agent.cancelling.peer_lost(peer)
+    worker.references.peer_lost(peer)
+    serving.cancel_creations(worker, peer)
 
 
 _barriers: list[threading.Barrier] = []

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store
-
 import torchweft.rpc
 from torchweft.agent import current as current_agent
 from torchweft.agent.agent import Agent
@@ -16,6 +14,7 @@ from torchweft.errors import CallTimeout
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.departing import Departing
 from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.node import Node
 
 _POLL_S = 0.002
 
@@ -68,7 +67,7 @@ class RpcAgent:
     @property
     def store(self) -> Any:
         """The store through which the workers found each other."""
-        return self._agent.parts[Store]
+        return self._agent.part(Node).store
 
     def _get_backend_options(self) -> Any:
         return self._options

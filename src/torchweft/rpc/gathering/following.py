@@ -45,7 +45,6 @@ class Gatherings:
         self._is_closed = False
         self.led = Led(agent, failed)
         agent.parts[Gatherings] = self
-        agent.on_lost(self._on_lost)
 
     def __len__(self) -> int:
         return len(self._awaited) + len(self.led)
@@ -141,7 +140,8 @@ class Gatherings:
         if gathering is not None:
             gathering.fail(error)
 
-    def _on_lost(self, peer: Peer) -> None:
+    def peer_lost(self, peer: Peer) -> None:
+        """Fails the gatherings that lack a lost worker."""
         self.led.lost(peer)
         with self._lock:
             headless = [each for key, each in self._awaited.items() if key.workers[0] == peer.id]

@@ -1,0 +1,162 @@
+"""One worker as a whole: its parts are made, started, told of losses and ended here, in order."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+
+from torch.distributed.distributed_c10d import Store
+
+from torchweft.agent import current as current_agent
+from torchweft.agent.agent import Agent
+from torchweft.agent.housekeeper import Job
+from torchweft.agent.mishaps import log_mishap
+from torchweft.agent.openmp import SpinLimit
+from torchweft.agent.peers import Peer
+from torchweft.agent.waits import LongWaits
+from torchweft.rpc import serving, stack_report
+from torchweft.rpc.departing import Departing
+from torchweft.rpc.gathering import Gatherings
+from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.options import RpcBackendOptions
+from torchweft.rpc.worker import Worker
+from torchweft.serialize.reading import make_reader
+
+END_LIMIT_S = 5.0
+_UNASKED_LIMIT_S = 0.3
+_SHOWN_LENGTH = 160
+
+
+class Node:
+    """The parts of one worker.
+
+    Args:
+        agent: Its connections, threads and open calls; not started yet.
+        options: The options of the worker.
+        store: The store through which the workers found each other. Rank 0 may host it, so it
+            must live for as long as others may still read from it.
+        place: Its place in the order of those who came, in an open group.
+
+    Attributes:
+        agent: Its connections, threads and open calls.
+        worker: Its calls, references, tensors and autograd engine.
+        gatherings: The barriers and gathers that it takes part in.
+        leaving: Takes it out of the group.
+        waits: Tells of waits that take long.
+        spin_limit: Has idle threads of OpenMP sleep.
+        store: The store.
+    """
+
+    def __init__(
+        self, agent: Agent, options: RpcBackendOptions, store: Store, place: int = 0
+    ) -> None:
+        self.agent = agent
+        self.store = store
+        name = agent.info.name
+        self.waits = agent.parts[LongWaits] = LongWaits(name)
+        self.spin_limit = SpinLimit(f"weft-{name}-openmp")
+        self.worker = Worker(
+            agent,
+            options.reference_type,
+            make_reader(options.allowed_modules, options.strict, name, options.callables),
+            copies_own=options.copy_to_self,
+            warns_of_lost_gradients=options.lost_gradients == "warn",
+        )
+        serving.install(self.worker)
+        stack_report.install(self.worker)
+        self.gatherings = Gatherings(agent)
+        self.waits.add(self.worker.engine.open_waits)
+        self.waits.add(self.gatherings.open_waits)
+        self.leaving: Leaving | Departing = (
+            Departing(self.worker, store, place) if agent.members.is_open else Leaving(self.worker)
+        )
+        self._finalize: Finalize | None = None
+        agent.parts[Node] = self
+
+    def start(self) -> None:
+        """Makes this the worker of the process, and begins to serve others."""
+        current_agent.install(self.agent)
+        # The others are told then. Without, they would know when its connections end: after all
+        # modules have been taken apart, which takes a second and more on a busy machine. Also run
+        # where a process of ``multiprocessing`` ends; after what programs register themselves,
+        # which may well be the shutdown.
+        self._finalize = Finalize(None, self._end_unasked, exitpriority=0)
+        worker = self.worker
+        jobs: list[Job] = [worker.references.tick, worker.parcels.tick, worker.unseen.tick]
+        jobs += [worker.engine.tick, self.spin_limit.tick, self.waits.tick]
+        if isinstance(self.leaving, Leaving):
+            jobs.append(self.leaving.tick)
+        self.agent.start(jobs, when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
+
+    def peer_lost(self, peer: Peer) -> None:
+        """Tells all parts that a worker is lost, in this order, as one task.
+
+        ``Agent.lose`` has declared it lost, ended the connection and failed the open calls to it
+        by now. The waits for it come first, so that a program hears of the loss as soon as it
+        can; values and shutdown come after them. Applications and callbacks of
+        ``on_worker_lost`` come last, each as a task of its own: they may block.
+        """
+        worker = self.worker
+        self._tell(
+            peer,
+            worker.parcels.peer_lost,
+            self.gatherings.peer_lost,
+            worker.engine.peer_lost,
+            self.agent.cancelling.peer_lost,
+            worker.references.peer_lost,
+            self._cancel_creations,
+            self.leaving.peer_lost,
+            self.agent.tell_watchers,
+        )
+
+    def peer_disconnected(self, peer: Peer) -> None:
+        """Tells the parts that a connection has ended while the group is leaving."""
+        self._tell(peer, self.worker.parcels.peer_disconnected)
+        if isinstance(self.leaving, Leaving):
+            self._tell(peer, self.leaving.peer_disconnected)
+
+    def _tell(self, peer: Peer, *parts: Callable[[Peer], None]) -> None:
+        """Calls all of ``parts``: an error of one, which may run code of programs, is logged."""
+        for tell in parts:
+            try:
+                tell(peer)
+            except BaseException:
+                log_mishap("a part of this worker failed at the loss of worker %r", peer.name)
+
+    def _cancel_creations(self, peer: Peer) -> None:
+        serving.cancel_creations(self.worker, peer)
+
+    def end(self, limit_s: float | None = None, farewell: str = "") -> None:
+        """Makes this process no worker any more, at once: what still waits gets an error.
+
+        Args:
+            limit_s: Within about how many seconds it ends, whatever functions of the program and
+                other workers do; by default ``END_LIMIT_S``.
+            farewell: Why it leaves, for those who do not expect it.
+        """
+        limit_s = END_LIMIT_S if limit_s is None else limit_s
+        end_s = time.monotonic() + limit_s
+        finalize, self._finalize = self._finalize, None
+        if finalize is not None:
+            finalize.cancel()
+        self.agent.links.farewell = farewell
+        self.worker.has_left = True
+        current_agent.install(None)
+        self.gatherings.close()
+        self.worker.unseen.close()
+        self.spin_limit.close()
+        self.worker.references.close()
+        self.worker.close(limit_s)
+        self.agent.close(max(end_s - time.monotonic(), 0.0))
+
+    def _end_unasked(self) -> None:
+        """Leaves when the interpreter ends, where the program has not done so before."""
+        error = getattr(sys, "last_value", None)
+        if error is None or hasattr(sys, "ps1"):  # At a prompt, it may be of long ago.
+            farewell = "its process ended without shutdown()"
+        else:
+            raised = f"{type(error).__name__}: {error}".splitlines()[0][:_SHOWN_LENGTH]
+            farewell = f"its program raised {raised}; its process ended without shutdown()"
+        self.end(_UNASKED_LIMIT_S, farewell)
