@@ -16,13 +16,14 @@ from typing import Any
 from tests.faults.board import Board
 from tests.faults.plan import EXIT, KILL, Fault
 from torchweft.agent import rendezvous
+from torchweft.agent.peers import Peer
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.parts import Part
 from torchweft.channel.copying import Copier
 from torchweft.channel.memory import BufferPool
 from torchweft.mapreduce import shared
 from torchweft.protocol.backward import Discover, Settled
-from torchweft.protocol.shutdown import Send, Step
+from torchweft.protocol.membership.leader import Send, Step
 from torchweft.rpc import entering
 from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.node import Node
@@ -134,10 +135,10 @@ def _send_half(link: Link, parts: list[Any]) -> None:
 def _amid_closing() -> None:
     tell = Leaving._tell
 
-    def close(leaving: Leaving, action: Send) -> None:
+    def close(leaving: Leaving, peer: Peer, action: Send) -> None:
         if action.step is Step.CLOSE:
             reach("closing")
-        tell(leaving, action)
+        tell(leaving, peer, action)
 
     Leaving._tell = close  # type: ignore[assignment, method-assign]
 
@@ -186,7 +187,7 @@ _WRAPPERS: dict[str, Callable[[], None]] = {
     "registering": _before(entering, "join", "registering"),
     "registered": _before(rendezvous, "_wait", "registered"),
     "joined": _after(Node, "start", "joined"),
-    "probed": _before(Leaving, "_report", "probed"),
+    "probed": _before(Leaving, "_look", "probed"),
     "settling": _before(Leaving, "_settle", "settling"),
     "closing": _amid_closing,
     "leasing": _before(BufferPool, "lease", "leasing"),

@@ -8,8 +8,9 @@ import time
 from tests.processes.functions import add, identity, wait_until
 from torchweft import rpc
 from torchweft.agent.current import current
+from torchweft.protocol.membership.leaving import ClosedLeaving
 from torchweft.rpc import node
-from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.node import Node
 
 NAMES = "abc"
 END_LIMIT_S = 0.5
@@ -69,6 +70,8 @@ def names_here() -> list[str]:
 
 def await_ready(count: int) -> None:
     """Returns when so many others have called ``shutdown``, as the leader knows."""
-    leader = current().part(Leaving)._leader
+    machine = current().part(Node).leaving._machine
+    assert isinstance(machine, ClosedLeaving)
+    leader = machine.leader
     assert leader is not None
     wait_until(lambda: len(leader.ready) == count, lambda: f"only {leader.ready} have")

@@ -86,4 +86,6 @@ def test_waits_for_others_are_told_of(nursery: Nursery, told: Told) -> None:
     barrier, backward, shutdown = (text.partition(" s in ")[2] for text in told.messages[-3:])
     assert barrier == "barrier for 'worker1'"
     assert backward == "a backward pass for worker 'worker1'"
-    assert shutdown == "shutdown, serving meanwhile: these had calls under way: 'driver', 'worker0'"
+    assert (
+        shutdown == "shutdown, serving meanwhile: workers 'driver', 'worker0' had calls under way"
+    )

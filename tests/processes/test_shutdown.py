@@ -66,7 +66,7 @@ def test_what_has_begun_is_finished(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["worker0", "worker1"]
 
 
-LATE = r"longer than 0\.2 s; these had (calls under way|not called shutdown)"
+LATE = r"longer than 0\.2 s; workers? '\w+'.* had (calls under way|not called shutdown)"
 """The second on a busy machine, whose workers take longer until they have called it."""
 
 

@@ -72,7 +72,7 @@ def test_who_does_not_call_shutdown_is_named(closed: OpenWorkers) -> None:
     closed.begin("b", leaving.shut_down, 20.0)
     error = shut_down(closed, "a")
     assert error.missing == ("c",)
-    assert "these had not called shutdown: 'c'" in str(error)
+    assert "worker 'c' had not called shutdown" in str(error)
     assert isinstance(closed.result("b")[1], ShutdownError)
 
 
@@ -93,14 +93,14 @@ def test_who_was_stopped_in_the_middle_is_named(closed: OpenWorkers) -> None:
     os.kill(pid, signal.SIGSTOP)
     error = shut_down(closed, "a")
     assert error.missing == ("c",)
-    assert "these did not answer: 'c'" in str(error)
+    assert "worker 'c' did not answer" in str(error)
 
 
 def test_who_leads_is_named_where_it_does_not_answer(closed: OpenWorkers) -> None:
     stop(closed, "a")
     error = shut_down(closed, "b", closing_s=END_LIMIT_S)
     assert error.missing == ("a",)
-    assert "worker 'a' has not said that all are done" in str(error)
+    assert "worker 'a' had not said that all are done" in str(error)
 
 
 @pytest.mark.parametrize("limit_s", [20.0, 0.0])
@@ -120,7 +120,7 @@ def test_who_has_calls_under_way_is_named(closed: OpenWorkers) -> None:
         closed.begin(name, leaving.shut_down, 20.0)
     error = shut_down(closed, "a")
     assert error.missing == ("b", "c")
-    assert "these had calls under way: 'b', 'c'" in str(error)
+    assert "workers 'b', 'c' had calls under way" in str(error)
 
 
 def test_an_endless_function_of_its_own_does_not_keep_a_worker(closed: OpenWorkers) -> None:
@@ -150,5 +150,5 @@ def test_a_stopped_member_of_an_open_group_is_named(opened: OpenWorkers) -> None
     stop(opened, "c")
     error = shut_down(opened, "a", closing_s=END_LIMIT_S)
     assert error.missing == ("c",)
-    assert "these have not answered: 'c'" in str(error)
+    assert "worker 'c' had not answered" in str(error)
     assert opened.do("b", leaving.names_here) == ["b", "c"]

@@ -14,83 +14,26 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.group_member import Member
 from tests.simulation.group_world import GroupWorld
+from tests.simulation.leaving_member import LeavingMember
 from tests.simulation.seeds import batches, name_of, try_seeds
-from torchweft.protocol.shutdown import Action, Closed, Leader, ProbeLater, Report, Send, Step
+from torchweft.protocol.membership.leaving import ClosedLeaving, Left
 
 LEADER = 0
-PROBE_PAUSE_S = 0.05
 END_S = 2000.0
 LONGEST_FREEZE_S = 60.0
 
 
-class Worker(Member):
+class Worker(LeavingMember):
     """A worker of a closed group; the first one leads its shutdown."""
 
-    leader: Leader | None = None
-    is_settling = False
-    is_settled = False
-    closings = 0
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.machine = ClosedLeaving(self.id, set(range(self.group.run.size)))
 
-    def on_finished(self) -> None:
-        self.send(LEADER, ("step", Step.READY))
-
-    def on_message(self, peer: int, message: tuple[Any, ...]) -> None:
-        _, step, *arguments = message
-        if step is Step.PROBE:
-            report = int(self.is_idle), self.activity
-            self.send(LEADER, ("step", Step.REPORT, *arguments, *report))
-        elif step is Step.SETTLE:
-            self.is_settling = True
+    def on_left(self, action: Left) -> None:
+        if action.lost == (LEADER,):  # Nobody is left to say when.
             self.group.references.drop_all(self.id)
-            self.on_tick()
-        elif step is Step.CLOSE:
-            self.closings += 1
-        else:
-            self._lead(peer, step, *arguments)
-
-    def on_tick(self) -> None:
-        machine = self.group.references.machines[self.id]
-        if self.is_settling and not self.is_settled and machine.is_settled():
-            self.is_settled = True
-            self.send(LEADER, ("step", Step.SETTLED))
-
-    def on_lost(self, peer: int, cause: str) -> None:
-        super().on_lost(peer, cause)
-        if self.leader is not None:
-            self._act(self.leader.worker_lost(peer))
-        elif peer == LEADER and not self.closings:
-            self.closings += 1  # Nobody is left to say when.
-            self.group.references.drop_all(self.id)
-
-    def _lead(self, peer: int, step: Step, *arguments: int) -> None:
-        leader = self.leader
-        assert leader is not None, f"{step} comes to {self.id}, who does not lead"
-        if step is Step.READY:
-            self._act(leader.worker_ready(peer))
-        elif step is Step.REPORT:
-            probe_round, is_idle, activity = arguments
-            report = Report(bool(is_idle), activity)
-            self._act(leader.worker_reported(peer, probe_round, report))
-        else:
-            assert step is Step.SETTLED
-            self._act(leader.worker_settled(peer))
-
-    def _act(self, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Send):
-                if action.step is Step.SETTLE:
-                    self.group.run.check_quiet()
-                self.send(action.to, ("step", action.step, *action.arguments))
-            elif isinstance(action, ProbeLater):
-                self.node.clock.later(PROBE_PAUSE_S, self._probe)
-            else:
-                self.group.run.closed.append(action)
-
-    def _probe(self) -> None:
-        assert self.leader is not None
-        self._act(self.leader.probe_again())
 
 
 class Run:
@@ -99,11 +42,16 @@ class Run:
     def __init__(self, seed: int) -> None:
         self.world = GroupWorld(seed, Worker, self)
         self.chance = self.world.chance
-        self.closed: list[Closed] = []
-        self.quiet_s: float | None = None
-        for place in range(self.chance.randint(2, 4)):
+        self.closed: list[Left] = []
+        self.size = self.chance.randint(2, 4)
+        for place in range(self.size):
             self.world.join(place)
-        self.world.members[LEADER].leader = Leader(set(self.world.members))
+
+    def on_left(self, worker: Worker, action: Left) -> None:
+        if worker.id == LEADER:
+            self.closed.append(action)
+        else:
+            worker.on_left(action)
 
     def act(self, steps: int, may_lose: bool) -> None:
         """Lets the programs run, with trouble in between."""
@@ -146,12 +94,12 @@ class Run:
         for worker in world.members.values():
             leaks = world.references.machines[worker.id].leaks()
             assert not leaks, f"G4: worker {worker.id} still has {leaks}"
-            assert worker.closings == 1, f"worker {worker.id} is let go {worker.closings} times"
+            assert len(worker.endings) == 1, f"worker {worker.id} is let go: {worker.endings}"
 
     def _are_all_let_go(self) -> bool:
-        return all(worker.closings for worker in self.world.members.values())
+        return all(worker.endings for worker in self.world.members.values())
 
-    def check_quiet(self) -> None:
+    def on_settle(self) -> None:
         """Checks, when the leader says so, that nobody waits but for who is lost."""
         world = self.world
         for worker in world.members.values():

@@ -7,80 +7,81 @@ from collections.abc import Callable
 import pytest
 
 from tests.simulation.test_open_groups_simulated import Run, come_and_die, come_and_go
-from torchweft.protocol.departure import Action, BeginSettling, Departure, Left, Stage
-from torchweft.protocol.shutdown import Step
+from torchweft.protocol.membership.leader import Report, Step
+from torchweft.protocol.membership.leaving import Action, BeginSettling, Left, OpenLeaving, Stage
 
 PROGRAMS = (come_and_go, come_and_die)
 SEEDS = 100
 """A fault must be found within so many runs of each program."""
 
 
-class WaitsForNobody(Departure):
+class WaitsForNobody(OpenLeaving):
     """Does not wait until all have answered."""
 
-    def observed(self, **state: bool) -> list[Action]:
+    def member_present(self, member: int) -> list[Action]:
+        actions = super().member_present(member)
         self._unanswered.clear()
-        return super().observed(**state)
+        return actions
 
 
-class TellsNoNewcomer(Departure):
+class TellsNoNewcomer(OpenLeaving):
     """Does not tell those that join while it leaves."""
 
-    def observed(self, **state: bool) -> list[Action]:
+    def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
         self._has_begun = True
-        return super().observed(**state)
+        return super().observed(report, is_settled=is_settled)
 
     def member_present(self, member: int) -> list[Action]:
         is_newcomer = self.stage is not Stage.MEMBER and getattr(self, "_has_begun", False)
         return [] if is_newcomer else super().member_present(member)
 
 
-class TellsNobodyThatLeaves(Departure):
+class TellsNobodyThatLeaves(OpenLeaving):
     """Does not tell those that have said that they leave."""
 
-    def received(self, member: int, step: int) -> list[Action]:
+    def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
         if step == Step.LEAVING:
             self.__dict__.setdefault("departing", set()).add(member)
-        return super().received(member, step)
+        return super().received(member, step, arguments)
 
     def member_present(self, member: int) -> list[Action]:
         is_departing = member in self.__dict__.get("departing", ())
         return [] if is_departing else super().member_present(member)
 
 
-class DoesNotAnswer(Departure):
+class DoesNotAnswer(OpenLeaving):
     """Makes no more calls to one that leaves, and does not say so."""
 
-    def received(self, member: int, step: int) -> list[Action]:
-        return super().received(member, step)[:1]
+    def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
+        return super().received(member, step, arguments)[:1]
 
 
-class CallsOn(Departure):
+class CallsOn(OpenLeaving):
     """Answers one that leaves, and calls it all the same."""
 
-    def received(self, member: int, step: int) -> list[Action]:
-        return super().received(member, step)[1:]
+    def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
+        return super().received(member, step, arguments)[1:]
 
 
-class ForgetsTheDead(Departure):
+class ForgetsTheDead(OpenLeaving):
     """Waits for the answers of members that are lost."""
 
-    def member_lost(self, member: int) -> None:
-        pass
+    def member_lost(self, member: int) -> list[Action]:
+        return []
 
 
-class LeavesWhileItServes(Departure):
+class LeavesWhileItServes(OpenLeaving):
     """Drops its references and goes before it is idle."""
 
-    def observed(self, **state: bool) -> list[Action]:
-        return super().observed(**dict.fromkeys(state, True))
+    def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
+        return super().observed(Report(True, report.activity), is_settled=True)
 
 
-class KeepsItsReferences(Departure):
+class KeepsItsReferences(OpenLeaving):
     """Goes without having dropped its references."""
 
-    def observed(self, **state: bool) -> list[Action]:
-        actions = super().observed(**state)
+    def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
+        actions = super().observed(report, is_settled=is_settled)
         if BeginSettling() in actions:
             self.stage = Stage.LEFT
             return [Left()]
@@ -101,8 +102,8 @@ class KeepsItsReferences(Departure):
         KeepsItsReferences,
     ],
 )
-def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, mutant: type[Departure]) -> None:
-    monkeypatch.setattr("tests.simulation.test_open_groups_simulated.Departure", mutant)
+def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, mutant: type[OpenLeaving]) -> None:
+    monkeypatch.setattr("tests.simulation.test_open_groups_simulated.OpenLeaving", mutant)
     assert any(fails(program, seed) for seed in range(SEEDS) for program in PROGRAMS)
 
 

@@ -1,7 +1,7 @@
 """Open groups: workers join, leave politely, die and come back as another life, all at once.
 
 Each seed is a group on a network that breaks connections and delays everything. A worker leaves as
-``torchweft.protocol.departure`` decides: it says so, waits until everybody has noted it, serves
+``OpenLeaving`` decides: it says so, waits until everybody has noted it, serves
 calls on their way, drops its references, and goes when its last messages have arrived. So a call
 that a caller could make before it knew is answered. ``WEFT_TEST_SEED=<seed>`` runs one seed alone
 and prints what happened; ``WEFT_TEST_SEEDS`` sets how many are tried.
@@ -14,38 +14,23 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.group_member import Member, Request
 from tests.simulation.group_world import GroupWorld
+from tests.simulation.leaving_member import LeavingMember
 from tests.simulation.seeds import batches, name_of, try_seeds
-from torchweft.protocol.departure import Action, BeginSettling, Departure, Retire, Stage
-from torchweft.protocol.shutdown import Send
+from torchweft.protocol.membership.leaving import Left, OpenLeaving
 
 END_S = 3000.0
 PLACES = 5
 
 
-class Worker(Member):
-    """A worker that leaves when its program is at its end."""
+class Worker(LeavingMember):
+    """A worker of an open group."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.departure = Departure()
-        self.retired: set[int] = set()
-
-    def callable_peers(self) -> list[int]:
-        return [peer for peer in super().callable_peers() if peer not in self.retired]
-
-    def on_finished(self) -> None:
-        self.departure.begin()
-        for peer, half in self.node.halves.items():
-            if not half.is_lost:
-                self.act(self.departure.member_present(peer))
-
-    def on_message(self, peer: int, message: tuple[Any, ...]) -> None:
-        self.act(self.departure.received(peer, message[1]))
+        self.machine = OpenLeaving()
 
     def on_lost(self, peer: int, cause: str) -> None:
-        self.departure.member_lost(peer)
         left = peer in self.group.run.left
         before = len(self.failed)
         super().on_lost(peer, cause)
@@ -53,30 +38,9 @@ class Worker(Member):
             self.group.run.impolite.append((self.id, peer, self.failed[before:]))
 
     def on_tick(self) -> None:
-        is_settled = self.group.references.machines[self.id].is_settled()
-        self.act(self.departure.observed(is_idle=self.is_idle, is_settled=is_settled))
-        self.is_gone = self.departure.stage is Stage.LEFT
-        if self.is_gone and self._are_last_words_heard():
+        super().on_tick()
+        if self.is_gone and self.are_last_words_heard():
             self.group.run.leave(self)
-
-    def take(self, peer: int, message: Any) -> None:
-        if not (self.is_gone and isinstance(message, Request)):  # Nobody serves it any more.
-            super().take(peer, message)
-
-    def act(self, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Send):
-                self.send(action.to, ("step", action.step))
-            elif isinstance(action, Retire):
-                self.retired.add(action.worker)
-            elif isinstance(action, BeginSettling):
-                self.group.references.drop_all(self.id)
-
-    def _are_last_words_heard(self) -> bool:
-        return all(
-            half.is_lost or half.outgoing.acknowledged >= half.message_position
-            for half in self.node.halves.values()
-        )
 
 
 class Run:
@@ -99,7 +63,10 @@ class Run:
             newcomer = self.world.join(place)
             for member in self.world.members.values():
                 if member is not newcomer:
-                    member.act(member.departure.member_present(newcomer.id))
+                    member.act(member.machine.member_present(newcomer.id))
+
+    def on_left(self, worker: Worker, _: Left) -> None:
+        worker.is_gone = True
 
     def leave(self, worker: Worker) -> None:
         """Ends a life that has come to its end."""

@@ -15,7 +15,15 @@ import pytest
 
 from tests.simulation.network import Faults, Network, Packet
 from tests.simulation.seeds import batches, name_of, try_seeds
-from torchweft.protocol.shutdown import Action, Closed, Leader, ProbeLater, Report, Send, Step
+from torchweft.protocol.membership.leader import (
+    Action,
+    Closed,
+    Leader,
+    ProbeLater,
+    Report,
+    Send,
+    Step,
+)
 
 SEEDS = 300
 DEEPEST = 2

@@ -237,10 +237,10 @@ class Agent:
         peer = self.peers.get(worker)
         return None if peer is self.me else peer
 
-    def take_up(self, registration: Registration) -> Peer:
-        """Takes up a worker of an open group; a former one of its name or rank is lost by now."""
-        peer, former = self.members.join(registration)
-        if former is not None:
+    def take_up(self, registration: Registration, *, is_introduced: bool = True) -> Peer:
+        """Takes up a worker of an open group; former ones of its name or rank are lost by now."""
+        peer, others = self.members.join(registration, is_introduced=is_introduced)
+        for former in others:
             self.lose(former, f"worker {peer.name!r} (rank {peer.info.id}) has taken its place")
         return peer
 

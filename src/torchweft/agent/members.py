@@ -9,7 +9,8 @@ from torchweft.agent.peers import Peer
 from torchweft.arguments import did_you_mean, wrong_type
 from torchweft.errors import DuplicateName, ProtocolError, UnknownWorker
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.membership import ID_LIMIT, Registration
+from torchweft.protocol.membership import Registration
+from torchweft.protocol.membership.roster import Roster
 
 _NAMED = 16
 """How many workers an error names."""
@@ -33,22 +34,15 @@ class Members:
         self._main = me.main
         self._lock = threading.Lock()
         self._on_joined: list[Callable[[Peer], None]] = []
-        self._by_name: dict[str, Peer] = {}
-        self._by_rank: dict[int, Peer] = {}
-        self.by_id: dict[int, Peer] = {}
-        """All whom this worker has known, also those that are gone; to be read only."""
         self.me = Peer(me, main_by_name=True, is_self=True)
-        for peer in [self.me, *map(self._make, others)]:
-            self._enter(peer)
+        self._roster = Roster(self.me, map(self._make, others), is_open=is_open)
+        self._by_name, self._by_rank = self._roster.by_name, self._roster.by_rank
+        self.by_id = self._roster.by_id
+        """All lives that this worker has known, also those that are over; to be read only."""
 
     def _make(self, registration: Registration) -> Peer:
         main_by_name = bool(self._main) and registration.main == self._main
         return Peer(registration, main_by_name=main_by_name, is_self=False)
-
-    def _enter(self, peer: Peer) -> None:
-        self.by_id[peer.id] = peer
-        self._by_name[peer.name] = peer
-        self._by_rank[peer.info.id] = peer
 
     def find(self, to: str | int | WorkerInfo) -> Peer:
         """Returns the worker that a name, rank or ``WorkerInfo`` means.
@@ -102,30 +96,32 @@ class Members:
         for peer in peers:
             callback(peer)
 
-    def join(self, registration: Registration) -> tuple[Peer, Peer | None]:
+    def join(
+        self, registration: Registration, *, is_introduced: bool = True
+    ) -> tuple[Peer, tuple[Peer, ...]]:
         """Takes up a worker of an open group.
 
+        Args:
+            registration: What it says of itself.
+            is_introduced: Whether it said so itself; if not, it was read from the store.
+
         Returns:
-            The worker, and, where its name or rank was another's, the former life.
+            The worker, and the lives that had its name or its rank before.
 
         Raises:
             ProtocolError: The group is closed.
-            DuplicateName: It has the name or rank of this worker.
+            DuplicateName: It has the name or rank of this worker, or of one that has introduced
+                itself since it wrote what was read.
         """
         with self._lock:
-            known = self.by_id.get(registration.id)
+            if not is_introduced and self._roster.is_replaced(registration):
+                raise DuplicateName("another worker of its name or rank has joined since")
+            known, former = self._roster.arrival(registration)
             if known is not None:
-                return known, None
-            if not self.is_open or not 0 <= registration.id < ID_LIMIT:
-                raise ProtocolError(f"there is no worker of id {registration.id}")
-            former = self._by_name.get(registration.name) or self._by_rank.get(registration.rank)
-            if former is self.me:
-                raise DuplicateName(f"worker {self.me.name!r} (rank {self.me.info.id}) lives")
-            if former is not None:
-                self._forget(former)
+                return known, ()
             peer = self._make(registration)
             self._tell(peer)
-            self._enter(peer)
+            self._roster.admit(peer, is_introduced=is_introduced)
         return peer, former
 
     def _tell(self, peer: Peer) -> None:
@@ -139,7 +135,7 @@ class Members:
         Raises:
             ProtocolError: There cannot have been such a worker.
         """
-        if not self.is_open or not 0 <= worker < ID_LIMIT:
+        if not self._roster.may_have_been(worker):
             raise ProtocolError(f"a message names a worker of id {worker}; there never was one")
         peer = self._make(Registration(f"number-{worker}", worker, ()))
         peer.is_departing = True
@@ -153,10 +149,4 @@ class Members:
     def retire(self, peer: Peer) -> None:
         """Has a worker that leaves not be found any more."""
         with self._lock:
-            self._forget(peer)
-
-    def _forget(self, peer: Peer) -> None:
-        if self._by_name.get(peer.name) is peer:
-            del self._by_name[peer.name]
-        if self._by_rank.get(peer.info.id) is peer:
-            del self._by_rank[peer.info.id]
+            self._roster.retire(peer)

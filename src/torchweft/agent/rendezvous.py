@@ -1,45 +1,56 @@
 """How the workers of a group find each other, through a store that all of them reach.
 
-Every worker writes its registration; rank 0 collects them, checks them, and writes one
-directory, or a refusal that says what is wrong. So everybody fails with the same reason, and the
-store answers two questions a worker rather than one for every pair. The stores are PyTorch's:
-what ``torchrun`` and every init method already provide.
+What is written, read and waited for there, ``torchweft.protocol.membership.joining`` says. The
+stores are PyTorch's: what ``torchrun`` and every init method already provide.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 import os
 import re
 import secrets
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from torchweft.agent.bounded_store import within
+from torchweft.agent.bounded_store import BoundedStore, within
 from torchweft.agent.launcher_store import SCHEME as OF_LAUNCHER
 from torchweft.agent.launcher_store import open_launcher_store
 from torchweft.agent.store_host import await_host, name_of
 from torchweft.agent.waits import Notice, subject_of
 from torchweft.errors import (
     ConfigurationError,
-    DuplicateName,
     RendezvousError,
     RendezvousTimeout,
     WeftError,
 )
-from torchweft.protocol.membership import Directory, Registration, assemble, why_apart
+from torchweft.protocol.membership import Directory, Registration, joining
+from torchweft.protocol.membership.joining import (
+    Add,
+    Admission,
+    Check,
+    Get,
+    Request,
+    Set,
+    SetOnce,
+    Steps,
+    Wait,
+)
 
-# Rank 0 must be able to tell the others who was missing after its own time is up.
-_GRACE_S = 5.0
+_log = logging.getLogger("torchweft")
+T = TypeVar("T")
+
 _ROUNDING_S = 1.0
 """By so much stores are late to notice that a time is up: some count in whole seconds."""
 _POLL_S = 0.02
-_READ_S = 0.5
-"""How long rank 0 waits at most until all others have read that there is no group."""
 _LEAST_S = 1.0
 """How long opening a store may take at least, once somebody listens there."""
 _IN_USE = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
@@ -144,37 +155,8 @@ def _check_method(method: str) -> None:
         )
 
 
-_KIND, _OPEN, _CLOSED = "kind", "open", "closed"
-
-
-def make_open(store: Any) -> None:
-    """Makes the group of a store an open one, whoever comes first.
-
-    Raises:
-        RendezvousError: It is a closed one.
-    """
-    if store.compare_set(_KIND, "", _OPEN).decode() != _OPEN:
-        raise RendezvousError(_mixed(_CLOSED))
-
-
-def _make_closed(store: Any) -> str:
-    """Makes the group of a store a closed one; returns what is in the way, or nothing."""
-    # Stores that only closed groups use need not be able to compare.
-    if store.check([_KIND]) and store.get(_KIND).decode() == _OPEN:
-        return _mixed(_OPEN)
-    store.set(_KIND, _CLOSED)
-    return ""
-
-
-def _mixed(there: str) -> str:
-    return (
-        "RPC group mixes statically and dynamically initialized members which is not supported: "
-        f"this group is {there}; pass the same world_size to all its workers, or to none"
-    )
-
-
 def join(store: Any, registration: Registration, world_size: int, timeout_s: float) -> Directory:
-    """Registers this worker and waits for the directory of the whole group.
+    """Joins a closed group; blocks until all have come, and returns the directory of the group.
 
     Args:
         store: A store with keys of this group only, each of whose operations ends in time.
@@ -183,138 +165,119 @@ def join(store: Any, registration: Registration, world_size: int, timeout_s: flo
         timeout_s: How long to wait for all of them, in seconds.
 
     Raises:
-        RendezvousTimeout: Somebody did not come; says who. Or the store does not answer.
-        DuplicateName: Two workers chose the same name.
-        RendezvousError: Rank 0 was told another number of workers.
+        RendezvousError: There is no group; see ``joining.join_closed``. Or the store has ended.
     """
-    start_s = time.monotonic()
-    rank = registration.id
     notice = Notice(
         subject_of(registration.name), lambda: f"in init_rpc for {_awaited(store, world_size)}"
     )
+    steps = joining.join_closed(registration, world_size, _token(), timeout_s, time.monotonic)
     try:
-        store.set(_key(rank), registration.encode())
-        if rank == 0:
-            directory = _lead(store, world_size, start_s, timeout_s, notice)
-        else:
-            directory = _await_directory(store, rank, world_size, start_s, timeout_s, notice)
+        return carry_out(steps, functools.partial(perform, store, notice=notice))
     except DistError as error:
         raise RendezvousError(
             f"the rendezvous store does not answer any more: {_first_line(error)}; has the worker "
             "that hosts it, which is rank 0, ended?"
         ) from error
-    if not directory.refusal:
-        _check_size(directory, world_size)
-        _check_own(directory, registration)
-        return directory
-    if directory.missing:
-        elapsed_s = time.monotonic() - start_s
-        raise RendezvousTimeout(directory.refusal, directory.missing, elapsed_s)
-    if directory.has_duplicates:
-        raise DuplicateName(directory.refusal)
-    raise RendezvousError(directory.refusal)
 
 
-def _check_size(directory: Directory, world_size: int) -> None:
-    if len(directory.workers) != world_size:
-        raise RendezvousError(
-            f"rank 0 has a group of {len(directory.workers)} workers, this rank one of "
-            f"{world_size}; give all the same world_size"
-        )
+def enter(store: Any, registration: Registration, timeout_s: float) -> Admission:
+    """Registers this worker, which listens already, in an open group; returns its place in it.
 
+    Args:
+        store: A store with keys of this group only, each of whose operations ends in time.
+        registration: This worker's own; its id is taken for its rank.
+        timeout_s: How long all of it may take, in seconds.
 
-def _check_own(directory: Directory, registration: Registration) -> None:
-    """Sees that a directory is of this run: a stranger may have put that of another one there."""
-    if directory.workers[registration.id] != registration:
-        raise RendezvousError(
-            f"the directory of the group does not have rank {registration.id} as it registered: "
-            "it is of another run, or two workers have this rank; give each its own, and each run "
-            "a store without keys of an earlier one"
-        )
-
-
-def _lead(
-    store: Any, world_size: int, start_s: float, timeout_s: float, notice: Notice
-) -> Directory:
-    """Makes the directory, or the refusal, as rank 0."""
-    mixed = _make_closed(store)
-    if mixed:
-        directory = Directory("", (), refusal=mixed)
-    else:
-        try:
-            directory = _collect(store, world_size, start_s, timeout_s, notice)
-        except RendezvousError as error:  # What somebody wrote is not signed.
-            directory = Directory("", (), refusal=str(error))
-    store.set("directory", directory.encode())
-    if directory.refusal:
-        _await_readers(store, world_size)
-    return directory
-
-
-def _collect(
-    store: Any, world_size: int, start_s: float, timeout_s: float, notice: Notice
-) -> Directory:
-    registrations: dict[int, Registration] = {}
-    for rank in range(world_size):
-        if _wait_noticing(store, _key(rank), start_s + timeout_s - time.monotonic(), notice):
-            registrations[rank] = Registration.decode(store.get(_key(rank)))
-            apart = why_apart(registrations.values())
-            if apart:
-                return Directory("", (), refusal=apart)  # More workers would not change that.
-    waited_s = time.monotonic() - start_s
-    return assemble(registrations, world_size, secrets.token_hex(16), waited_s)
-
-
-def _await_readers(store: Any, world_size: int) -> None:
-    """Waits until those who have come know why there is no group: the store may end with rank 0."""
-    end_s = time.monotonic() + _READ_S
-    for rank in range(1, world_size):
-        if _is_there(store, _key(rank)):
-            _wait(store, _told_key(rank), end_s - time.monotonic())
-
-
-def _await_directory(
-    store: Any, rank: int, world_size: int, start_s: float, timeout_s: float, notice: Notice
-) -> Directory:
-    # Without rank 0 there is nobody who could still write one.
-    is_complete = _wait_noticing(store, "directory", timeout_s, notice) or (
-        _is_there(store, _key(0)) and _wait(store, "directory", _GRACE_S)
-    )
-    if is_complete:
-        directory = Directory.decode(store.get("directory"))
-        if directory.refusal:
-            store.set(_told_key(rank), "")
-        return directory
-    elapsed_s = time.monotonic() - start_s
-    if not _is_there(store, _key(rank)):
+    Raises:
+        RendezvousError: The group is a closed one, or the store is broken.
+        RendezvousTimeout: The store does not answer.
+        ConfigurationError: The rank is too high, or the group has had too many workers.
+    """
+    end_s = time.monotonic() + timeout_s
+    try:
+        steps = joining.join_open(registration, _token(), timeout_s, time.monotonic)
+        admission = carry_out(steps, functools.partial(perform, store))
+    except WeftError:
+        raise
+    except (RuntimeError, OSError) as error:
+        if time.monotonic() < end_s:
+            raise RendezvousError(f"the rendezvous store does not work: {error}") from error
         raise RendezvousTimeout(
-            f"the rendezvous store does not answer any more after {elapsed_s:.1f} s; has the "
-            "worker that hosts it, which is rank 0, ended?",
-            (0,),
-            elapsed_s,
-        )
-    missing = tuple(each for each in range(world_size) if not _is_there(store, _key(each))) or (0,)
-    raise RendezvousTimeout(
-        f"the group of {world_size} workers was not complete within {elapsed_s:.1f} s; "
-        f"missing: {', '.join(f'rank {each}' for each in missing)}",
-        missing,
-        elapsed_s,
-    )
+            f"the rendezvous store did not answer within {timeout_s:.1f} s: {error}",
+            elapsed_s=timeout_s,
+        ) from error
+    for place in admission.unknown:
+        _log.warning("whoever joined the group as number %d never said who it is", place)
+    return admission
+
+
+def note_left(store: Any, place: int) -> None:
+    """Tells those who come later that the worker of a place is not there any more.
+
+    Waits for the store for a moment at most.
+    """
+    try:
+        BoundedStore(store, 0.0).set(joining.left_key(place), "1")
+    except (RuntimeError, OSError) as error:
+        _log.debug("the store could not be told that place %d is empty: %s", place, error)
+
+
+def carry_out(steps: Steps[T], perform: Callable[[Request], Any]) -> T:
+    """Runs a machine of ``protocol.membership.joining`` to its end, and returns its result.
+
+    Args:
+        steps: The machine.
+        perform: Does what a request says, and returns the answer.
+    """
+    try:
+        request = next(steps)
+        while True:
+            try:
+                answer = perform(request)
+            except Exception as error:
+                request = steps.throw(error)
+            else:
+                request = steps.send(answer)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def perform(store: Any, request: Request, notice: Notice | None = None) -> Any:
+    """Does one operation of a rendezvous store; tells of a long wait by ``notice``."""
+    if isinstance(request, Wait):
+        noticed = notice if request.awaited else None
+        return _wait_noticing(store, request.key, request.limit_s, noticed)
+    if isinstance(request, Set):
+        return store.set(request.key, request.value)
+    if isinstance(request, Get):
+        return bytes(store.get(request.key))
+    if isinstance(request, Check):
+        return bool(store.check([request.key]))
+    if isinstance(request, Add):
+        return int(store.add(request.key, 1))
+    assert isinstance(request, SetOnce)
+    return bytes(store.compare_set(request.key, "", request.value))
+
+
+def _token() -> str:
+    return secrets.token_hex(16)
 
 
 def _awaited(store: Any, world_size: int) -> str:
     """Returns for whom a group waits that is not complete."""
-    missing = [f"rank {rank}" for rank in range(world_size) if not _is_there(store, _key(rank))]
+    keys = [joining.registration_key(rank) for rank in range(world_size)]
+    missing = [f"rank {rank}" for rank, key in enumerate(keys) if not _is_there(store, key)]
     if not missing:
         return "rank 0, which has not answered"
     return f"{', '.join(missing)} of {world_size} to join"
 
 
-def _wait_noticing(store: Any, key: str, timeout_s: float, notice: Notice) -> bool:
+def _wait_noticing(store: Any, key: str, timeout_s: float, notice: Notice | None) -> bool:
     """Waits as ``_wait``, and tells of it where it takes long."""
     end_s = time.monotonic() + timeout_s
-    untold_s = notice.left_s()
-    if untold_s < timeout_s:
+    untold_s = math.inf if notice is None else notice.left_s()
+    if notice is not None and untold_s < timeout_s:
         if _wait(store, key, untold_s):
             return True
         notice.look()
@@ -349,14 +312,6 @@ def _is_there(store: Any, key: str) -> bool:
         raise
     except (RuntimeError, ValueError):
         return False
-
-
-def _key(rank: int) -> str:
-    return f"worker/{rank}"
-
-
-def _told_key(rank: int) -> str:
-    return f"told/{rank}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 
 from torchweft.agent import deaths
-from torchweft.agent.admission import Admission, enter, note_left
 from torchweft.agent.agent import Agent
 from torchweft.agent.bounded_store import BoundedStore, host_of
 from torchweft.agent.members import Members
 from torchweft.agent.peers import Peer
 from torchweft.agent.protection import Patience, Protection
-from torchweft.agent.rendezvous import join
+from torchweft.agent.rendezvous import carry_out, enter, join, note_left, perform
 from torchweft.agent.signed_store import SignedStore
 from torchweft.agent.waits import names_of
-from torchweft.errors import ConfigurationError, ProtocolError, RendezvousError
+from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
 from torchweft.probe import network_id
 from torchweft.protocol.membership import (
     HAS_SECRET,
@@ -36,7 +35,14 @@ from torchweft.protocol.membership import (
     VERSIONS,
     Registration,
     differences,
-    why_apart,
+)
+from torchweft.protocol.membership.joining import (
+    Admission,
+    Forget,
+    Introduce,
+    NoteLeft,
+    Request,
+    introduce,
 )
 from torchweft.rpc import victims
 from torchweft.rpc.node import Node
@@ -97,10 +103,10 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         admission = enter(signed, registration, options.init_timeout)
         members = Members(admission.me, (), is_open=True)
         agent = _make_agent(admission.token, members, listeners, options)
-        node = Node(agent, options, store, admission.place)
+        node = Node(agent, options, store, lambda: note_left(store, admission.place))
     node.start()
     try:
-        _introduce(node, store, admission, start_s + options.init_timeout)
+        _introduce(node, signed, admission, start_s + options.init_timeout)
     except BaseException:
         note_left(store, admission.place)
         node.end()
@@ -130,44 +136,51 @@ class _Versions:
 def _introduce(node: Node, store: Any, admission: Admission, end_s: float) -> None:
     """Makes this worker and those who came earlier known to each other.
 
-    Who has not answered at ``end_s`` is taken for lost.
-
-    Raises:
-        DuplicateName: One of them lives and has this one's name or rank. Nobody else is told.
-        RendezvousError: One of them is on another host, and they cannot reach each other.
+    Who has not answered at ``end_s`` is taken for lost. Raises as ``joining.introduce``.
     """
-    agent = node.agent
-    others = []
-    for place, earlier in admission.earlier.items():
-        if earlier.name == agent.info.name or earlier.rank == agent.info.id:
-            _meet(agent, end_s, Peer(earlier, main_by_name=False, is_self=False))
-            note_left(store, place)
-        else:
-            others.append(earlier)
-    if not others:
-        return
-    apart = why_apart([agent.me.registration, *others])
-    if apart:
-        raise RendezvousError(apart)
-    peers = [agent.take_up(earlier) for earlier in others]
-    # All at a time: some may be on hosts that are gone, and do not even refuse.
-    meeting = ThreadPoolExecutor(min(len(peers), _MEETINGS), f"weft-{agent.info.name}-meeting")
-    unmet = {peer.id: peer.name for peer in peers}
 
-    def meet(peer: Peer) -> Exception | None:
-        problem = _meet(agent, end_s, peer)
-        del unmet[peer.id]
-        return problem
+    def perform_one(request: Request) -> Any:
+        if isinstance(request, Introduce):
+            return _meet_all(node, end_s, request)
+        if isinstance(request, NoteLeft):
+            return note_left(store, request.place)
+        if isinstance(request, Forget):
+            return _forget(node.agent, request)
+        return perform(store, request)
+
+    carry_out(introduce(admission), perform_one)
+
+
+def _forget(agent: Agent, request: Forget) -> None:
+    peer = agent.peers.get(request.other.id)
+    if peer is not None:  # Otherwise a later life of it has introduced itself.
+        agent.lose(peer, f"it does not answer: {request.error}")
+        _log.warning("%s", peer.lost)
+
+
+def _meet_all(node: Node, end_s: float, request: Introduce) -> list[Exception | None]:
+    """Introduces this worker to others, all at a time; returns why some are not there."""
+    agent = node.agent
+    unmet = {other.id: other.name for other in request.others}
+
+    def meet(other: Registration) -> Exception | None:
+        try:
+            if request.is_namesake:
+                return _meet(agent, end_s, Peer(other, main_by_name=False, is_self=False))
+            try:
+                peer = agent.take_up(other, is_introduced=False)
+            except DuplicateName as error:
+                return error
+            return _meet(agent, end_s, peer)
+        finally:
+            del unmet[other.id]
 
     def awaited() -> str:
         return f"in init_rpc for {names_of(unmet.copy().values())} to answer"
 
+    meeting = ThreadPoolExecutor(min(len(unmet), _MEETINGS), f"weft-{agent.info.name}-meeting")
     with node.waits.during(awaited), meeting as pool:
-        problems = list(pool.map(meet, peers))
-    for peer, problem in zip(peers, problems, strict=True):
-        if problem is not None:
-            agent.lose(peer, f"it does not answer: {problem}")
-            _log.warning("%s", peer.lost)
+        return list(pool.map(meet, request.others))
 
 
 def _meet(agent: Agent, end_s: float, peer: Peer) -> Exception | None:

@@ -1,4 +1,4 @@
-"""A graceful shutdown, as the shell of ``torchweft.protocol.shutdown``."""
+"""How a worker leaves its group: the shell of ``torchweft.protocol.membership.leaving``."""
 
 from __future__ import annotations
 
@@ -6,51 +6,64 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 
 from torchweft.agent.peers import Peer
-from torchweft.agent.waits import Following, Lacking, LongWaits
-from torchweft.errors import ProtocolError, ShutdownError, WorkerLost
-from torchweft.protocol.shutdown import Action, Closed, Leader, ProbeLater, Report, Send, Step
+from torchweft.agent.waits import Following, Lacking, LongWaits, names_of
+from torchweft.errors import ShutdownError
+from torchweft.protocol.membership.leader import ProbeLater, Report, Send
+from torchweft.protocol.membership.leaving import (
+    Action,
+    BeginSettling,
+    ClosedLeaving,
+    ExpectEnds,
+    Left,
+    Look,
+    Lose,
+    OpenLeaving,
+    Retire,
+    Watch,
+)
 from torchweft.rpc.worker import Worker
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
 
 _log = logging.getLogger("torchweft")
 
-_LEADER = 0
 _PROBE_PAUSE_S = 0.005
-_SETTLE_POLL_S = 0.002
-_STEPS = frozenset(map(int, Step))
-_LEAST_ARGUMENTS: dict[int, int] = {Step.PROBE: 1, Step.REPORT: 3}
+_POLL_S = 0.002
 
 
 class Leaving:
-    """Takes one worker, and on rank 0 the group, through a graceful shutdown.
+    """Takes one worker out of its group, and does its part while others leave. Thread-safe.
 
     Args:
         worker: The worker.
+        on_left: Called when the wait for leaving has ended, in order or not.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, on_left: Callable[[], None] = lambda: None) -> None:
         self._worker = worker
-        self._agent = worker.agent
+        self._agent = agent = worker.agent
+        self._on_left = on_left
         self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._lost: dict[int, WorkerLost] = {}
+        self._machine = (
+            OpenLeaving() if agent.members.is_open else ClosedLeaving(agent.me.id, set(agent.peers))
+        )
+        self._changed = threading.Event()
         self._probe_at_s = math.inf
-        self._has_settled = False
+        self._is_settling_due = self._is_settling = False
         self._notes_held = False
+        self._left: Left | None = None
         self.held: list[str] = []
-        """References of this worker that the program still had when the group had gone quiet."""
-        ranks = set(self._agent.peers)
-        self._leader = Leader(ranks) if self._agent.me.id == _LEADER else None
-        self._agent.parts[Leaving] = self
-        self._agent.on(Kind.SHUTDOWN, self._on_message, inline=True)
+        """References of this worker that the program still had when they were dropped."""
+        agent.on(Kind.SHUTDOWN, self._on_message, inline=True)
+        agent.members.on_joined(self._on_member)
 
     def wait(
         self, timeout: float, *, notes_held: bool = False, follow: Following | None = None
     ) -> ShutdownError | None:
-        """Blocks until the group has shut down, or cannot any more; returns what went wrong.
+        """Blocks until this worker can go, or cannot any more; returns what went wrong.
 
         Args:
             timeout: Seconds to wait at most; 0 for no limit.
@@ -58,34 +71,51 @@ class Leaving:
             follow: Follows the wait; by default it is told of where it takes long.
         """
         self._notes_held = notes_held
-        self._tell(Send(_LEADER, Step.READY))
-        if self._leader is not None:
-            self._agent.reactor.submit(self._watch_all)
-        else:
-            self._agent.reactor.submit(self._watch_leader)
+        end_s = time.monotonic() + timeout if timeout else math.inf
         follow = follow or self._agent.part(LongWaits).during_shutdown
-        with follow(self.lacking):
-            is_done = self._done.wait(timeout or None)
-        if not is_done:
-            return self._late(timeout)
-        if not self._lost:
+        try:
+            with follow(self.lacking):
+                self._feed(self._machine.begin)
+                for peer in list(self._agent.peers.values()):
+                    self._on_member(peer)
+                if not self._await_end(end_s):
+                    return self._late(timeout)
+        finally:
+            self._on_left()
+        return self._outcome()
+
+    def _outcome(self) -> ShutdownError | None:
+        assert self._left is not None
+        lost = [self._agent.peers[worker].lost_error() for worker in self._left.lost]
+        if not lost:
             self._report_leaks()
             return None
-        told = "; ".join(str(lost) for lost in self._lost.values())
-        names = tuple(lost.worker for lost in self._lost.values())
+        told = "; ".join(map(str, lost))
+        names = tuple(error.worker for error in lost)
         return ShutdownError(f"shut down without every worker: {told}", missing=names)
+
+    def _await_end(self, end_s: float) -> bool:
+        """Waits until the machine lets this worker go; returns whether that was in time."""
+        while self._left is None:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._changed.clear()
+            if self._is_settling_due:
+                self._settle()
+            if self._machine.is_watched:
+                if not self._look():
+                    self._changed.wait(min(_POLL_S, left_s))
+            elif self._left is None:
+                self._changed.wait(None if math.isinf(left_s) else left_s)
+        return True
 
     def lacking(self) -> Lacking:
         """Returns who is waited for, and why."""
-        if self._leader is None:
-            leader = self._agent.peers[_LEADER].name
-            return Lacking(f"worker {leader!r} has not said that all are done", (leader,))
         with self._lock:
-            what, workers = self._leader.missing()
+            what, workers = self._machine.missing()
         names = tuple(self._agent.peers[worker].name for worker in workers)
-        if not names:
-            return Lacking("calls of the group had not ended")
-        return Lacking(f"these {what}: {', '.join(map(repr, names))}", names)
+        return Lacking(f"{names_of(names) if names else 'it'} {what}", names)
 
     def _late(self, timeout: float) -> ShutdownError:
         """Returns the error of a shutdown that has no time left; says who is waited for."""
@@ -96,135 +126,107 @@ class Leaving:
             missing=lacking.workers,
         )
 
-    def _watch_all(self, _: object, __: object) -> None:
+    # Events
+
+    def _feed(self, event: Callable[[], list[Action]]) -> bool:
+        """Gives an event to the machine, and does as it says; returns whether that was anything."""
+        with self._lock:
+            actions = event()
+        for action in actions:
+            self._act(action)
+        self._changed.set()
+        return bool(actions)
+
+    def peer_lost(self, peer: Peer) -> None:
+        """Goes on without a lost worker; without its leader a closed group ends."""
+        self._feed(lambda: self._machine.member_lost(peer.id))
+
+    def peer_disconnected(self, peer: Peer) -> None:
+        """Notes that a connection has ended after the group had gone quiet."""
+        self._feed(lambda: self._machine.connection_ended(peer.id))
+
+    def _on_message(self, peer: Peer, frame: Frame) -> None:
+        step, *arguments = decode_ints(frame.control, least=1)
+        self._feed(lambda: self._machine.received(peer.id, step, arguments))
+
+    def _on_member(self, peer: Peer) -> None:
+        if peer.is_self or peer.lost is not None:
+            return
+        with self._lock:
+            actions = self._machine.member_present(peer.id)
+        for action in actions:
+            assert isinstance(action, Send)
+            self._tell(peer, action)  # It may not be among the agent's peers yet.
+        if peer.lost is not None:  # Perhaps the machine heard of that too early.
+            self.peer_lost(peer)
+
+    def tick(self, now_s: float) -> float:
+        """Has the leader probe again when it is time; a job of the housekeeper."""
+        if self._probe_at_s <= now_s:
+            self._probe_at_s = math.inf
+            self._feed(self._machine.probe_again)
+        return self._probe_at_s
+
+    # Actions
+
+    def _act(self, action: Action) -> None:
+        agent = self._agent
+        if isinstance(action, Send):
+            self._tell(agent.peers[action.to], action)
+        elif isinstance(action, Look):
+            self._look()
+        elif isinstance(action, ProbeLater):
+            self._probe_at_s = time.monotonic() + _PROBE_PAUSE_S
+            if agent.housekeeper is not None:
+                agent.housekeeper.nudge(self._probe_at_s)
+        elif isinstance(action, Retire):
+            peer = agent.peers[action.worker]
+            peer.is_departing = True
+            agent.members.retire(peer)
+        elif isinstance(action, Watch):
+            agent.reactor.submit(self._watch)
+        elif isinstance(action, ExpectEnds):
+            agent.is_leaving = True
+        elif isinstance(action, BeginSettling):
+            self._is_settling_due = True  # By the thread that waits: it may take a while.
+        elif isinstance(action, Lose):
+            peer = agent.peers[action.worker]
+            peer.declare_lost("end of file during shutdown")
+            self._worker.references.peer_lost(peer)
+        elif isinstance(action, Left):
+            known = tuple(worker for worker in action.lost if worker in agent.peers)
+            for worker in known:
+                agent.peers[worker].declare_lost("rank 0 says so")
+            self._left = Left(known)
+
+    def _tell(self, peer: Peer, action: Send) -> None:
+        self._agent.post_ints(peer, Kind.SHUTDOWN, action.step, *action.arguments)
+
+    def _watch(self, _: object, __: object) -> None:
         """Connects to everybody: a worker that dies before it calls shutdown is then noticed."""
         with self._agent.reactor.idling():
             self._agent.connect_all(self._agent.peers.values(), self.peer_lost)
 
-    def _watch_leader(self, _: object, __: object) -> None:
-        with self._agent.reactor.idling():
-            self._agent.connect_all([self._agent.peers[_LEADER]], self.peer_lost)
-
-    # Messages
-
-    def _on_message(self, peer: Peer, frame: Frame) -> None:
-        step, *arguments = decode_ints(frame.control, least=1)
-        if step not in _STEPS or len(arguments) < _LEAST_ARGUMENTS.get(step, 0):
-            raise ProtocolError(f"no shutdown message has step {step} and arguments {arguments}")
-        if step == Step.PROBE:
-            self._report(peer, arguments[0])
-        elif step == Step.SETTLE:
-            self._agent.is_leaving = True
-            self._agent.reactor.submit(self._settle)
-        elif step == Step.CLOSE:
-            # The leader has others to tell first: it is done when it has told all.
-            if self._leader is None:
-                for rank in self._agent.peers.keys() & arguments:
-                    self._note_lost(self._agent.peers[rank], "rank 0 says so")
-                self._done.set()
-        elif self._leader is None:
-            raise ProtocolError(f"shutdown step {step} is for rank {_LEADER} only")
-        else:
-            self._lead(peer, Step(step), arguments)
-
-    def _lead(self, peer: Peer, step: Step, arguments: list[int]) -> None:
-        assert self._leader is not None
-        with self._lock:
-            if step is Step.READY:
-                actions = self._leader.worker_ready(peer.id)
-            elif step is Step.REPORT:
-                probe_round, is_idle, activity = arguments[:3]
-                report = Report(bool(is_idle), activity)
-                actions = self._leader.worker_reported(peer.id, probe_round, report)
-            else:
-                actions = self._leader.worker_settled(peer.id)
-        self._act(actions)
-
-    def peer_lost(self, peer: Peer) -> None:
-        """Goes on without a lost worker; without rank 0 it ends."""
-        assert peer.lost is not None
-        if self._leader is not None:
-            self._lost[peer.id] = peer.lost
-            with self._lock:
-                actions = self._leader.worker_lost(peer.id)
-            self._act(actions)
-        elif peer.id == _LEADER:
-            self._lost[peer.id] = peer.lost
-            self._done.set()
-
-    def peer_disconnected(self, peer: Peer) -> None:
-        """Notes a closed connection after the group has gone quiet.
-
-        Nobody leaves before the leader has told all that everybody has settled: who is gone
-        earlier has died.
-        """
-        cause = "end of file during shutdown"
-        if not self._has_settled:
-            self._note_lost(peer, cause)
-            self._worker.references.peer_lost(peer)
-        if self._leader is None:
-            if peer.id == _LEADER and not self._done.is_set():
-                self._note_lost(peer, cause)
-                self._done.set()
-            return
-        with self._lock:
-            if self._leader.phase is Step.CLOSE:
-                return
-            actions = self._leader.worker_lost(peer.id)
-        self._note_lost(peer, cause)
-        self._act(actions)
-
-    def _note_lost(self, peer: Peer, cause: str) -> None:
-        peer.declare_lost(cause)
-        assert peer.lost is not None
-        self._lost[peer.id] = peer.lost
-
-    def _act(self, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Send):
-                self._tell(action)
-            elif isinstance(action, ProbeLater):
-                self._probe_at_s = time.monotonic() + _PROBE_PAUSE_S
-                if self._agent.housekeeper is not None:
-                    self._agent.housekeeper.nudge(self._probe_at_s)
-            elif isinstance(action, Closed):
-                self._done.set()
-
-    def _tell(self, action: Send) -> None:
-        peer = self._agent.peers[action.to]
-        self._agent.post_ints(peer, Kind.SHUTDOWN, action.step, *action.arguments)
-
-    def tick(self, now_s: float) -> float:
-        """Probes again when it is time; a job of the housekeeper."""
-        if self._leader is None or self._probe_at_s > now_s:
-            return self._probe_at_s
-        self._probe_at_s = math.inf
-        with self._lock:
-            actions = self._leader.probe_again()
-        self._act(actions)
-        return self._probe_at_s
-
-    # This worker's part
-
-    def _report(self, leader: Peer, probe_round: int) -> None:
-        reactor = self._agent.reactor
-        is_idle = not (len(self._agent.calls) or reactor.busy or self._worker.unfinished)
-        activity = reactor.activity + self._agent.calls.total
-        self._tell(Send(leader.id, Step.REPORT, (probe_round, int(is_idle), activity)))
-
-    def _settle(self, _: object, __: object) -> None:
-        """Drops all references, and says so when every owner knows."""
-        references = self._worker.references
-        if self._notes_held:
-            self.held = references.report_held()
-        references.begin_settling()
-        while not references.is_settled() and not self._agent.reactor.is_closing:
-            time.sleep(_SETTLE_POLL_S)
+    def _look(self) -> bool:
+        """Tells the machine how this worker is doing; returns whether that changed anything."""
+        agent, references = self._agent, self._worker.references
+        if self._is_settling:
             references.flush()
-        self._has_settled = True
-        self._tell(Send(_LEADER, Step.SETTLED))
+        is_idle = not (len(agent.calls) or agent.reactor.busy or self._worker.unfinished)
+        report = Report(is_idle, agent.reactor.activity + agent.calls.total)
+        is_settled = self._is_settling and references.is_settled()
+        return self._feed(lambda: self._machine.observed(report, is_settled=is_settled))
+
+    def _settle(self) -> None:
+        """Drops all references."""
+        self._is_settling_due = False
+        if self._notes_held:
+            self.held = self._worker.references.report_held()
+        self._worker.references.begin_settling()
+        self._is_settling = True
 
     def _report_leaks(self) -> None:
-        """Names what is left; nothing can be, once all workers have settled."""
-        for line in self._worker.references.report_leaks():
-            _log.warning("a reference was not released: %s", line)
+        """Names what is left; nothing can be, once all workers of a closed group have settled."""
+        if not self._agent.members.is_open:
+            for line in self._worker.references.report_leaks():
+                _log.warning("a reference was not released: %s", line)

@@ -17,7 +17,6 @@ from torchweft.agent.openmp import SpinLimit
 from torchweft.agent.peers import Peer
 from torchweft.agent.waits import LongWaits
 from torchweft.rpc import serving, stack_report
-from torchweft.rpc.departing import Departing
 from torchweft.rpc.gathering import Gatherings
 from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.options import RpcBackendOptions
@@ -37,7 +36,7 @@ class Node:
         options: The options of the worker.
         store: The store through which the workers found each other. Rank 0 may host it, so it
             must live for as long as others may still read from it.
-        place: Its place in the order of those who came, in an open group.
+        on_left: Called when the wait for leaving the group has ended, in order or not.
 
     Attributes:
         agent: Its connections, threads and open calls.
@@ -50,7 +49,11 @@ class Node:
     """
 
     def __init__(
-        self, agent: Agent, options: RpcBackendOptions, store: Store, place: int = 0
+        self,
+        agent: Agent,
+        options: RpcBackendOptions,
+        store: Store,
+        on_left: Callable[[], None] = lambda: None,
     ) -> None:
         self.agent = agent
         self.store = store
@@ -69,9 +72,7 @@ class Node:
         self.gatherings = Gatherings(agent)
         self.waits.add(self.worker.engine.open_waits)
         self.waits.add(self.gatherings.open_waits)
-        self.leaving: Leaving | Departing = (
-            Departing(self.worker, store, place) if agent.members.is_open else Leaving(self.worker)
-        )
+        self.leaving = Leaving(self.worker, on_left)
         self._finalize: Finalize | None = None
         agent.parts[Node] = self
 
@@ -85,9 +86,7 @@ class Node:
         self._finalize = Finalize(None, self._end_unasked, exitpriority=0)
         worker = self.worker
         jobs: list[Job] = [worker.references.tick, worker.parcels.tick, worker.unseen.tick]
-        jobs += [worker.engine.tick, self.spin_limit.tick, self.waits.tick]
-        if isinstance(self.leaving, Leaving):
-            jobs.append(self.leaving.tick)
+        jobs += [worker.engine.tick, self.leaving.tick, self.spin_limit.tick, self.waits.tick]
         self.agent.start(jobs, when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
 
     def peer_lost(self, peer: Peer) -> None:
@@ -113,9 +112,7 @@ class Node:
 
     def peer_disconnected(self, peer: Peer) -> None:
         """Tells the parts that a connection has ended while the group is leaving."""
-        self._tell(peer, self.worker.parcels.peer_disconnected)
-        if isinstance(self.leaving, Leaving):
-            self._tell(peer, self.leaving.peer_disconnected)
+        self._tell(peer, self.worker.parcels.peer_disconnected, self.leaving.peer_disconnected)
 
     def _tell(self, peer: Peer, *parts: Callable[[Peer], None]) -> None:
         """Calls all of ``parts``: an error of one, which may run code of programs, is logged."""

@@ -63,9 +63,9 @@ def test_who_joins_is_told_of_and_found() -> None:
     group.on_joined(told.append)
     assert [peer.name for peer in told] == ["a", "b"]
     peer, former = group.join(registration("c", 2))
-    assert former is None
+    assert former == ()
     assert told[2] is peer is group.find("c") is group.find(2) is group.by_id[2]
-    assert group.join(registration("c", 2)) == (peer, None)
+    assert group.join(registration("c", 2)) == (peer, ())
     assert len(told) == 3
 
 
@@ -74,10 +74,26 @@ def test_a_later_life_takes_the_place_of_a_former(name: str, rank: int) -> None:
     group = members()
     before = group.find("b")
     peer, former = group.join(registration(name, 16384, rank))
-    assert former is before
+    assert former == (before,)
     assert group.find(name) is group.find(rank) is group.by_id[16384] is peer
     assert group.by_id[1] is before
     assert names(group) == ["a", name]
+
+
+@pytest.mark.parametrize(("name", "rank"), [("d", 3), ("c", 7), ("e", 2)])
+def test_what_was_read_of_a_former_life_does_not_replace_a_later_one(name: str, rank: int) -> None:
+    group = members()
+    later, _ = group.join(registration("c", 16384, 3))
+    other, _ = group.join(registration("e", 16385, 7), is_introduced=False)
+    is_over = name == "c" or rank == 3
+    if is_over:
+        with pytest.raises(DuplicateName, match="has joined since"):
+            group.join(registration(name, 16, rank), is_introduced=False)
+        assert group.find("c") is later
+    else:
+        peer, former = group.join(registration(name, 16, rank), is_introduced=False)
+        assert former == (other,)
+        assert group.find("e") is peer
 
 
 @pytest.mark.parametrize(("name", "rank"), [("a", 7), ("c", 0)])
@@ -92,7 +108,7 @@ def test_a_closed_group_takes_nobody_in() -> None:
     group = members(is_open=False)
     with pytest.raises(ProtocolError, match="no worker of id 2"):
         group.join(registration("c", 2))
-    assert group.join(registration("b", 1)) == (group.find("b"), None)
+    assert group.join(registration("b", 1)) == (group.find("b"), ())
 
 
 @pytest.mark.parametrize("is_open", [True, False])

@@ -21,7 +21,7 @@ from torchweft.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
-from torchweft.protocol.membership import Directory, Registration
+from torchweft.protocol.membership import Directory, Registration, joining
 from torchweft.secret import Secret
 
 LIMIT_S = 20.0
@@ -93,7 +93,7 @@ def test_who_comes_too_late_is_told_so() -> None:
 
 
 def test_without_rank_0_the_others_find_out_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_GRACE_S", 0.01)
+    monkeypatch.setattr(joining, "GRACE_S", 0.01)
     store = HashStore()
     (outcome,) = outcomes(Joining(store, 1, 3, 0.01))
     assert isinstance(outcome, RendezvousTimeout)

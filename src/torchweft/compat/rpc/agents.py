@@ -12,8 +12,6 @@ from torchweft.agent.references import ReferenceKeeper
 from torchweft.compat.rpc.lateness import LatenessMeter
 from torchweft.errors import CallTimeout
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.departing import Departing
-from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.node import Node
 
 _POLL_S = 0.002
@@ -138,12 +136,10 @@ class RpcAgent:
         problem = None
         if not shutdown:
             self._await_calls(timeout)
-        elif self.is_static_group:
-            leaving = self._agent.part(Leaving)
+        else:
+            leaving = self._agent.part(Node).leaving
             problem = leaving.wait(timeout, notes_held=not self._may_drop_references)
             self.held_at_end = leaving.held
-        else:
-            problem = self._agent.part(Departing).wait(timeout)
         if problem is not None:
             raise problem
 

@@ -10,6 +10,8 @@ from typing import Any
 from torchweft.errors import ProtocolError
 from torchweft.ids import WorkerInfo
 
+LEADER = 0
+"""The rank that collects the registrations of a closed group, and leads its shutdown."""
 FIRST_LATER_ID = 1 << 14
 """In an open group: ids below are those of the first lives of ranks."""
 ID_LIMIT = 1 << 15

@@ -5,11 +5,10 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from torchweft.agent import admission
-from torchweft.agent.admission import Admission, enter, note_left
-from torchweft.agent.rendezvous import join
+from torchweft.agent.rendezvous import enter, join, note_left
 from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
-from torchweft.protocol.membership import FIRST_LATER_ID, Registration
+from torchweft.protocol.membership import FIRST_LATER_ID, Registration, joining
+from torchweft.protocol.membership.joining import Admission
 
 LIMIT_S = 10.0
 
@@ -37,7 +36,7 @@ def test_who_has_left_is_not_seen() -> None:
 
 
 def test_who_wrote_in_another_run_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_UNWRITTEN_S", 0.01)
+    monkeypatch.setattr(joining, "UNWRITTEN_S", 0.01)
     old, store = HashStore(), HashStore()
     stale = come(old, "a", 0)
     store.add("members", 1)
@@ -75,7 +74,7 @@ def test_of_two_who_come_at_once_one_sees_the_other() -> None:
 def test_one_that_died_before_it_said_who_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(admission, "_UNWRITTEN_S", 0.01)
+    monkeypatch.setattr(joining, "UNWRITTEN_S", 0.01)
     store = HashStore()
     store.add("members", 1)
     assert come(store, "a", 0).earlier == {}
@@ -86,7 +85,7 @@ def test_ranks_and_lives_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     with pytest.raises(ConfigurationError, match="rank 16384 is too high"):
         come(store, "a", FIRST_LATER_ID)
-    monkeypatch.setattr(admission, "ID_LIMIT", FIRST_LATER_ID + 1)
+    monkeypatch.setattr(joining, "ID_LIMIT", FIRST_LATER_ID + 1)
     for _ in range(2):
         come(store, "a", 0)
     with pytest.raises(ConfigurationError, match="start a new group"):

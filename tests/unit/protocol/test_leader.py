@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchweft.protocol.shutdown import (
+from torchweft.protocol.membership.leader import (
     Action,
     Closed,
     Leader,

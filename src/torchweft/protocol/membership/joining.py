@@ -1,0 +1,447 @@
+"""Joining a group through a store that all its workers reach.
+
+The machines here are generators: they yield requests to the store and to other workers, and are
+sent the answers. Whoever runs them has the store, the clock and the threads; see
+``torchweft.agent.rendezvous.carry_out``. An operation that fails is thrown in, as the error that it
+raised.
+
+*Closed*: every worker writes its registration; the leader collects them, checks them, and writes
+one directory, or a refusal that says what is wrong. So everybody fails with the same reason, and
+the store answers two questions a worker rather than one for every pair.
+
+*Open*: the store orders those who come. Each reads who came before it, and introduces itself to
+those. Of two that come at the same time, one reads the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, TypeVar
+
+from torchweft.errors import (
+    ConfigurationError,
+    DuplicateName,
+    RendezvousError,
+    RendezvousTimeout,
+)
+from torchweft.protocol.membership.registration import (
+    FIRST_LATER_ID,
+    ID_LIMIT,
+    LEADER,
+    Directory,
+    Registration,
+    assemble,
+    why_apart,
+)
+
+GRACE_S = 5.0
+"""How much longer the others wait for the leader, which must tell them who was missing."""
+READ_S = 0.5
+"""How long the leader waits at most until all others have read that there is no group."""
+UNWRITTEN_S = 2.0
+"""How long one that came earlier may take from taking its place to saying who it is."""
+_LEAST_WAIT_S = 0.01
+_OPEN, _CLOSED = "open", "closed"
+_JOINED, _REFUSED = "joined", "refused"
+
+
+class Set(NamedTuple):
+    """A request: write a value. Answered with None."""
+
+    key: str
+    value: str | bytes
+
+
+class Get(NamedTuple):
+    """A request: read a key that is there. Answered with its value, as bytes."""
+
+    key: str
+
+
+class Add(NamedTuple):
+    """A request: count up by one, from zero. Answered with the new count."""
+
+    key: str
+
+
+class SetOnce(NamedTuple):
+    """A request: write a value unless there is one. Answered with the one that is there then."""
+
+    key: str
+    value: str
+
+
+class Check(NamedTuple):
+    """A request: look for a key. Answered with whether it is there."""
+
+    key: str
+
+
+class Wait(NamedTuple):
+    """A request: wait for a key, ``limit_s`` seconds at most. Answered with whether it is there.
+
+    Attributes:
+        awaited: The keys of all that are waited for in the end; what the wait is told of by.
+    """
+
+    key: str
+    limit_s: float
+    awaited: tuple[str, ...] = ()
+
+
+class Introduce(NamedTuple):
+    """A request: introduce this worker to others, all at a time.
+
+    Answered with one entry each, in order: None, or the error that says why it is not there. One
+    that has the name or rank of this worker, and lives, raises DuplicateName instead.
+
+    Attributes:
+        others: The others.
+        is_namesake: Whether they have the name or rank of this worker: it must not know them.
+    """
+
+    others: tuple[Registration, ...]
+    is_namesake: bool = False
+
+
+class NoteLeft(NamedTuple):
+    """A request: have those who come later know that the worker of a place is not there any more.
+
+    Answered with None, also where that failed: they find out themselves.
+    """
+
+    place: int
+
+
+class Forget(NamedTuple):
+    """A request: take another worker for lost. Answered with None."""
+
+    other: Registration
+    error: Exception
+
+
+Request = Set | Get | Add | SetOnce | Check | Wait | Introduce | NoteLeft | Forget
+T = TypeVar("T")
+Steps = Generator[Request, Any, T]
+
+
+class Admission(NamedTuple):
+    """A worker's place in an open group.
+
+    Attributes:
+        token: What names this run; the key of connections is made of it.
+        me: This worker's registration.
+        place: Its place in the order of those who came.
+        earlier: Those who came earlier and have not left, by place.
+        unknown: The places of those that never said who they are.
+    """
+
+    token: str
+    me: Registration
+    place: int
+    earlier: dict[int, Registration]
+    unknown: tuple[int, ...] = ()
+
+
+# Closed groups
+
+
+def join_closed(
+    me: Registration, world_size: int, token: str, timeout_s: float, clock: Callable[[], float]
+) -> Steps[Directory]:
+    """Registers a worker and waits for the directory of the whole group; returns that.
+
+    Args:
+        me: The worker's registration; its id is its rank.
+        world_size: Number of workers of the group.
+        token: What names the run, if this worker leads; 32 hexadecimal digits.
+        timeout_s: How long to wait for all, in seconds.
+        clock: Returns the time in seconds.
+
+    Raises:
+        RendezvousTimeout: Somebody did not come; says who.
+        DuplicateName: Two workers chose the same name.
+        RendezvousError: The leader was told another number of workers, or the group is open.
+    """
+    start_s = clock()
+    yield Set(registration_key(me.id), me.encode())
+    if me.id == LEADER:
+        directory = yield from _lead(world_size, token, timeout_s, clock)
+    else:
+        directory = yield from _follow(me.id, world_size, timeout_s, clock)
+    if not directory.refusal:
+        _check_directory(directory, me, world_size)
+        return directory
+    if directory.missing:
+        raise RendezvousTimeout(directory.refusal, directory.missing, clock() - start_s)
+    if directory.has_duplicates:
+        raise DuplicateName(directory.refusal)
+    raise RendezvousError(directory.refusal)
+
+
+def _check_directory(directory: Directory, me: Registration, world_size: int) -> None:
+    """Sees that a directory is of this run: a stranger may have put that of another one there."""
+    if len(directory.workers) != world_size:
+        raise RendezvousError(
+            f"rank {LEADER} has a group of {len(directory.workers)} workers, this rank one of "
+            f"{world_size}; give all the same world_size"
+        )
+    if directory.workers[me.id] != me:
+        raise RendezvousError(
+            f"the directory of the group does not have rank {me.id} as it registered: "
+            "it is of another run, or two workers have this rank; give each its own, and each run "
+            "a store without keys of an earlier one"
+        )
+
+
+def _lead(
+    world_size: int, token: str, timeout_s: float, clock: Callable[[], float]
+) -> Steps[Directory]:
+    """Makes the directory, or the refusal; writes it, and sees that a refusal is read."""
+    mixed = yield from _make_closed()
+    if mixed:
+        directory = Directory("", (), refusal=mixed)
+    else:
+        try:
+            directory = yield from _collect(world_size, token, timeout_s, clock)
+        except RendezvousError as error:  # What somebody wrote is not signed.
+            directory = Directory("", (), refusal=str(error))
+    yield Set("directory", directory.encode())
+    if directory.refusal:
+        # The store may end with the leader.
+        end_s = clock() + READ_S
+        for rank in range(1, world_size):
+            if (yield from _is_there(registration_key(rank))):
+                yield Wait(_told_key(rank), end_s - clock())
+    return directory
+
+
+def _collect(
+    world_size: int, token: str, timeout_s: float, clock: Callable[[], float]
+) -> Steps[Directory]:
+    start_s = clock()
+    registrations: dict[int, Registration] = {}
+    keys = tuple(map(registration_key, range(world_size)))
+    for rank, key in enumerate(keys):
+        if (yield Wait(key, start_s + timeout_s - clock(), keys)):
+            registrations[rank] = Registration.decode((yield Get(key)))
+            apart = why_apart(registrations.values())
+            if apart:
+                return Directory("", (), refusal=apart)  # More workers would not change that.
+    return assemble(registrations, world_size, token, clock() - start_s)
+
+
+def _follow(
+    rank: int, world_size: int, timeout_s: float, clock: Callable[[], float]
+) -> Steps[Directory]:
+    """Waits for the directory, or for the reason why there is none."""
+    start_s = clock()
+    keys = tuple(map(registration_key, range(world_size)))
+    is_written = yield Wait("directory", timeout_s, keys)
+    # Without a leader there is nobody who could still write one.
+    if not is_written and (yield from _is_there(registration_key(LEADER))):
+        is_written = yield Wait("directory", GRACE_S)
+    if is_written:
+        directory = Directory.decode((yield Get("directory")))
+        if directory.refusal:
+            yield Set(_told_key(rank), "")
+        return directory
+    elapsed_s = clock() - start_s
+    missing = []
+    for other, key in enumerate(keys):
+        if not (yield from _is_there(key)):
+            missing.append(other)
+    if rank in missing:
+        raise RendezvousTimeout(
+            f"the rendezvous store does not answer any more after {elapsed_s:.1f} s; has the "
+            f"worker that hosts it, which is rank {LEADER}, ended?",
+            (LEADER,),
+            elapsed_s,
+        )
+    missing = missing or [LEADER]
+    raise RendezvousTimeout(
+        f"the group of {world_size} workers was not complete within {elapsed_s:.1f} s; "
+        f"missing: {', '.join(f'rank {other}' for other in missing)}",
+        tuple(missing),
+        elapsed_s,
+    )
+
+
+def _is_there(key: str) -> Steps[bool]:
+    """Looks for a key; one in a store that has ended is not there."""
+    try:
+        return bool((yield Check(key)))
+    except RendezvousTimeout:
+        raise
+    except (RuntimeError, ValueError):
+        return False
+
+
+def _make_closed() -> Steps[str]:
+    """Makes the group of a store a closed one; returns what is in the way, or nothing."""
+    # Stores that only closed groups use need not be able to compare.
+    if (yield Check("kind")) and (yield Get("kind")).decode() == _OPEN:
+        return _mixed(_OPEN)
+    yield Set("kind", _CLOSED)
+    return ""
+
+
+def _mixed(there: str) -> str:
+    return (
+        "RPC group mixes statically and dynamically initialized members which is not supported: "
+        f"this group is {there}; pass the same world_size to all its workers, or to none"
+    )
+
+
+def registration_key(rank: int) -> str:
+    """Returns the key of a rank's registration in a closed group."""
+    return f"worker/{rank}"
+
+
+def _told_key(rank: int) -> str:
+    return f"told/{rank}"
+
+
+# Open groups
+
+
+def join_open(
+    me: Registration, token: str, timeout_s: float, clock: Callable[[], float]
+) -> Steps[Admission]:
+    """Registers a worker, which listens already; returns who was there before.
+
+    Args:
+        me: The worker's registration; its id is taken for its rank.
+        token: What names the run if nobody was there before; 32 hexadecimal digits.
+        timeout_s: How long all of it may take, in seconds.
+        clock: Returns the time in seconds.
+
+    Raises:
+        RendezvousError: The group is a closed one.
+        ConfigurationError: The rank is too high, or the group has had too many workers.
+    """
+    if me.rank >= FIRST_LATER_ID:
+        raise ConfigurationError(
+            f"rank {me.rank} is too high for a group without world_size; "
+            f"it must be below {FIRST_LATER_ID}"
+        )
+    end_s = clock() + timeout_s
+    if (yield SetOnce("kind", _OPEN)).decode() != _OPEN:
+        raise RendezvousError(_mixed(_CLOSED))
+    token = (yield SetOnce("token", token)).decode()
+    me = yield from _with_id(me)
+    place: int = yield Add("members")
+    yield Set(_member_key(place, token), me.encode())
+    earlier: dict[int, Registration] = {}
+    unknown: list[int] = []
+    for other in range(1, place):
+        if (yield Check(left_key(other))):
+            continue
+        limit_s = min(UNWRITTEN_S, max(end_s - clock(), _LEAST_WAIT_S))
+        if (yield Wait(_member_key(other, token), limit_s)):
+            earlier[other] = Registration.decode((yield Get(_member_key(other, token))))
+        else:
+            unknown.append(other)
+    return Admission(token, me, place, earlier, tuple(unknown))
+
+
+def introduce(admission: Admission) -> Steps[None]:
+    """Makes a newcomer and those who came earlier known to each other.
+
+    One that has the newcomer's name or rank is asked first, alone: if it lives, nobody else must
+    hear of the newcomer; if not, it has left for those who come later.
+
+    Of several earlier ones that have one name or rank, at most one is a member: the first, or a
+    later one that has found the first one dead. ``_confirm`` and ``_is_refused`` decide by one key
+    of the store whether that later one joined before somebody else found the first one alive.
+
+    Raises:
+        DuplicateName: One of them lives and has the newcomer's name or rank.
+        RendezvousError: One of them is on another host, and they cannot reach each other.
+    """
+    me, others = admission.me, dict[int, Registration]()
+    for place, earlier in admission.earlier.items():
+        if _are_namesakes(earlier, me):
+            yield Introduce((earlier,), is_namesake=True)
+            yield NoteLeft(place)
+        else:
+            others[place] = earlier
+    if len(others) < len(admission.earlier):
+        yield from _confirm(admission.place)
+    apart = why_apart([me, *others.values()])
+    if apart:
+        raise RendezvousError(apart)
+    members: list[Registration] = []
+    while others:
+        first, later = _first_of_each_name(others)
+        # All at a time: some may be on hosts that are gone, and do not even refuse.
+        errors = yield Introduce(tuple(first.values()))
+        for other, error in zip(first.values(), errors, strict=True):
+            if error is None:
+                members.append(other)
+            else:
+                yield Forget(other, error)
+        others = {}
+        for place, other in later.items():
+            has_living = any(_are_namesakes(other, member) for member in members)
+            if not has_living or not (yield from _is_refused(place)):
+                others[place] = other
+
+
+def _first_of_each_name(
+    others: dict[int, Registration],
+) -> tuple[dict[int, Registration], dict[int, Registration]]:
+    """Returns those that come before all others of their name and rank; and the rest."""
+    first: dict[int, Registration] = {}
+    later: dict[int, Registration] = {}
+    for place, other in sorted(others.items()):
+        earlier = (*first.values(), *later.values())
+        is_later = any(_are_namesakes(other, each) for each in earlier)
+        (later if is_later else first)[place] = other
+    return first, later
+
+
+def _are_namesakes(one: Registration, other: Registration) -> bool:
+    return one.name == other.name or one.rank == other.rank
+
+
+def _confirm(place: int) -> Steps[None]:
+    """Joins in the place of former lives, unless a newcomer has met one of them alive."""
+    if (yield SetOnce(_fate_key(place), _JOINED)).decode() != _JOINED:
+        raise DuplicateName(
+            "a worker of this name or rank lived while this one joined; if it has ended since, "
+            "start this one again"
+        )
+
+
+def _is_refused(place: int) -> Steps[bool]:
+    """Refuses one whose former life lives, unless it has joined since that died."""
+    return bool((yield SetOnce(_fate_key(place), _REFUSED)).decode() == _REFUSED)
+
+
+def _with_id(me: Registration) -> Steps[Registration]:
+    """Returns the registration with an id that names this life of the worker alone."""
+    if (yield Add(f"lives/{me.rank}")) == 1:
+        return me
+    worker = FIRST_LATER_ID - 1 + (yield Add("later"))
+    if worker >= ID_LIMIT:
+        raise ConfigurationError(
+            f"workers have come back to this group {ID_LIMIT - FIRST_LATER_ID} times, which is "
+            "all it can count; start a new group"
+        )
+    return dataclasses.replace(me, id=worker, later_rank=me.rank)
+
+
+def _member_key(place: int, token: str) -> str:
+    # What was written, and perhaps signed, in another run counts for nothing in this one.
+    return f"member/{place}/{token}"
+
+
+def _fate_key(place: int) -> str:
+    return f"fate/{place}"
+
+
+def left_key(place: int) -> str:
+    """Returns the key that says that the worker of a place is not there any more."""
+    return f"left/{place}"

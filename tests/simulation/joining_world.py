@@ -1,0 +1,241 @@
+"""A rendezvous store and workers that join through it, on a simulated timeline.
+
+The machines are those of ``torchweft.protocol.membership``: what a worker asks of the store and of
+others is what they yield. Every operation takes its time; workers die between any two.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulation.timeline import Timeline
+from torchweft.protocol.membership import Registration
+from torchweft.protocol.membership.joining import (
+    Add,
+    Check,
+    Forget,
+    Get,
+    Introduce,
+    NoteLeft,
+    Request,
+    Set,
+    SetOnce,
+    Steps,
+    Wait,
+    left_key,
+)
+from torchweft.protocol.membership.roster import Roster
+
+POLL_S = 0.02
+
+
+class Store:
+    """A rendezvous store: each operation is atomic."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.is_gone = False
+
+    def perform(self, request: Request) -> Any:
+        if self.is_gone:
+            raise RuntimeError("connection reset")
+        values = self.values
+        if isinstance(request, Set):
+            value = request.value
+            values[request.key] = value.encode() if isinstance(value, str) else value
+            return None
+        if isinstance(request, Get):
+            return values[request.key]
+        if isinstance(request, (Check, Wait)):
+            return request.key in values
+        if isinstance(request, Add):
+            count = int(values.get(request.key, b"0")) + 1
+            values[request.key] = str(count).encode()
+            return count
+        assert isinstance(request, SetOnce)
+        return values.setdefault(request.key, request.value.encode())
+
+
+@dataclass(eq=False)
+class Life:
+    """One life of a worker that joins.
+
+    Attributes:
+        registration: What it says of itself; its id is known once it has joined.
+        started_s: When it began.
+        pace: How fast it does one thing after another.
+        result: What its machine returned, when it has.
+        error: Why it has not joined.
+        ended_s: When it had joined, or had not.
+        roster: In an open group, those whom it knows.
+    """
+
+    registration: Registration
+    started_s: float
+    pace: float
+    is_alive: bool = True
+    result: Any = None
+    error: Exception | None = None
+    ended_s: float | None = None
+    roster: Roster[Life] | None = None
+    is_member: bool = False
+    place: int = 0
+    kept: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Joiners:
+    """Runs the machines of workers that join.
+
+    Args:
+        chance: All choices.
+    """
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.timeline = Timeline()
+        self.store = Store()
+        self.lives: list[Life] = []
+        self.trace: list[tuple[Any, ...]] = []
+        self.slowness_s = chance.choice((0.001, 0.01, 0.1))
+
+    def clock(self) -> float:
+        return self.timeline.now_s
+
+    def note(self, *what: Any) -> None:
+        self.trace.append((round(self.clock(), 3), *what))
+
+    def begin(self, registration: Registration) -> Life:
+        life = Life(registration, self.clock(), self.chance.choice((1.0, 0.1)))
+        self.lives.append(life)
+        self.note(registration.name, registration.id, "begins")
+        return life
+
+    def kill(self, life: Life) -> None:
+        self.note(life.registration.name, life.registration.id, "dies")
+        life.is_alive = False
+        for answer in life.kept:
+            self.later(answer)
+        life.kept.clear()
+
+    def later(self, what: Callable[[], None], pace: float = 1.0) -> None:
+        self.timeline.later(self.slowness_s * self.chance.random() ** 2 / pace, what)
+
+    def run(
+        self,
+        life: Life,
+        steps: Steps[Any],
+        then: Callable[[Any], None],
+        otherwise: Callable[[Exception], None],
+    ) -> None:
+        """Runs a machine as far as the life goes."""
+
+        def go_on(move: Callable[[], Request]) -> None:
+            if not life.is_alive:
+                return
+            try:
+                request = move()
+            except StopIteration as end:
+                then(end.value)
+            except Exception as error:
+                self.note(life.registration.name, life.registration.id, "fails", repr(error))
+                otherwise(error)
+            else:
+                self.note(life.registration.name, life.registration.id, request)
+                self.later(lambda: self._perform(life, request, answer), life.pace)
+
+        def answer(value: Any, error: Exception | None = None) -> None:
+            if error is None:
+                go_on(lambda: steps.send(value))
+            else:
+                go_on(lambda: steps.throw(error))
+
+        go_on(lambda: next(steps))
+
+    def _perform(self, life: Life, request: Request, answer: Callable[..., None]) -> None:
+        if not life.is_alive:
+            return
+        if isinstance(request, Introduce):
+            self._introduce(life, request, answer)
+        elif isinstance(request, Forget):
+            assert life.roster is not None
+            forgotten = life.roster.by_id.get(request.other.id)
+            if forgotten is not None:
+                life.roster.retire(forgotten)
+            answer(None)
+        elif isinstance(request, NoteLeft):
+            self.store.perform(Set(left_key(request.place), "1"))
+            answer(None)
+        elif isinstance(request, Wait):
+            self._wait(life, request, self.clock() + request.limit_s, answer)
+        else:
+            if isinstance(request, Set) and request.key.startswith("member/"):
+                life.registration = Registration.decode(bytes(request.value))
+            try:
+                value = self.store.perform(request)
+            except RuntimeError as error:
+                answer(None, error)
+            else:
+                answer(value)
+
+    def _wait(self, life: Life, request: Wait, end_s: float, answer: Callable[..., None]) -> None:
+        """Waits as the shell does: one that is gone has no key."""
+        if not life.is_alive:
+            return
+        if not self.store.is_gone and self.store.perform(request):
+            answer(True)
+        elif self.clock() >= end_s:
+            answer(False)
+        else:
+            pause_s = min(POLL_S, end_s - self.clock())
+            self.timeline.later(pause_s, lambda: self._wait(life, request, end_s, answer))
+
+    # Introductions
+
+    def _introduce(self, life: Life, request: Introduce, answer: Callable[..., None]) -> None:
+        results: list[Exception | None] = [None] * len(request.others)
+        unanswered = set(range(len(request.others)))
+
+        def answered(number: int, error: Exception | None, refusal: Exception | None) -> None:
+            if refusal is not None and unanswered:
+                unanswered.clear()
+                answer(None, refusal)
+            elif number in unanswered:
+                unanswered.discard(number)
+                results[number] = error
+                if not unanswered:
+                    answer(results)
+
+        for number, other in enumerate(request.others):
+            target = next(each for each in self.lives if each.registration == other)
+            if not request.is_namesake:
+                assert life.roster is not None
+                if life.roster.is_replaced(other):
+                    self.later(lambda n=number: answered(n, ConnectionError("replaced"), None))
+                    continue
+                if life.roster.arrival(other).known is None:
+                    life.roster.admit(target)
+
+            def tell(
+                error: Exception | None, refusal: Exception | None, number: int = number
+            ) -> None:
+                self.later(lambda: answered(number, error, refusal))
+
+            self.later(lambda target=target, tell=tell: self._hear(target, life, tell))
+
+    def _hear(self, target: Life, newcomer: Life, tell: Callable[..., None]) -> None:
+        """A worker hears of a newcomer, or nobody does; one that is not yet running keeps it."""
+        if not target.is_alive or target.error is not None:
+            tell(ConnectionRefusedError("nobody listens"), None)
+        elif target.roster is None:
+            target.kept.append(lambda: self._hear(target, newcomer, tell))
+        else:
+            try:
+                if target.roster.arrival(newcomer.registration).known is None:
+                    target.roster.admit(newcomer, is_introduced=True)
+            except Exception as error:
+                tell(None, error)
+            else:
+                tell(None, None)

@@ -1,0 +1,196 @@
+"""The simulation of joining finds faults that are put into its machines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.simulation.test_joining_simulated import ClosedRun, OpenRun, Run
+from torchweft.protocol.membership import Directory, Registration, joining
+from torchweft.protocol.membership.joining import Get, Introduce, Set, Steps, Wait
+from torchweft.protocol.membership.roster import Arrival, Roster
+
+SEEDS = 3000
+"""A fault must be found within so many runs."""
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def keeps_a_refusal_to_itself(patch: pytest.MonkeyPatch) -> None:
+    """The leader does not write why there is no group."""
+    lead = joining._lead
+
+    def mutant(*arguments: Any) -> Steps[Directory]:
+        steps = lead(*arguments)
+        request = next(steps)
+        while True:
+            is_refusal = isinstance(request, Set) and b'"refusal": ""' not in bytes(request.value)
+            answer = None if is_refusal and request.key == "directory" else (yield request)
+            try:
+                request = steps.send(answer)
+            except StopIteration as end:
+                directory: Directory = end.value
+                return directory
+
+    patch.setattr(joining, "_lead", mutant)
+
+
+def allows_two_of_one_name(patch: pytest.MonkeyPatch) -> None:
+    """The leader does not look at names."""
+    assemble = joining.assemble
+
+    def mutant(registrations: dict[int, Registration], *arguments: Any) -> Directory:
+        renamed = {
+            rank: dataclasses.replace(each, name=str(rank)) for rank, each in registrations.items()
+        }
+        directory = assemble(renamed, *arguments)
+        workers = tuple(registrations[each.id] for each in directory.workers)
+        return dataclasses.replace(directory, workers=workers)
+
+    patch.setattr(joining, "assemble", mutant)
+
+
+def trusts_every_directory(patch: pytest.MonkeyPatch) -> None:
+    """A worker does not look whether a directory is of its run."""
+    patch.setattr(joining, "_check_directory", lambda *arguments: None)
+
+
+def follows_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """A worker waits for its leader without a limit."""
+
+    def mutant(*_: Any) -> Steps[Directory]:
+        yield Wait("directory", 1e9)
+        return Directory.decode((yield Get("directory")))
+
+    patch.setattr(joining, "_follow", mutant)
+
+
+def ends_with_its_store(patch: pytest.MonkeyPatch) -> None:
+    """The leader, which hosts the store, does not wait until others have read the reason."""
+    patch.setattr(joining, "READ_S", 0.0)
+
+
+def gives_each_life_its_rank(patch: pytest.MonkeyPatch) -> None:
+    """An id names all lives of a rank."""
+
+    def mutant(me: Registration) -> Steps[Registration]:
+        yield joining.Add(f"lives/{me.rank}")
+        return me
+
+    patch.setattr(joining, "_with_id", mutant)
+
+
+def introduces_itself_to_nobody(patch: pytest.MonkeyPatch) -> None:
+    """A newcomer knows the others, and they do not know it."""
+    introduce = joining.introduce
+
+    def mutant(admission: joining.Admission) -> Steps[None]:
+        return introduce(admission._replace(earlier={}))
+
+    patch.setattr(joining, "introduce", mutant)
+
+
+def overlooks_the_last(patch: pytest.MonkeyPatch) -> None:
+    """A newcomer does not read the one that came just before it."""
+    introduce = joining.introduce
+
+    def mutant(admission: joining.Admission) -> Steps[None]:
+        earlier = dict(list(admission.earlier.items())[:-1])
+        return introduce(admission._replace(earlier=earlier))
+
+    patch.setattr(joining, "introduce", mutant)
+
+
+def does_not_ask_namesakes(patch: pytest.MonkeyPatch) -> None:
+    """A newcomer takes for dead who has its name or rank."""
+    introduce = joining.introduce
+
+    def mutant(admission: joining.Admission) -> Steps[None]:
+        steps = introduce(admission)
+        answer: Any = None
+        while True:
+            try:
+                request = steps.send(answer)
+            except StopIteration:
+                return
+            is_namesake = isinstance(request, Introduce) and request.is_namesake
+            answer = [ConnectionRefusedError()] if is_namesake else (yield request)
+
+    patch.setattr(joining, "introduce", mutant)
+
+
+def takes_up_all_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Of several earlier ones of one name, the last is taken for the one that lives."""
+    patch.setattr(joining, "_first_of_each_name", lambda others: (others, {}))
+
+
+def never_refuses(patch: pytest.MonkeyPatch) -> None:
+    """A later one takes the place of a member that lives."""
+
+    def mutant(place: int) -> Steps[bool]:
+        yield joining.Check(f"fate/{place}")
+        return False
+
+    patch.setattr(joining, "_is_refused", mutant)
+
+
+def never_confirms(patch: pytest.MonkeyPatch) -> None:
+    """One joins although others have refused it."""
+
+    def mutant(place: int) -> Steps[None]:
+        yield joining.Check(f"fate/{place}")
+
+    patch.setattr(joining, "_confirm", mutant)
+
+
+def admits_its_own_name(patch: pytest.MonkeyPatch) -> None:
+    """A member takes up newcomers of its own name."""
+    arrival = Roster.arrival
+
+    def mutant(roster: Roster[Any], registration: Registration) -> Arrival[Any]:
+        try:
+            return arrival(roster, registration)
+        except joining.DuplicateName:
+            return Arrival(None)
+
+    patch.setattr(Roster, "arrival", mutant)
+
+
+def prefers_the_store(patch: pytest.MonkeyPatch) -> None:
+    """What was read in the store takes the place of a later life that has introduced itself."""
+    patch.setattr(Roster, "is_replaced", lambda roster, registration: False)
+
+
+FAULTS: list[tuple[Fault, type[Run]]] = [
+    (keeps_a_refusal_to_itself, ClosedRun),
+    (allows_two_of_one_name, ClosedRun),
+    (trusts_every_directory, ClosedRun),
+    (follows_for_ever, ClosedRun),
+    (ends_with_its_store, ClosedRun),
+    (gives_each_life_its_rank, OpenRun),
+    (introduces_itself_to_nobody, OpenRun),
+    (overlooks_the_last, OpenRun),
+    (does_not_ask_namesakes, OpenRun),
+    (takes_up_all_at_once, OpenRun),
+    (never_refuses, OpenRun),
+    (never_confirms, OpenRun),
+    (admits_its_own_name, OpenRun),
+    (prefers_the_store, OpenRun),
+]
+
+
+@pytest.mark.parametrize(("fault", "kind"), FAULTS, ids=lambda each: each.__name__)
+def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: Fault, kind: type[Run]) -> None:
+    fault(monkeypatch)
+    assert any(fails(kind, seed) for seed in range(SEEDS))
+
+
+def fails(kind: type[Run], seed: int) -> bool:
+    try:
+        kind(seed).run()
+    except AssertionError:
+        return True
+    return False
