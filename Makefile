@@ -54,7 +54,7 @@ ifdef ARGS
 	@$(PY) -m pytest $(ARGS)
 else
 	@$(PY) -m pytest tests/unit tests/simulation -n 2
-	@$(PY) -m pytest tests/processes -n 2
+	@$(PY) -m pytest tests/processes -n 2 --dist loadfile
 endif
 
 .PHONY: end-to-end

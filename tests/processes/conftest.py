@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 import torchweft
 from tests.processes.functions import count_references, wait_until
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
 
@@ -21,6 +23,20 @@ def nursery() -> Iterator[Nursery]:
     """A warm process; all groups of the session are forked from it."""
     with Nursery() as warm:
         yield warm
+
+
+@pytest.fixture(scope="session")
+def warm_process() -> Iterator[WarmProcess]:
+    """The same for workers that join one by one."""
+    with contextlib.closing(WarmProcess()) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
+    """Workers that join one by one; those that the tests of a file leave are ended."""
+    with contextlib.closing(OpenWorkers(warm_process)) as workers:
+        yield workers
 
 
 def options(**others: float) -> rpc.RpcBackendOptions:

@@ -6,6 +6,7 @@ A warm process forks them; run as a program, this is that process.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import pickle
 import signal
@@ -13,28 +14,56 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.leaks import find_leaks, take_state
+
 LIMIT_S = 20.0
+
+
+class WarmProcess:
+    """Forks workers, for one test after the other; ends with all of them at ``close``."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+            )
+        self._connection = Connection(ours.detach())
+        self._asked = itertools.count()
+
+    def ask(self, *command: Any) -> Any:
+        number = next(self._asked)
+        self._connection.send((number, *command))
+        while self._connection.poll(2 * LIMIT_S):
+            answered, outcome = self._connection.recv()
+            if answered == number:  # not the late answer to a command that was given up
+                return outcome
+        raise TimeoutError(f"no answer to {command}")
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.wait(LIMIT_S)
 
 
 class OpenWorkers:
     """Starts workers and has them run functions; ends all that is left at ``close``.
 
     Args:
-        modules: What the warm process imports, so that no worker has to.
+        process: Forks the workers. Those of other ``OpenWorkers`` may have the same names.
+        modules: What that process imports first, so that no worker has to.
     """
 
-    def __init__(self, *modules: str) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), *modules],
-                pass_fds=[theirs.fileno()],
-            )
-        self._connection = Connection(ours.detach())
+    _numbers = itertools.count()
+
+    def __init__(self, process: WarmProcess, *modules: str) -> None:
+        self._process = process
+        self._number = next(self._numbers)
+        process.ask("import", modules)
 
     def do(self, worker: str, function: Callable[..., Any], *args: Any) -> Any:
         """Runs a function in a worker's process, which is started if there is none; blocks."""
@@ -43,27 +72,22 @@ class OpenWorkers:
 
     def begin(self, worker: str, function: Callable[..., Any], *args: Any) -> None:
         """Begins to run a function in a worker's process; ``result`` waits for it."""
-        self._ask("begin", worker, (function, args))
+        self._process.ask("begin", (self._number, worker), (function, args))
 
     def result(self, worker: str) -> Any:
-        outcome = self._ask("result", worker, None)
+        outcome = self._process.ask("result", (self._number, worker))
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
     def kill(self, worker: str) -> None:
         """Kills a worker's process, and forgets it."""
-        self._ask("kill", worker, None)
-
-    def _ask(self, *command: Any) -> Any:
-        self._connection.send(command)
-        if not self._connection.poll(2 * LIMIT_S):
-            raise TimeoutError(f"no answer to {command}")
-        return self._connection.recv()
+        self._process.ask("kill", (self._number, worker))
 
     def close(self) -> None:
-        self._connection.close()
-        self._process.wait(LIMIT_S)
+        """Kills the workers that are left; raises an error if the warm process keeps anything."""
+        leaks = self._process.ask("end", self._number)
+        assert not leaks, leaks
 
 
 class _Worker:
@@ -109,30 +133,58 @@ def _work(connection: Connection) -> None:
         os._exit(0)
 
 
+class _Workers:
+    """All workers of the process, by the number of their ``OpenWorkers`` and their names."""
+
+    def __init__(self) -> None:
+        self._workers: dict[tuple[int, str], _Worker] = {}
+        self._before = take_state()
+
+    def __getitem__(self, key: tuple[int, str]) -> _Worker:
+        if key not in self._workers:
+            self._workers[key] = _Worker()
+        return self._workers[key]
+
+    def import_modules(self, names: Sequence[str]) -> None:
+        missing = [name for name in names if name not in sys.modules]
+        for name in missing:
+            importlib.import_module(name)
+        if missing and not self._workers:
+            self._before = take_state()
+
+    def kill(self, key: tuple[int, str]) -> None:
+        if key in self._workers:
+            self._workers.pop(key).kill()
+
+    def end(self, number: int) -> list[str]:
+        """Kills the workers of one ``OpenWorkers``; returns what else they left behind."""
+        for key in [key for key in self._workers if key[0] == number]:
+            self.kill(key)
+        return [] if self._workers else find_leaks(self._before)
+
+    def end_all(self) -> None:
+        for key in list(self._workers):
+            self.kill(key)
+
+
 def _serve(commands: Connection) -> None:
     import torchweft.rpc  # noqa: F401  # The workers have it from here.
 
-    workers: dict[str, _Worker] = {}
+    workers = _Workers()
+    do: dict[str, Callable[..., Any]] = {
+        "import": workers.import_modules,
+        "begin": lambda key, told: workers[key].connection.send(told),
+        "result": lambda key: workers[key].result(),
+        "kill": workers.kill,
+        "end": workers.end,
+    }
     try:
         while True:
-            what, name, argument = commands.recv()
-            if name not in workers:
-                workers[name] = _Worker()
-            worker = workers[name]
-            if what == "kill":
-                workers.pop(name).kill()
-                commands.send(None)
-            elif what == "begin":
-                worker.connection.send(argument)
-                commands.send(None)
-            else:
-                commands.send(worker.result())
+            number, what, *arguments = commands.recv()
+            commands.send((number, do[what](*arguments)))
     except EOFError:
-        for worker in workers.values():
-            worker.kill()
+        workers.end_all()
 
 
 if __name__ == "__main__":
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
     _serve(Connection(int(sys.argv[1])))

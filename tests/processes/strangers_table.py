@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.certificates import Authority
 from tests.processes.bad_members import MEMBERS, OPTIONS, SETTINGS
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 from tests.processes.stranger_groups import ATTACKER, Group
 from tests.processes.strangers import STRANGERS, Row, tls_rows
 
@@ -85,7 +85,8 @@ def _try_members(group: Group, folder: Path) -> str:
 
 
 def write() -> None:
-    warm = OpenWorkers("tests.processes.strange_members")
+    process = WarmProcess()
+    warm = OpenWorkers(process, "tests.processes.strange_members")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         with _group(warm, folder / "plain") as group:
@@ -96,6 +97,7 @@ def write() -> None:
         with _group(warm, folder / "members", settings=SETTINGS, **OPTIONS) as group:
             page += _MEMBERS + _try_members(group, folder)
     warm.close()
+    process.close()
     PAGE.write_text(page)
 
 

@@ -21,7 +21,7 @@ from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.autograd.engine import Engine
 from torchweft.errors import ArgumentTypeError, AutogradError
-from torchweft.launch import cluster
+from torchweft.launch import Nursery, cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -35,8 +35,8 @@ unique = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def _workers() -> Iterator[None]:
-    with cluster(workers=2):
+def _workers(nursery: Nursery) -> Iterator[None]:
+    with cluster(workers=2, nursery=nursery):
         yield
 
 

@@ -18,7 +18,7 @@ from tests.processes import ddp_functions as functions
 from torchweft import rpc
 from torchweft.autograd import backward, context
 from torchweft.errors import AutogradError
-from torchweft.launch import cluster
+from torchweft.launch import Nursery, cluster
 
 # A process group has threads and connections of its own.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -35,9 +35,9 @@ SPARING = [torch.tensor([0, 2, 5]), torch.tensor([1, 3, 3])]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _workers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = tmp_path_factory.mktemp("gloo") / "store"
-    with cluster(workers=3):
+    with cluster(workers=3, nursery=nursery):
         on_trainers(functions.join, [(rank, len(TRAINERS), str(store)) for rank in range(2)])
         yield
 

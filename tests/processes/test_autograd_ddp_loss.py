@@ -10,16 +10,18 @@ import torch
 from tests.processes import ddp_functions as functions
 from torchweft import rpc
 from torchweft.errors import AutogradError
-from torchweft.launch import cluster
+from torchweft.launch import Nursery, cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 
 TRAINERS = FIRST, _ = ("worker0", "worker1")
 
 
-def test_the_pass_of_a_trainer_fails_if_another_trainer_dies(tmp_path: Path) -> None:
+def test_the_pass_of_a_trainer_fails_if_another_trainer_dies(
+    nursery: Nursery, tmp_path: Path
+) -> None:
     store = str(tmp_path / "store")
-    with cluster(workers=3, check=False):
+    with cluster(workers=3, nursery=nursery, check=False):
         for function, arguments in [
             (functions.join, [(0, 2, store), (1, 2, store)]),
             (functions.make_replica, [("replica", {})] * 2),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,12 +17,6 @@ PROMPT_S = 5.0
 FIRST, SECOND = "worker0", "worker1"
 
 every_mode = pytest.mark.parametrize("mode", ["smart", "fast"])
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as warm:
-        yield warm
 
 
 def await_no_part(worker: str) -> None:

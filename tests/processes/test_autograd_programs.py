@@ -17,7 +17,7 @@ from tests.processes.autograd_programs import (
     run_in_one_process,
     run_on_workers,
 )
-from torchweft.launch import cluster
+from torchweft.launch import Nursery, cluster
 
 LOT = 50
 TOLERANCE = 1e-10
@@ -26,8 +26,8 @@ run_numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    with cluster(workers=2):
+def _workers(nursery: Nursery) -> Iterator[None]:
+    with cluster(workers=2, nursery=nursery):
         yield
 
 

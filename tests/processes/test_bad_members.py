@@ -9,7 +9,7 @@ import pytest
 
 from tests.processes import strange_members, unpickling
 from tests.processes.bad_members import MEMBERS, OPTIONS, SETTINGS, MemberRow
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 from tests.processes.stranger_groups import (
     ATTACKER,
     FEW_THREADS,
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.keeps("threads", "descriptors", "processes")
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    warm = OpenWorkers("tests.processes.strange_members")
+def group(warm_process: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    warm = OpenWorkers(warm_process, "tests.processes.strange_members")
     made = Group(warm, tmp_path_factory.mktemp("group"), settings=SETTINGS, **OPTIONS)
     made.join(ATTACKER, 2)
     yield made

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.processes.checkpoint_model import Training, equal
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft import checkpoint, rpc
 from torchweft.errors import WorkerLost
 from torchweft.nn import RemoteModule
@@ -20,9 +20,9 @@ NAMES = ("driver", "first", "second")
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[OpenWorkers]:
+def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
     # Optimizers import dynamo when the first one is made, which takes a second.
-    started = OpenWorkers("torch._dynamo", "tests.processes.checkpoint_model")
+    started = OpenWorkers(warm_process, "torch._dynamo", "tests.processes.checkpoint_model")
     yield started
     started.close()
 

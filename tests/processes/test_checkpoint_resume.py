@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes import checkpoint_training as training
 from tests.processes.functions import wait_until
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft import checkpoint
 from torchweft.errors import WorkerLost
 
@@ -21,9 +21,9 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[OpenWorkers]:
+def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
     # Optimizers import dynamo when the first one is made, which takes a second.
-    started = OpenWorkers("torch._dynamo", training.__name__)
+    started = OpenWorkers(warm_process, "torch._dynamo", training.__name__)
     yield started
     started.close()
 

@@ -17,7 +17,7 @@ from torchweft.compat import autograd
 from torchweft.compat.graph_views import DistAutogradContext
 from torchweft.errors import ArgumentTypeError, AutogradError
 from torchweft.ids import worker_of
-from torchweft.launch import cluster
+from torchweft.launch import Nursery, cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -26,8 +26,8 @@ FIRST = "worker0"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    with cluster(workers=2):
+def _workers(nursery: Nursery) -> Iterator[None]:
+    with cluster(workers=2, nursery=nursery):
         yield
 
 

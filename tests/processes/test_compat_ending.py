@@ -28,13 +28,6 @@ SHORT_S = 0.1
 NOTICE_S = 5.0
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[OpenWorkers]:
-    started = OpenWorkers()
-    yield started
-    started.close()
-
-
 @pytest.fixture
 def workers(warm: OpenWorkers, tmp_path: Path) -> Iterator[OpenWorkers]:
     """Three workers of a closed group."""

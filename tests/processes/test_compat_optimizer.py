@@ -17,6 +17,7 @@ from torchweft.compat.optimizer import (
     _new_local_optimizer,
     _wait_for_all,
 )
+from torchweft.launch import Nursery
 
 # Each test shares the workers of the file; they connect to one another when they first talk.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -24,8 +25,8 @@ WORKERS = ("worker0", "worker1")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers() -> Iterator[None]:
-    with torchweft.cluster(workers=len(WORKERS)):
+def workers(nursery: Nursery) -> Iterator[None]:
+    with torchweft.cluster(workers=len(WORKERS), nursery=nursery):
         yield
 
 

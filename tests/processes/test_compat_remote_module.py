@@ -31,6 +31,7 @@ from torchweft.compat.remote_module import (
     _RemoteModule,
 )
 from torchweft.errors import ArgumentTypeError, ConfigurationError, SerializationError
+from torchweft.launch import Nursery
 
 # Each test shares the workers of the file; they connect to one another when they first talk.
 pytestmark = [
@@ -41,8 +42,8 @@ FIRST, SECOND = "worker0", "worker1"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers() -> Iterator[None]:
-    with torchweft.cluster(workers=2):
+def workers(nursery: Nursery) -> Iterator[None]:
+    with torchweft.cluster(workers=2, nursery=nursery):
         yield
 
 

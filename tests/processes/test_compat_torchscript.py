@@ -14,6 +14,7 @@ import torchweft
 from tests.processes.compiled import no_future, product, product_later, raising, start_square
 from torchweft import rpc
 from torchweft.autograd import backward, context, get_gradients
+from torchweft.launch import Nursery
 from torchweft.rpc.functions import async_execution
 
 # Each test shares the workers of the file; they connect to one another when they first talk.
@@ -25,8 +26,8 @@ FIRST, SECOND = "worker0", "worker1"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers() -> Iterator[None]:
-    with torchweft.cluster(workers=2):
+def workers(nursery: Nursery) -> Iterator[None]:
+    with torchweft.cluster(workers=2, nursery=nursery):
         yield
 
 

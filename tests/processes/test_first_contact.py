@@ -21,17 +21,15 @@ SLACK_S = 1.5
 
 
 @pytest.fixture
-def workers(tmp_path: Path) -> Iterator[OpenWorkers]:
+def workers(warm: OpenWorkers, tmp_path: Path) -> Iterator[OpenWorkers]:
     """Workers ``a``, ``b`` and ``c``, between which there are no connections yet."""
-    made = OpenWorkers()
     for name in leaving.NAMES:
-        made.begin(name, leaving.join, name, str(tmp_path / "store"), 3)
+        warm.begin(name, leaving.join, name, str(tmp_path / "store"), 3)
     for name in leaving.NAMES:
-        made.result(name)
-    yield made
+        warm.result(name)
+    yield warm
     for name in leaving.NAMES:
-        made.kill(name)
-    made.close()
+        warm.kill(name)
 
 
 def ask(to: str, way: str, timeout: float) -> tuple[float, object]:

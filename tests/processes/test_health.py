@@ -25,13 +25,6 @@ AT_ONCE_S = 1.0
 _told: list[WorkerLost] = []
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[OpenWorkers]:
-    workers = OpenWorkers()
-    yield workers
-    workers.close()
-
-
 @pytest.fixture
 def workers(warm: OpenWorkers, tmp_path: Path) -> Iterator[OpenWorkers]:
     for name in leaving.NAMES:

@@ -18,7 +18,7 @@ from tests.higher_order_sites import Program, assert_equal, expected
 from tests.processes import autograd_functions
 from tests.processes import higher_order_functions as functions
 from torchweft import rpc
-from torchweft.launch import cluster
+from torchweft.launch import Nursery, cluster
 from torchweft.optim import DistributedOptimizer
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
@@ -30,9 +30,9 @@ DRIVER, FIRST, SECOND = EVERYBODY = ("driver", "worker0", "worker1")
 
 
 @pytest.fixture(scope="module")
-def _workers() -> Iterator[None]:
+def _workers(nursery: Nursery) -> Iterator[None]:
     options = rpc.RpcBackendOptions(num_worker_threads=2, rpc_timeout=60.0)
-    with cluster(workers=2, rpc_backend_options=options):
+    with cluster(workers=2, nursery=nursery, rpc_backend_options=options):
         yield
 
 

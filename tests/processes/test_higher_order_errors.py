@@ -15,7 +15,7 @@ from tests.processes import autograd_functions
 from tests.processes import higher_order_functions as functions
 from torchweft import rpc
 from torchweft.errors import ArgumentTypeError, AutogradError
-from torchweft.launch import cluster
+from torchweft.launch import Nursery, cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -24,8 +24,8 @@ DRIVER, FIRST, SECOND = EVERYBODY = ("driver", "worker0", "worker1")
 
 
 @pytest.fixture(scope="module")
-def _workers() -> Iterator[None]:
-    with cluster(workers=2):
+def _workers(nursery: Nursery) -> Iterator[None]:
+    with cluster(workers=2, nursery=nursery):
         yield
 
 

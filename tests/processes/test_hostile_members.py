@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import hostility
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 
 ATTEMPTS = 60
 FEW = 12
@@ -20,8 +20,8 @@ VICTIM, OTHER, ATTACKER = "victim", "other", "attacker"
 
 
 @pytest.fixture
-def workers(tmp_path: Path) -> Iterator[OpenWorkers]:
-    started = OpenWorkers("tests.processes.hostility", "tests.fuzz.targets.stream")
+def workers(warm_process: WarmProcess, tmp_path: Path) -> Iterator[OpenWorkers]:
+    started = OpenWorkers(warm_process, "tests.processes.hostility", "tests.fuzz.targets.stream")
     for rank, name in enumerate((VICTIM, OTHER, ATTACKER), FIRST_RANK):
         started.do(name, hostility.join, name, rank, f"file://{tmp_path / 'store'}")
     yield started

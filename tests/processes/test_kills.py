@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import far_workers as far
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft.errors import WorkerLost
 
 KILLS = int(os.environ.get("WEFT_TEST_KILLS", "10"))
@@ -25,10 +25,12 @@ UNDETECTED_S = 1.0
 
 
 @pytest.mark.timeout(60 + KILLS)
-def test_the_caller_of_a_killed_worker_knows_at_once(tmp_path: Path) -> None:
+def test_the_caller_of_a_killed_worker_knows_at_once(
+    warm_process: WarmProcess, tmp_path: Path
+) -> None:
     told = {"init_method": f"file://{tmp_path}/store", "init_timeout": 20}
     elapsed_s = []
-    with contextlib.closing(OpenWorkers(far.__name__)) as workers:
+    with contextlib.closing(OpenWorkers(warm_process, far.__name__)) as workers:
         workers.do("worker0", far.join, "", {}, 0, None, told)
         for number in range(KILLS):
             key = f"call {number}"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,6 @@ from torchweft.launch.nursery import WARM_MODULES
 
 PROMPT_S = 2.0
 LIMIT_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as warm:
-        yield warm
 
 
 def wait_until(is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:

@@ -21,12 +21,6 @@ PROMPT_S = 2.0
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as warm:
-        yield warm
-
-
 @pytest.fixture(autouse=True)
 def _soon() -> Iterator[None]:
     with knobs.RESTART_BACKOFF_S.override(0.05):

@@ -12,7 +12,7 @@ from torch import Tensor
 import torchweft
 from torchweft import rpc
 from torchweft.errors import AutogradError
-from torchweft.launch import cluster
+from torchweft.launch import Nursery, cluster
 from torchweft.optim import DistributedOptimizer
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -22,8 +22,8 @@ weight = torch.nn.Parameter(torch.ones(3))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    with cluster(workers=1):
+def _workers(nursery: Nursery) -> Iterator[None]:
+    with cluster(workers=1, nursery=nursery):
         yield
 
 

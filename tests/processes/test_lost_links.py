@@ -21,7 +21,7 @@ from tests.processes.cable import Impairment
 from tests.processes.far_workers import FarWorkers, far_workers
 from tests.processes.functions import wait_until
 from tests.processes.hosts import Host, network
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft.errors import ConfigurationError, ShutdownError, WorkerLost
 
 pytestmark = pytest.mark.timeout(90)
@@ -33,8 +33,8 @@ LARGEST_BYTES = int(os.environ.get("WEFT_TEST_LOSS_BYTES", str(4 << 20)))
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[OpenWorkers]:
-    with contextlib.closing(OpenWorkers(far.__name__)) as started:
+def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
+    with contextlib.closing(OpenWorkers(warm_process, far.__name__)) as started:
         yield started
 
 

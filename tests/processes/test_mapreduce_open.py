@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.processes import mapreduce_functions_u as functions
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 
 pytestmark = pytest.mark.timeout(120)
 TOLERANCE = 1e-12
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[OpenWorkers]:
-    started = OpenWorkers(functions.__name__)
+def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
+    started = OpenWorkers(warm_process, functions.__name__)
     yield started
     started.close()
 

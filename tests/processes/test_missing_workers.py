@@ -17,7 +17,7 @@ from tests.processes import far_workers as far
 from tests.processes.far_workers import states_of_others, try_to_join
 from tests.processes.functions import wait_until
 from tests.processes.hosts import Host, network
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft import secret
 from torchweft.errors import RendezvousTimeout
 
@@ -31,8 +31,8 @@ SLACK_S = 0.5
 class Joiners:
     """Processes that try to join groups, each once."""
 
-    def __init__(self, folder: Path) -> None:
-        self._warm = OpenWorkers(far.__name__)
+    def __init__(self, process: WarmProcess, folder: Path) -> None:
+        self._warm = OpenWorkers(process, far.__name__)
         self._names: list[str] = []
         self.pids: dict[str, int] = {}
         self.environment = {"WEFT_SECRET_FILE": str(folder / "secret")}
@@ -67,8 +67,10 @@ class Joiners:
 
 
 @pytest.fixture(scope="module")
-def warm_joiners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joiners]:
-    with contextlib.closing(Joiners(tmp_path_factory.mktemp("joiners"))) as made:
+def warm_joiners(
+    warm_process: WarmProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Joiners]:
+    with contextlib.closing(Joiners(warm_process, tmp_path_factory.mktemp("joiners"))) as made:
         yield made
 
 

@@ -17,7 +17,7 @@ from tests.internal import overridden
 from tests.processes import far_workers as far
 from tests.processes import namespace_program
 from tests.processes.hosts import Host, enter, network
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft import rpc, secret
 from torchweft.compat import rpc as compat_rpc
 from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
@@ -121,8 +121,10 @@ def join_as_with_torch(
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[OpenWorkers]:
-    with contextlib.closing(OpenWorkers(far.__name__, compat_rpc.__name__)) as workers:
+def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
+    with contextlib.closing(
+        OpenWorkers(warm_process, far.__name__, compat_rpc.__name__)
+    ) as workers:
         yield workers
 
 

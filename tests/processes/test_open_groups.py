@@ -28,13 +28,6 @@ pytestmark = pytest.mark.timeout(60)
 kept: dict[str, Any] = {}
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[OpenWorkers]:
-    started = OpenWorkers()
-    yield started
-    started.close()
-
-
 class Group:
     """An open group of its own for each test: its workers are ended with it."""
 

@@ -17,6 +17,7 @@ import torchweft
 from torchweft import rpc
 from torchweft.autograd import backward, context
 from torchweft.errors import AutogradError, ConfigurationError, OptimizerError, SerializationError
+from torchweft.launch import Nursery
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer, clip_grad_norm_
 
@@ -27,8 +28,8 @@ ROWS = 12
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers() -> Iterator[None]:
-    with torchweft.cluster(workers=2):
+def workers(nursery: Nursery) -> Iterator[None]:
+    with torchweft.cluster(workers=2, nursery=nursery):
         yield
 
 

@@ -18,7 +18,7 @@ from torchweft import mapreduce, rpc
 from torchweft.autograd import backward, context, current_context_id, get_gradients
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
-from torchweft.launch import cluster
+from torchweft.launch import Nursery, cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 
@@ -29,8 +29,8 @@ W = functions.weight.detach()
 
 
 @pytest.fixture(scope="module")
-def _workers() -> Iterator[None]:
-    with cluster(workers=2):
+def _workers(nursery: Nursery) -> Iterator[None]:
+    with cluster(workers=2, nursery=nursery):
         yield
 
 

@@ -21,6 +21,7 @@ from torchweft.errors import (
     SerializationError,
     UnknownWorker,
 )
+from torchweft.launch import Nursery
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
 
@@ -30,8 +31,8 @@ FIRST, SECOND = "worker0", "worker1"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers() -> Iterator[None]:
-    with torchweft.cluster(workers=2):
+def workers(nursery: Nursery) -> Iterator[None]:
+    with torchweft.cluster(workers=2, nursery=nursery):
         yield
 
 

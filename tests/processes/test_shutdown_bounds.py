@@ -19,13 +19,6 @@ SLACK_S = 1.5
 """What closing may take beyond the limits, on a machine that is busy otherwise."""
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[OpenWorkers]:
-    workers = OpenWorkers()
-    yield workers
-    workers.close()
-
-
 @pytest.fixture
 def workers(warm: OpenWorkers) -> Iterator[OpenWorkers]:
     yield warm

@@ -16,7 +16,7 @@ import pytest
 from tests.certificates import Authority
 from tests.processes import strange_members, strangers_table
 from tests.processes.bad_members import MEMBERS
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 from tests.processes.stranger_groups import (
     FEW_THREADS,
     MEMORY_BYTES,
@@ -36,8 +36,8 @@ OPEN_AT_A_TIME = 150
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[OpenWorkers]:
-    started = OpenWorkers("tests.processes.strange_members")
+def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
+    started = OpenWorkers(warm_process, "tests.processes.strange_members")
     yield started
     started.close()
 

@@ -303,8 +303,8 @@ def leave() -> None:
 
 
 @pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
-def test_others_know_which_worker_is_strict(tmp_path: Path) -> None:
-    workers = OpenWorkers()
+def test_others_know_which_worker_is_strict(warm: OpenWorkers, tmp_path: Path) -> None:
+    workers = warm
     method, target = f"file://{tmp_path / 'store'}", str(tmp_path / "was_here")
     try:
         workers.begin("strict", join, "strict", 0, method, True)
@@ -320,4 +320,3 @@ def test_others_know_which_worker_is_strict(tmp_path: Path) -> None:
     finally:
         for name in ("strict", "open"):
             workers.kill(name)
-        workers.close()

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 from tests.another_user import NOBODY, as_nobody
 from tests.processes import strange_members
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft import rpc, secret
 from torchweft.errors import ProtocolError, RendezvousError, WorkerLost
 from torchweft.secret import Secret
@@ -34,8 +34,8 @@ TOKEN = "0" * 32
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[OpenWorkers]:
-    started = OpenWorkers("tests.processes.strange_members")
+def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
+    started = OpenWorkers(warm_process, "tests.processes.strange_members")
     yield started
     started.close()
 
