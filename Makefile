@@ -22,6 +22,7 @@ help:
 	@echo "make demo-meta        learn to learn, over workers (ARGS=digits for images)"
 	@echo "make test    unit, simulation and multi-process tests"
 	@echo "make end-to-end       whole programs, and a sample of PyTorch's own tests"
+	@echo "make thorough         all random programs and seeds, of which make test tries a tenth"
 	@echo "make quick   those that take a few minutes"
 	@echo "make matrix  the quick tests on each Python and torch that there are (tests/matrix.py)"
 	@echo "make conformance      PyTorch's own RPC tests, all of them, on Weft"
@@ -56,6 +57,14 @@ else
 	@$(PY) -m pytest tests/unit tests/simulation -n 2
 	@$(PY) -m pytest tests/processes -n 2 --dist loadfile
 endif
+
+# The tests that tests/thorough.py shortens.
+THOROUGH := tests/simulation tests/unit/autograd $(addprefix tests/processes/test_,$(addsuffix .py,\
+    autograd_programs higher_order meta_gradients meta_gradients_loss meta_gradients_traffic))
+
+.PHONY: thorough
+thorough: $(VENV)/.installed-test
+	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest $(THOROUGH) -n 2 --dist loadfile $(ARGS)
 
 .PHONY: end-to-end
 end-to-end: $(VENV)/.installed-test

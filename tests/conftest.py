@@ -32,6 +32,13 @@ def pytest_collection_finish() -> None:
             logging.getLogger(name).propagate = True
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _freeze() -> None:
+    """Takes what former files have imported out of its way as well, as torch's compiler."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _leave_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves threads, processes, descriptors or shared memory behind.

@@ -17,6 +17,7 @@ from tests.processes.autograd_programs import (
     run_in_one_process,
     run_on_workers,
 )
+from tests.thorough import lots
 from torchweft.launch import Nursery, cluster
 
 LOT = 50
@@ -51,13 +52,13 @@ def described(program: Program, mode: str) -> str:
     return f"in program {program.seed}, {mode}:\n  {steps}\n  {program._replace(body=None)}"
 
 
-@pytest.mark.parametrize("first", range(0, 500, LOT))
-def test_programs_equal_a_single_process(first: int) -> None:
-    for seed in range(first, first + LOT):
+@pytest.mark.parametrize("lot", lots(500, LOT), ids=str)
+def test_programs_equal_a_single_process(lot: range) -> None:
+    for seed in lot:
         check(seed, "smart")
 
 
-@pytest.mark.parametrize("first", range(0, 100, LOT))
-def test_programs_equal_a_single_process_without_discovery(first: int) -> None:
-    for seed in range(first, first + LOT):
+@pytest.mark.parametrize("lot", lots(100, LOT), ids=str)
+def test_programs_equal_a_single_process_without_discovery(lot: range) -> None:
+    for seed in lot:
         check(seed, "fast")

@@ -17,6 +17,7 @@ from tests.higher_order_random import random_program
 from tests.higher_order_sites import Program, assert_equal, expected
 from tests.processes import autograd_functions
 from tests.processes import higher_order_functions as functions
+from tests.thorough import lots
 from torchweft import rpc
 from torchweft.launch import Nursery, cluster
 from torchweft.optim import DistributedOptimizer
@@ -72,9 +73,9 @@ def test_programs_equal_a_single_process(program: Program) -> None:
     assert_equal(functions.run_on_workers(program), expected(program), TOLERANCE)
 
 
-@pytest.mark.parametrize("first", range(0, 200, LOT))
-def test_random_programs_equal_a_single_process(first: int) -> None:
-    for seed in range(first, first + LOT):
+@pytest.mark.parametrize("lot", lots(200, LOT), ids=str)
+def test_random_programs_equal_a_single_process(lot: range) -> None:
+    for seed in lot:
         program = random_program(seed)
         actual = functions.run_on_workers(program)
         what = f"program {seed}:\n{program.__doc__}"

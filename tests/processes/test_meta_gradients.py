@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.processes import meta_gradient_functions as functions
 from tests.processes.conftest import options
 from tests.processes.meta_gradient_checks import by_map, check, flat, nothing_kept, single_process
 from tests.processes.meta_gradient_functions import NOBODY, Inner
+from tests.thorough import spread
 from torchweft import knobs, mapreduce
 from torchweft.launch import Cluster, Nursery
 
@@ -26,9 +28,12 @@ in_chunks = mapreduce.dim_partitioner(0, workers=WORKERS)
 with_the_caller = mapreduce.dim_partitioner(0, exclusive=True)
 SPLITS = (each_in_turn, in_chunks, with_the_caller, "worker1", "driver")
 
-every_order = pytest.mark.parametrize("is_second_order", [False, True], ids=["first", "second"])
-every_way = pytest.mark.parametrize("way", ["backward", "grad"])
-every_fan_out = pytest.mark.parametrize("fan_out", [1, 4])
+ORDERS = (False, True)
+"""Of the derivatives: whether those of the second order are taken."""
+WAYS = ("backward", "grad")
+FAN_OUTS = (1, 4)
+
+every_way = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +56,11 @@ def test_first_and_second_order_are_far_apart() -> None:
     assert float((first - second).norm() / second.norm()) == pytest.approx(1.7, abs=0.05)
 
 
-@every_way
-@every_order
-@every_fan_out
-@pytest.mark.parametrize("partitioner", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    ("partitioner", "fan_out", "is_second_order", "way"),
+    spread([*itertools.product(SPLITS, FAN_OUTS)], ORDERS, WAYS),
+    ids=str,
+)
 def test_uneven_parts(
     three: Cluster, partitioner: Any, fan_out: int, is_second_order: bool, way: str
 ) -> None:
@@ -76,9 +82,11 @@ def test_the_inner_error_is_computed_by_another_worker(
     check(outcome, True, ACROSS)
 
 
-@every_way
-@every_fan_out
-@pytest.mark.parametrize("partitioner", [each_in_turn, with_the_caller, "worker1"], ids=str)
+@pytest.mark.parametrize(
+    ("partitioner", "fan_out", "way"),
+    spread([each_in_turn, with_the_caller, "worker1"], FAN_OUTS, WAYS),
+    ids=str,
+)
 def test_the_inner_error_is_that_of_a_map_over_all(
     three: Cluster, partitioner: Any, fan_out: int, way: str
 ) -> None:

@@ -20,6 +20,7 @@ from tests.processes import meta_gradient_functions as functions
 from tests.processes.conftest import options
 from tests.processes.meta_gradient_checks import EXACT, by_map, check, difference, nothing_kept
 from tests.processes.meta_gradient_functions import Death, Doom, Inner
+from tests.thorough import spread
 from torchweft import knobs, mapreduce, rpc
 from torchweft.errors import WorkerLost
 from torchweft.launch import Cluster, Nursery
@@ -34,11 +35,10 @@ in_chunks = mapreduce.dim_partitioner(0, workers=WORKERS)
 caller_and_one = mapreduce.dim_partitioner(0, exclusive=True, workers=("driver", FIRST))
 only_one = mapreduce.dim_partitioner(0, exclusive=True, workers=(FIRST,))
 
-every_way = pytest.mark.parametrize("way", ["backward", "grad"])
-both_orders_and_ways = pytest.mark.parametrize(
-    ("way", "is_second_order"), [("backward", True), ("grad", False)]
-)
-every_fan_out = pytest.mark.parametrize("fan_out", [1, 4])
+WAYS = ("backward", "grad")
+WAYS_AND_ORDERS = [("backward", True), ("grad", False)]
+
+every_way = pytest.mark.parametrize("way", WAYS)
 
 # Who dies at which point, one after the other; FAN_OUT; who runs which tasks.
 CASES: dict[str, tuple[tuple[tuple[str, str], ...], int, Any]] = {
@@ -95,8 +95,7 @@ def losses() -> Iterator[Losses]:
     assert observers.remove(losses), "it has raised"
 
 
-@both_orders_and_ways
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "way", "is_second_order"), spread([*CASES], WAYS_AND_ORDERS))
 def test_it_dies_by_itself(
     nursery: Nursery, tmp_path: Path, losses: Losses, case: str, is_second_order: bool, way: str
 ) -> None:
@@ -113,8 +112,7 @@ def test_it_dies_by_itself(
     assert all(losses.parts.values())
 
 
-@both_orders_and_ways
-@every_fan_out
+@pytest.mark.parametrize(("fan_out", "way", "is_second_order"), spread([1, 4], WAYS_AND_ORDERS))
 def test_it_dies_between_both_passes(
     nursery: Nursery, losses: Losses, fan_out: int, is_second_order: bool, way: str
 ) -> None:
@@ -138,7 +136,7 @@ def hook(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
     tensor.register_hook(function)  # type: ignore[no-untyped-call]
 
 
-@both_orders_and_ways
+@pytest.mark.parametrize(("way", "is_second_order"), WAYS_AND_ORDERS)
 def test_it_dies_before_gradients_are_sent_to_it(
     nursery: Nursery, losses: Losses, is_second_order: bool, way: str
 ) -> None:
@@ -168,8 +166,7 @@ INNER_CASES = [
 ]
 
 
-@every_way
-@pytest.mark.parametrize(("point", "workers"), INNER_CASES)
+@pytest.mark.parametrize(("point", "workers", "way"), spread(INNER_CASES, WAYS))
 def test_the_inner_loop_goes_on_with_those_who_are_left(
     nursery: Nursery, tmp_path: Path, workers: tuple[str, ...] | None, point: str, way: str
 ) -> None:

@@ -13,6 +13,7 @@ import torchweft
 from tests.internal import overridden
 from tests.processes import meta_gradient_functions as functions
 from tests.processes.conftest import options
+from tests.thorough import spread
 from torchweft import knobs, mapreduce, rpc
 from torchweft.agent.links import Traffic
 from torchweft.launch import Cluster, Nursery
@@ -84,8 +85,7 @@ def moved(before: dict[str, Traffic], size_bytes: int) -> dict[str, Moved]:
     }
 
 
-@pytest.mark.parametrize("way", ["backward", "grad"])
-@pytest.mark.parametrize("fan_out", [1, 2, 4])
+@pytest.mark.parametrize(("fan_out", "way"), spread([1, 2, 4], ["backward", "grad"]))
 def test_a_meta_step(three: Cluster, fan_out: int, way: str) -> None:
     model = large_network()
     size_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -2,7 +2,7 @@
 
 ``WEFT_TEST_SEED=<seed>`` runs one seed alone and prints what happened in it, if it fails.
 ``WEFT_TEST_SEEDS`` sets how many seeds each test tries, for a long run: ``WEFT_TEST_SEEDS=10000
-pytest -n 2 --timeout 0``.
+pytest -n 2 --timeout 0``. Without it, ``tests/thorough.py`` says which share of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from tests.thorough import share
+
 BATCH = 50
 MOST_BATCHES = 200
 """A test that tries very many seeds does so in larger batches."""
@@ -20,11 +22,11 @@ LINES_SHOWN = 400
 
 
 def batches(count: int) -> list[range]:
-    """Returns the seeds that a test tries: ``count``, unless the environment says otherwise."""
+    """Returns the seeds that a test tries: ``count`` in a thorough run, else a share of them."""
     chosen = os.environ.get("WEFT_TEST_SEED")
     if chosen is not None:
         return [range(int(chosen), int(chosen) + 1)]
-    count = int(os.environ.get("WEFT_TEST_SEEDS", count))
+    count = int(os.environ.get("WEFT_TEST_SEEDS", share(count)))
     size = max(BATCH, count // MOST_BATCHES)
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.gradient_functions import Broken
+from tests.thorough import lots
 from tests.unit.autograd import awkward_programs, programs
 from tests.unit.autograd.cluster import (
     Cluster,
@@ -33,9 +34,9 @@ def test_gradients_equal_those_of_a_single_process(program: Program) -> None:
         check(program, seed)
 
 
-@pytest.mark.parametrize("start", range(0, 200, 50))
-def test_random_programs_equal_a_single_process(start: int) -> None:
-    for seed in range(start, start + 50):
+@pytest.mark.parametrize("lot", lots(200, 50), ids=str)
+def test_random_programs_equal_a_single_process(lot: range) -> None:
+    for seed in lot:
         check(programs.random_program(seed), seed)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests import higher_order_programs, higher_order_sites
 from tests.higher_order_random import random_program
 from tests.higher_order_sites import Outcome, Site, Tensors, assert_equal, expected, moved_with
+from tests.thorough import lots
 from tests.unit.autograd import programs
 from tests.unit.autograd.cluster import Cluster, SingleProcess, World
 from tests.unit.autograd.cluster import Program as WorldProgram
@@ -122,9 +123,9 @@ def test_programs_equal_a_single_process(program: higher_order_sites.Program) ->
         assert_equal(outcome_on_a_cluster(program, seed), wanted, TOLERANCE, f"seed {seed}")
 
 
-@pytest.mark.parametrize("start", range(0, 200, 50))
-def test_random_programs_equal_a_single_process(start: int) -> None:
-    for seed in range(start, start + 50):
+@pytest.mark.parametrize("lot", lots(200, 50), ids=str)
+def test_random_programs_equal_a_single_process(lot: range) -> None:
+    for seed in lot:
         program = random_program(seed)
         actual = outcome_on_a_cluster(program, seed)
         what = f"program {seed}:\n{program.__doc__}"
@@ -203,9 +204,9 @@ def test_gradients_in_contexts_are_differentiated(program: WorldProgram, order: 
         assert_equal(actual, wanted, 1e-11 if order == 2 else 1e-9, f"seed {seed}")
 
 
-@pytest.mark.parametrize("start", range(0, 100, 50))
-def test_gradients_of_random_programs_are_differentiated(start: int) -> None:
-    for seed in range(start, start + 50):
+@pytest.mark.parametrize("lot", lots(100, 50), ids=str)
+def test_gradients_of_random_programs_are_differentiated(lot: range) -> None:
+    for seed in lot:
         program = programs.random_program(seed)
         actual = tables_after(program, 2, seed)
         assert_equal(actual, expected_tables_after(program, 2), RANDOM_TOLERANCE, f"seed {seed}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.thorough import lots
 from tests.unit.autograd import awkward_programs, programs
 from tests.unit.autograd.cluster import (
     Cluster,
@@ -86,9 +87,9 @@ def test_gradients_equal_those_of_a_single_process(program: Program, share: floa
     check_and_release(program, 1, share)
 
 
-@pytest.mark.parametrize("start", range(0, 60, 20))
-def test_random_programs_equal_a_single_process(start: int) -> None:
-    for seed in range(start, start + 20):
+@pytest.mark.parametrize("lot", lots(60, 20), ids=str)
+def test_random_programs_equal_a_single_process(lot: range) -> None:
+    for seed in lot:
         check_and_release(programs.random_program(seed), seed, 0.5 + seed % 2 / 2)
 
 

@@ -1,0 +1,46 @@
+"""How much an ordinary run tries of what there is very much of: random programs, combinations.
+
+``make thorough`` tries all of it (``WEFT_TEST_THOROUGH=1``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+THOROUGH = os.environ.get("WEFT_TEST_THOROUGH", "0") != "0"
+SHARE = 10
+"""An ordinary run tries one seed in so many."""
+
+
+def share(count: int) -> int:
+    """Returns how many of so many seeds are tried."""
+    return count if THOROUGH else -(-count // SHARE)
+
+
+def lots(count: int, size: int) -> list[range]:
+    """Returns those seeds in lots, one for each test."""
+    seeds = range(share(count))
+    return [seeds[first : first + size] for first in range(0, len(seeds), size)]
+
+
+def spread(values: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Returns the combinations to try of the values of several parameters.
+
+    All of them, or each of ``values`` with another combination of ``others``, in turn. A tuple is
+    the values of several parameters.
+    """
+    rest = list(itertools.product(*others))
+    if THOROUGH:
+        chosen = list(itertools.product(values, rest))
+    else:
+        count = max(len(values), len(rest))
+        chosen = list(itertools.islice(zip(itertools.cycle(values), itertools.cycle(rest)), count))
+    return [_joined(first, *combined) for first, combined in chosen]
+
+
+def _joined(*values: Any) -> tuple[Any, ...]:
+    parts = [value if isinstance(value, tuple) else (value,) for value in values]
+    return tuple(itertools.chain(*parts))
