@@ -22,7 +22,6 @@
     │   │   └── NotAllowed                     a message names what its receiver does not allow
     │   ├── SerializationError (TypeError)     an argument or result cannot travel
     │   ├── UnknownFunction (AttributeError)   the callee has no function of that name
-    │   ├── InjectedFault                      a test had the message fail
     │   └── RemoteError                        the callee raised a type that cannot be rebuilt here
     ├── WorkerLost (ConnectionError, RuntimeError)   a worker died or cannot be reached
     │   └── OwnerLost                          the lost worker owned a referenced value
@@ -190,10 +189,6 @@ class SerializationError(CallError, TypeError):
 
 class UnknownFunction(CallError, AttributeError):
     """The callee cannot import the function that was named."""
-
-
-class InjectedFault(CallError):
-    """A message was not sent because a test asked for it to fail."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)

@@ -1,10 +1,10 @@
 """PyTorch's own tests of ``torch.distributed.rpc``, loaded so that they test Weft.
 
 The tests come with the torch wheel. Three things are changed in them: the modules they test are
-Weft's (``torchweft.compat``), their workers are forked from this process instead of started anew,
-which takes 0.3 s instead of 14, and what ``torch.jit.script`` cannot compile stays a Python
-function while the modules are imported, as they compile programs that call RPC functions right
-there.
+Weft's (``torchweft.compat``, and what ``shims`` adds), their workers are forked from this process
+instead of started anew, which takes 0.3 s instead of 14, and what ``torch.jit.script`` cannot
+compile stays a Python function while the modules are imported, as they compile programs that call
+RPC functions right there.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def load(limit_s: float = 60.0) -> dict[str, type[unittest.TestCase]]:
         )
     _prepare_environment()
     if SIDE == "weft":
-        import torchweft.compat
+        from tests.conformance import shims
 
-        torchweft.compat.install(in_children=False)
+        shims.install()
     rpc_utils = _import_test_modules()
     _fork_workers(rpc_utils, limit_s)
     return _make_classes(rpc_utils)

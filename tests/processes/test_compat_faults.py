@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import torchweft
+from tests.conformance.shims.fault_plan import Plan
+from tests.conformance.shims.faults import Faults, InjectedFault
 from tests.processes import functions
 from tests.processes.conftest import options
 from tests.processes.functions import Tracked, wait_until
 from torchweft import autograd, rpc
 from torchweft.agent.current import current
-from torchweft.compat.rpc import calls
-from torchweft.compat.rpc._testing.fault_plan import Plan
-from torchweft.compat.rpc._testing.faults import Faults
+from torchweft.compat.rpc import api
 from torchweft.compat.rpc.references import RRef
-from torchweft.errors import CallTimeout, InjectedFault, ReferenceGone
+from torchweft.errors import CallTimeout, ReferenceGone
 from torchweft.launch import Nursery
 from torchweft.rpc.worker import Worker
 
@@ -59,14 +59,14 @@ def test_a_call_fails_as_often_as_it_is_told(nursery: Nursery, to: str) -> None:
     with faulty(nursery, fail=["PYTHON_CALL"]):
         for _ in range(2):
             with pytest.raises(InjectedFault, match="PYTHON_CALL failed intentionally"):
-                calls.rpc_sync(to, functions.add, (1, 2))
+                api.rpc_sync(to, functions.add, (1, 2))
         for _ in range(2):
-            future = calls.rpc_async(to, functions.add, (torch.ones(2), 2))
+            future = api.rpc_async(to, functions.add, (torch.ones(2), 2))
             with pytest.raises(InjectedFault, match="was not sent to worker"):
                 future.wait()
-        assert calls.rpc_sync(to, functions.add, (1, 2)) == 3
+        assert api.rpc_sync(to, functions.add, (1, 2)) == 3
         # Others are not concerned.
-        assert calls.rpc_sync(to, torch.add, (torch.ones(1), 1)).item() == 2
+        assert api.rpc_sync(to, torch.add, (torch.ones(1), 1)).item() == 2
 
 
 def test_pytorchs_operators_and_torchscript_are_calls_of_another_kind(nursery: Nursery) -> None:
@@ -74,63 +74,63 @@ def test_pytorchs_operators_and_torchscript_are_calls_of_another_kind(nursery: N
         one = torch.ones(1)
         for function, total in ((torch.add, 2), (functions.scripted_sum, 3)):
             with pytest.raises(InjectedFault, match="SCRIPT_CALL"):
-                calls.rpc_sync("worker0", function, (one, one))
-            assert calls.rpc_sync("worker0", function, (one, one)).item() == total
-        assert calls.rpc_sync("worker0", functions.add, (1, 2)) == 3
+                api.rpc_sync("worker0", function, (one, one))
+            assert api.rpc_sync("worker0", function, (one, one)).item() == total
+        assert api.rpc_sync("worker0", functions.add, (1, 2)) == 3
 
 
 @pytest.mark.parametrize("to", ["worker0", "driver"])
 def test_a_late_call_outlasts_its_time_limit(nursery: Nursery, to: str) -> None:
     with faulty(nursery, delay={"PYTHON_CALL": DELAY_S}):
         with pytest.raises(CallTimeout, match="RPC ran for more than"):
-            calls.rpc_sync(to, functions.add, (1, 2), timeout=0.05)
+            api.rpc_sync(to, functions.add, (1, 2), timeout=0.05)
         with pytest.raises(CallTimeout, match="RPC ran for more than"):
-            calls.rpc_async(to, functions.add, (1, 2), timeout=0.05).wait()
+            api.rpc_async(to, functions.add, (1, 2), timeout=0.05).wait()
         with takes(DELAY_S):
-            assert calls.rpc_sync(to, functions.add, (1, 2)) == 3
+            assert api.rpc_sync(to, functions.add, (1, 2)) == 3
 
 
 @pytest.mark.parametrize("to", ["worker0", "driver"])
 def test_a_lost_creation_leaves_a_reference_to_nothing(nursery: Nursery, to: str) -> None:
     with faulty(nursery, fail=["PYTHON_REMOTE_CALL"]):
-        reference = calls.remote(to, Tracked)
+        reference = api.remote(to, Tracked)
         with pytest.raises(InjectedFault, match="PYTHON_REMOTE_CALL failed intentionally"):
             reference._get_future().wait()
         for use in (
             reference.to_here,
             reference._serialize,
-            lambda: calls.rpc_async(to, functions.fetch_content, (reference,)),
+            lambda: api.rpc_async(to, functions.fetch_content, (reference,)),
         ):
             with pytest.raises(InjectedFault, match="RRef creation on worker"):
                 use()
-        assert calls.remote(to, torch.ones, ([2],)).to_here().tolist() == [1, 1]
+        assert api.remote(to, torch.ones, ([2],)).to_here().tolist() == [1, 1]
         assert rpc.rpc_sync(to, functions.count_tracked) == 0
 
 
 @pytest.mark.parametrize("to", ["worker0", "driver"])
 def test_a_late_creation(nursery: Nursery, to: str) -> None:
     with faulty(nursery, delay={"PYTHON_REMOTE_CALL": DELAY_S}):
-        late = calls.remote(to, Tracked, (3,), timeout=0.05)
+        late = api.remote(to, Tracked, (3,), timeout=0.05)
         with pytest.raises(CallTimeout, match="RPC ran for more than"):
             late._get_future().wait()
         with pytest.raises(CallTimeout, match="RRef creation"):
             late.to_here()
         with takes(DELAY_S / 2):
-            assert calls.remote(to, Tracked, (3,)).to_here().content == 3
+            assert api.remote(to, Tracked, (3,)).to_here().content == 3
         del late
         await_end_on(to)
         # Dropped before it is made; the group waits for it all the same when it shuts down.
-        calls.remote(to, Tracked, (4,))
+        api.remote(to, Tracked, (4,))
 
 
 def test_fetching_is_of_the_kind_of_the_creation(nursery: Nursery) -> None:
     with faulty(nursery, fail=["SCRIPT_RREF_FETCH_CALL"], delay={"PYTHON_RREF_FETCH_CALL": 0.2}):
-        tensor = calls.remote("worker0", torch.ones, ([2],))
+        tensor = api.remote("worker0", torch.ones, ([2],))
         for _ in range(2):
             with pytest.raises(InjectedFault, match="SCRIPT_RREF_FETCH_CALL"):
                 tensor.to_here()
         assert tensor.to_here().tolist() == [1, 1]
-        number = calls.remote("worker0", functions.add, (1, 2))
+        number = api.remote("worker0", functions.add, (1, 2))
         with pytest.raises(CallTimeout, match="RPC ran for more than"):
             number.to_here(0.05)
         assert number.to_here() == 3
@@ -146,10 +146,10 @@ def test_references_are_counted_although_messages_are_lost(
     fail = [] if delay_s else COUNTING
     with faulty(nursery, fail=fail, delay=dict.fromkeys(COUNTING, delay_s)):
         rpc.rpc_sync("worker0", functions.keep, args=("mine", RRef(Tracked(1))))
-        rpc.rpc_sync("worker1", functions.keep, args=("mine", calls.remote("worker0", Tracked)))
+        rpc.rpc_sync("worker1", functions.keep, args=("mine", api.remote("worker0", Tracked)))
         # From its owner, from another user, and from this worker to both.
         got = [rpc.rpc_sync(f"worker{i}", functions.give, args=("mine",)) for i in range(2)]
-        made = calls.remote("worker0", Tracked, (5,))
+        made = api.remote("worker0", Tracked, (5,))
         assert rpc.rpc_sync("worker1", functions.fetch_content, args=(made,)) == 5
         assert [reference.confirmed_by_owner() for reference in got] == [True, True]
         assert got[1].to_here().content is None
@@ -178,7 +178,7 @@ def count_contexts() -> int:
 
 def test_after_shutdown(nursery: Nursery) -> None:
     with faulty(nursery):
-        reference: Any = calls.remote("worker0", Tracked)
+        reference: Any = api.remote("worker0", Tracked)
         assert "UserRRef" in str(reference)
     assert "RRef" in str(reference)
     with pytest.raises(ReferenceGone, match=r"Cannot call to_here\(\) on it after deletion"):

@@ -12,7 +12,7 @@ from torch.futures import Future
 from tests.processes import functions
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.compat.rpc import api, calls
+from torchweft.compat.rpc import api
 from torchweft.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, _InternalRPCPickler
 from torchweft.errors import SerializationError
 from torchweft.rpc.worker import Worker
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.keeps("threads", "descriptors")
 Call = Callable[..., Any]
 
 CALLS: dict[str, Call] = {
-    "sync": calls.rpc_sync,
-    "async": lambda *args, **kwargs: calls.rpc_async(*args, **kwargs).wait(),
-    "remote": lambda *args, **kwargs: calls.remote(*args, **kwargs).to_here(),
+    "sync": api.rpc_sync,
+    "async": lambda *args, **kwargs: api.rpc_async(*args, **kwargs).wait(),
+    "remote": lambda *args, **kwargs: api.remote(*args, **kwargs).to_here(),
 }
 
 

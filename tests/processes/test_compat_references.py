@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd.profiler_legacy import profile
 
 import torchweft
 from tests.processes import functions
 from tests.processes.conftest import options
 from tests.processes.functions import Tracked
 from torchweft import rpc
-from torchweft.compat.rpc import calls
+from torchweft.compat.rpc import api
 from torchweft.compat.rpc.references import PyRRef, RRef
 from torchweft.compat.rpc.rref_proxy import RRefProxy
 from torchweft.errors import CallTimeout, NotOwner, SerializationError
@@ -38,7 +37,7 @@ def shared_group(nursery: Nursery) -> Iterator[Cluster]:
 @contextlib.contextmanager
 def unmade(owner: str, gate: str, **limits: float) -> Iterator[Any]:
     """A reference to a value that is made when the block ends."""
-    reference = calls.remote(owner, functions.pass_gate, (gate, 7), **limits)
+    reference = api.remote(owner, functions.pass_gate, (gate, 7), **limits)
     try:
         yield reference
     finally:
@@ -52,7 +51,7 @@ def type_name(reference: Any) -> str:
 
 def test_every_reference_of_such_a_worker_is_of_this_type(group: Cluster) -> None:
     assert PyRRef is RRef
-    made = calls.remote("worker0", Tracked)
+    made = api.remote("worker0", Tracked)
     assert type(made) is type(RRef(1)) is RRef
     assert isinstance(rpc.rpc_sync("worker0", functions.make_reference), RRef)
     for owner in ("worker0", "worker1"):  # A homecomer, and one that is handed on.
@@ -63,7 +62,7 @@ def test_every_reference_of_such_a_worker_is_of_this_type(group: Cluster) -> Non
 def test_text_numbers_what_the_process_has_made(group: Cluster) -> None:
     own = RRef(1)
     first = own._local_id
-    other = calls.remote("worker0", Tracked)
+    other = api.remote("worker0", Tracked)
     me = rpc.get_worker_info().id
     assert str(own) == f"OwnerRRef(GloballyUniqueId(created_on={me}, local_id={first}))"
     assert str(other) == (
@@ -77,7 +76,7 @@ def test_text_numbers_what_the_process_has_made(group: Cluster) -> None:
 
 
 def test_the_type_of_a_value_is_asked_once(group: Cluster) -> None:
-    reference = calls.remote("worker0", Tracked)
+    reference = api.remote("worker0", Tracked)
     assert reference._get_type() is Tracked
     future = reference._get_type(blocking=False)
     assert future is reference._get_type(blocking=False)
@@ -87,7 +86,7 @@ def test_the_type_of_a_value_is_asked_once(group: Cluster) -> None:
 
 
 def test_the_type_of_a_value_that_cannot_be_made(group: Cluster) -> None:
-    failing = calls.remote("worker0", functions.fail, (KeyError("why"),))
+    failing = api.remote("worker0", functions.fail, (KeyError("why"),))
     for _ in range(2):
         with pytest.raises(KeyError, match="why"):
             failing._get_type()
@@ -120,19 +119,19 @@ def test_a_time_limit_of_remote_is_that_of_the_creation(group: Cluster, owner: s
 
 def test_a_value_that_is_made_in_time(group: Cluster) -> None:
     for limits in ({}, {"timeout": 10.0}, {"timeout": 0.0}):
-        made = calls.remote("worker0", functions.identity, (5,), **limits)
+        made = api.remote("worker0", functions.identity, (5,), **limits)
         assert made._get_future() is made._get_future()
         made._get_future().wait()
         assert made.to_here() == 5
-    failing = calls.remote("worker0", functions.fail, (KeyError("why"),), timeout=10.0)
+    failing = api.remote("worker0", functions.fail, (KeyError("why"),), timeout=10.0)
     failing._get_future().wait()
     with pytest.raises(KeyError, match="why"):
         failing.to_here()
 
 
 def test_a_proxy_knows_the_methods_where_no_result_tells(group: Cluster) -> None:
-    reference = calls.remote("worker0", functions.Accumulator, (1.0,))
-    for proxy in (reference.remote(), RRefProxy(reference, calls.remote)):
+    reference = api.remote("worker0", functions.Accumulator, (1.0,))
+    for proxy in (reference.remote(), RRefProxy(reference, api.remote)):
         with pytest.raises(AttributeError, match="has no attribute 'non_exist'"):
             proxy.non_exist()
         assert proxy.unit_of(2).to_here() == "2 steps"
@@ -146,22 +145,22 @@ def test_a_proxy_knows_the_methods_where_no_result_tells(group: Cluster) -> None
 
 
 def test_wait_all_waits_for_proxies_too(group: Cluster) -> None:
-    reference = calls.remote("worker0", functions.Accumulator, (1.0,))
-    with pytest.raises(LookupError, match=r"at 1\.0"), calls._wait_all():
+    reference = api.remote("worker0", functions.Accumulator, (1.0,))
+    with pytest.raises(LookupError, match=r"at 1\.0"), api._wait_all():
         reference.rpc_async().fail()
-    with calls._wait_all():
-        futures = [reference.rpc_async().add(1.0), calls.rpc_async("worker0", functions.name_here)]
+    with api._wait_all():
+        futures = [reference.rpc_async().add(1.0), api.rpc_async("worker0", functions.name_here)]
     assert all(future.done() for future in futures)
 
 
 def test_confirmation_of_a_reference_in_a_message_is_waited_for(group: Cluster) -> None:
-    made = calls.remote("worker0", Tracked)
+    made = api.remote("worker0", Tracked)
     for _ in range(3):
         assert rpc.rpc_sync("worker1", functions.is_confirmed, args=(made,))
 
 
 def test_a_reference_does_not_travel_by_itself(group: Cluster) -> None:
-    reference = calls.remote("worker0", Tracked)
+    reference = api.remote("worker0", Tracked)
     with pytest.raises(SerializationError, match="cannot be serialized by itself"):
         reference._serialize()
     with pytest.raises(SerializationError, match="can only be received"):
@@ -171,25 +170,8 @@ def test_a_reference_does_not_travel_by_itself(group: Cluster) -> None:
 
 
 def test_backward_says_what_it_needs(group: Cluster) -> None:
-    reference = calls.remote("worker0", functions.identity, (torch.ones(1),))
+    reference = api.remote("worker0", functions.identity, (torch.ones(1),))
     with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id'"):
         reference.backward()
     with pytest.raises(RuntimeError, match="RRef should contain a tensor"):
         RRef("text").backward()
-
-
-def test_a_profiler_sees_calls(group: Cluster) -> None:
-    with profile() as events:
-        calls.rpc_sync("worker0", functions.name_here)
-        calls.rpc_async("worker0", torch.add, (torch.ones(1), 1)).wait()
-        with pytest.raises(KeyError):
-            calls.rpc_async("worker0", functions.fail, (KeyError("why"),)).wait()
-        reference = calls.remote("worker0", functions.identity, (5,))
-        reference._get_profiling_future().wait()
-    names = [event.name for event in events.function_events]
-    assert [name for name in names if name.startswith("rpc_")] == [
-        "rpc_sync#name_here(driver -> worker0)",
-        "rpc_async#aten::add(driver -> worker0)",
-        "rpc_async#fail(driver -> worker0)",
-        "rpc_remote#identity(driver -> worker0)",
-    ]

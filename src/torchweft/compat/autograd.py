@@ -9,15 +9,13 @@ from torch import Tensor
 import torchweft.autograd
 from torchweft.agent import current as current_agent
 from torchweft.autograd import get_gradients, is_available
-from torchweft.autograd.contexts import Contexts, current_id, set_current_id
+from torchweft.autograd.contexts import current_id
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.leaf_hooks import enable_leaf_hooks
 from torchweft.autograd.zeros import enable_zeros
-from torchweft.compat.graph_views import DistAutogradContext
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
-from torchweft.ids import WORKER_SHIFT, scoped_id
 
-__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
+__all__ = ["backward", "context", "get_gradients", "is_available"]
 
 _MOST_WORKERS = 1 << 16
 
@@ -26,10 +24,13 @@ class context(torchweft.autograd.context):
     """A ``torchweft.autograd.context`` that, as PyTorch's, is not opened within another one."""
 
     def __enter__(self) -> int:
-        _check_not_nested()
-        context_id = super().__enter__()
-        self.autograd_context = _retrieve_context(context_id)
-        return context_id
+        if current_id():
+            raise AutogradError(
+                f"Already have an autograd context id for this thread: {current_id()}; leave the "
+                "`with context()` block before the next one, or use torchweft.autograd.context, "
+                "which nests"
+            )
+        return super().__enter__()
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
@@ -65,9 +66,9 @@ def _init(worker_id: int) -> None:
         raise ArgumentTypeError(f"worker_id is a {type(worker_id).__name__}; pass a rank")
     if not 0 <= worker_id < _MOST_WORKERS:
         raise ConfigurationError(f"worker_id is {worker_id}; it must be from 0 to 65535")
-    if current_agent.is_set() and _contexts().worker != worker_id:
+    if current_agent.is_set() and _engine().contexts.worker != worker_id:
         raise AutogradError(
-            f"autograd is already initialized, as that of worker {_contexts().worker}"
+            f"autograd is already initialized, as that of worker {_engine().contexts.worker}"
         )
     # Programs may have put hooks on the nodes that accumulate the gradients of their parameters.
     enable_leaf_hooks()
@@ -78,10 +79,6 @@ def _engine() -> Engine:
     return current_agent.current().part(Engine)
 
 
-def _contexts() -> Contexts:
-    return _engine().contexts
-
-
 def _get_debug_info() -> dict[str, str]:
     """Returns how many backward passes are under way on this worker, and contexts alive."""
     engine = _engine()
@@ -89,63 +86,3 @@ def _get_debug_info() -> dict[str, str]:
         "num_current_backward_passes": str(engine.count_passes()),
         "num_autograd_contexts": str(len(engine.contexts.ids())),
     }
-
-
-def _get_max_id() -> int:
-    """Returns the highest number that a context of this worker may have."""
-    return scoped_id(_contexts().worker, (1 << WORKER_SHIFT) - 1)
-
-
-def _check_not_nested() -> None:
-    if current_id():
-        raise AutogradError(
-            f"Already have an autograd context id for this thread: {current_id()}; leave the "
-            "`with context()` block before the next one, or use torchweft.autograd.context, "
-            "which nests"
-        )
-
-
-def _new_context() -> DistAutogradContext:
-    """Opens a context and makes it that of this thread, until ``_release_context``."""
-    _check_not_nested()
-    context_id = _contexts().open()
-    set_current_id(context_id)
-    return _retrieve_context(context_id)
-
-
-def _release_context(context_id: int) -> None:
-    """Ends a context that is alive here, on all workers that know it."""
-    engine = _engine()
-    engine.contexts.get(context_id)
-    engine.release(context_id)
-    if current_id() == context_id:
-        set_current_id(0)
-
-
-def _retrieve_context(context_id: int) -> DistAutogradContext:
-    """Returns a context that is alive here.
-
-    Raises:
-        AutogradError: It is not.
-    """
-    return DistAutogradContext(_contexts().get(context_id))
-
-
-def _is_valid_context(context_id: int) -> None:
-    """Raises an ``AutogradError`` unless a context is alive here; returns nothing, as PyTorch."""
-    _contexts().get(context_id)
-
-
-def _current_context() -> DistAutogradContext:
-    """Returns the context of this thread.
-
-    Raises:
-        AutogradError: It has none.
-    """
-    context_id = current_id()
-    if not context_id:
-        raise AutogradError(
-            "Current thread doesn't have a valid autograd context; wrap the code in "
-            "`with context() as context_id`"
-        )
-    return _retrieve_context(context_id)

@@ -11,14 +11,9 @@ from collections.abc import Sequence
 from types import ModuleType
 
 MODULES = {
-    "torch._C._distributed_rpc": "torchweft.compat.c_rpc",
-    "torch._C._distributed_autograd": "torchweft.compat.c_autograd",
+    "torch._C._distributed_rpc": "torchweft.compat.rpc",
+    "torch._C._distributed_autograd": "torchweft.compat.autograd",
     "torch.distributed.rpc": "torchweft.compat.rpc",
-    "torch.distributed.rpc._testing": "torchweft.compat.rpc._testing",
-    "torch.distributed.rpc._testing.faulty_agent_backend_registry": (
-        "torchweft.compat.rpc._testing.faulty_agent_backend_registry"
-    ),
-    "torch.distributed.rpc._utils": "torchweft.compat.rpc._utils",
     "torch.distributed.rpc.api": "torchweft.compat.rpc.api",
     "torch.distributed.rpc.backend_registry": "torchweft.compat.rpc.backend_registry",
     "torch.distributed.rpc.constants": "torchweft.compat.rpc.constants",
@@ -26,9 +21,6 @@ MODULES = {
     "torch.distributed.rpc.internal": "torchweft.compat.rpc.internal",
     "torch.distributed.rpc.options": "torchweft.compat.rpc.options",
     "torch.distributed.rpc.rref_proxy": "torchweft.compat.rpc.rref_proxy",
-    "torch.distributed.rpc.server_process_global_profiler": (
-        "torchweft.compat.rpc.server_process_global_profiler"
-    ),
     "torch.distributed.autograd": "torchweft.compat.autograd",
     "torch.distributed.optim.optimizer": "torchweft.compat.optimizer",
     "torch.distributed.nn.api.remote_module": "torchweft.compat.remote_module",

@@ -8,7 +8,6 @@ module that has a remote one as a part goes on reaching it in ``train``, ``state
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -18,10 +17,8 @@ import torch
 from torch import nn
 
 import torchweft.nn
-from torchweft.compat import scriptable
 from torchweft.compat.rpc import api
 from torchweft.errors import ConfigurationError, SerializationError
-from torchweft.nn import owner
 from torchweft.nn.chain import Chain
 from torchweft.nn.refusals import refuse
 from torchweft.rpc import RRef, get_worker_info
@@ -52,17 +49,12 @@ class _SerializedRemoteModule(NamedTuple):
 
 
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = _SerializedRemoteModule._fields
-_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING = (
-    *vars(nn.Module()),
-    "forward_async",
-    "forward",
-    "_interface",
-)
+_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING = (*vars(nn.Module()), "forward_async", "forward")
 _GENERATED = (torchweft.nn.RemoteModule.forward_async, torchweft.nn.RemoteModule.forward)
 
 
 @refuse(_REFUSED)
-class _RemoteModule(torchweft.nn.RemoteModule):
+class RemoteModule(torchweft.nn.RemoteModule):
     """A module on another worker, as ``torch.distributed.nn.RemoteModule`` has it.
 
     Args:
@@ -71,13 +63,10 @@ class _RemoteModule(torchweft.nn.RemoteModule):
         module_cls: The class of the module, or a function that makes one on the owner.
         args: Positional arguments for it.
         kwargs: Keyword arguments for it.
-        _module_interface_cls: A ``@torch.jit.interface`` with the module's ``forward``. The module
-            is then scripted on its owner, and ``torch.jit.script`` takes the remote module as
-            well: scripted code calls it like any module that implements the interface.
 
     Attributes:
         is_device_map_set: Whether the options of ``init_rpc`` map devices for the worker.
-        is_scriptable: Whether ``torch.jit.script`` takes it.
+        is_scriptable: Whether ``torch.jit.script`` takes it: never.
         generated_methods: The functions behind ``forward_async`` and ``forward``.
 
     Raises:
@@ -90,7 +79,6 @@ class _RemoteModule(torchweft.nn.RemoteModule):
     is_device_map_set: bool
     is_scriptable: bool
     generated_methods: Sequence[Callable[..., Any]]
-    _interface: Any
 
     def __init__(
         self,
@@ -98,45 +86,32 @@ class _RemoteModule(torchweft.nn.RemoteModule):
         module_cls: Callable[..., nn.Module],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        _module_interface_cls: Any = None,
     ) -> None:
         _check_form(remote_device)
-        if _module_interface_cls is None:
-            super().__init__(remote_device, module_cls, args, kwargs)
-            return
-        scriptable.read_signature(_module_interface_cls)
-        make = functools.partial(_make_scripted, module_cls)
-        super().__init__(remote_device, make, args, kwargs)
-        self._make_scriptable(_module_interface_cls)
+        super().__init__(remote_device, module_cls, args, kwargs)
 
     def __init_subclass__(cls) -> None:
         register_reducer(cls, _remote_module_reducer)
 
     @classmethod
-    def init_from_module_rref(
-        cls, remote_device: str, module_rref: RRef[Any], _module_interface_cls: Any = None
-    ) -> _RemoteModule:
+    def init_from_module_rref(cls, remote_device: str, module_rref: RRef[Any]) -> RemoteModule:
         """Returns a remote module for a module that exists already.
 
         Args:
             remote_device: The worker that owns it, and its device there. Another worker than the
                 owner is warned about, and has no effect.
             module_rref: A reference to it.
-            _module_interface_cls: A ``@torch.jit.interface`` with its ``forward``.
         """
         _check_form(remote_device)
         worker, device = torchweft.nn.placement.read_placement(remote_device)
         made = cls.from_module_rref(module_rref, device)
-        assert isinstance(made, _RemoteModule)
+        assert isinstance(made, RemoteModule)
         if get_worker_info(worker) != module_rref.owner():
             warnings.warn(
                 f"remote_device {remote_device!r} names another worker than {made.on!r}, where "
                 "the module is; the remote module calls it where it is",
                 stacklevel=2,
             )
-        if _module_interface_cls is not None:
-            scriptable.read_signature(_module_interface_cls)
-            made._make_scriptable(_module_interface_cls)
         return made
 
     def _bind(self, module_rref: RRef[nn.Module], device: str) -> None:
@@ -144,7 +119,6 @@ class _RemoteModule(torchweft.nn.RemoteModule):
         self.is_device_map_set = _has_device_map(self.on)
         self.is_scriptable = False
         self.generated_methods = _GENERATED
-        self._interface = None
         self._install_generated_methods()
 
     def _install_generated_methods(self) -> None:
@@ -153,22 +127,12 @@ class _RemoteModule(torchweft.nn.RemoteModule):
         chain = Chain(self.module_rref, self.device)
         vars(self).update(forward_async=chain.forward_async, forward=chain)
 
-    # TorchScript
-
-    def _make_scriptable(self, interface: Any) -> None:
-        self.is_scriptable = True
-        self._interface = interface
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Returns what ``torch.jit.script`` compiles in place of this module."""
-        interface = getattr(self, "_interface", None)
-        if interface is None:
-            raise ConfigurationError(
-                "this RemoteModule has no TorchScript interface; make it with "
-                "_module_interface_cls=..., or, where it was received, anew with "
-                "init_from_module_rref(..., _module_interface_cls=...)"
-            )
-        return scriptable.stand_in(interface, Chain(self.module_rref, self.device))
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Raises ConfigurationError to ``torch.jit.script``."""
+        raise ConfigurationError(
+            "this RemoteModule has no TorchScript interface; compiled code makes no remote calls: "
+            "call the remote module from Python"
+        )
 
     # What PyTorch refuses to whoever asks the module itself; a module around it may ask.
 
@@ -218,7 +182,7 @@ def _give_defaults() -> None:
     Nothing can be registered in a remote module, so its collections stay empty.
     """
     for name, value in vars(nn.Module()).items():
-        setattr(_RemoteModule, name, MappingProxyType(value) if isinstance(value, dict) else value)
+        setattr(RemoteModule, name, MappingProxyType(value) if isinstance(value, dict) else value)
 
 
 _give_defaults()
@@ -245,28 +209,10 @@ def _has_device_map(worker: str) -> bool:
     return find is not None and bool(find(get_worker_info(worker)))
 
 
-def _make_scripted(module_cls: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    made = _create_module(module_cls, args, kwargs, owner.HOST)
-    return torch.jit.script(made)
-
-
-def _create_module(
-    module_cls: Callable[..., nn.Module],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    device: str,
-) -> nn.Module:
-    return owner.make(module_cls, args, kwargs, device)
-
-
-def _param_rrefs(module_rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
-    return owner.parameters(module_rref, recurse)
-
-
 # How it travels
 
 
-def _remote_module_reducer(module: _RemoteModule) -> tuple[Any, ...]:
+def _remote_module_reducer(module: RemoteModule) -> tuple[Any, ...]:
     known = {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING}
     for name in vars(module).keys() - known:
         warnings.warn(
@@ -275,8 +221,6 @@ def _remote_module_reducer(module: _RemoteModule) -> tuple[Any, ...]:
             stacklevel=2,
         )
     sent = {name: getattr(module, name) for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES}
-    # The interface stays behind: a class that is compiled here need not be there.
-    sent["is_scriptable"] = False
     return _remote_module_receiver, (*sent.values(), module.training)
 
 
@@ -293,17 +237,6 @@ def _remote_module_receiver(*attributes: Any) -> RemoteModule:
     return made
 
 
-register_reducer(_RemoteModule, _remote_module_reducer)
+register_reducer(RemoteModule, _remote_module_reducer)
 
-
-class RemoteModule(_RemoteModule):
-    """A module on another worker; see ``_RemoteModule``."""
-
-    def __init__(
-        self,
-        remote_device: str,
-        module_cls: Callable[..., nn.Module],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(remote_device, module_cls, args, kwargs)
+_RemoteModule = RemoteModule

@@ -27,9 +27,6 @@ from torchweft.serialize.registry import loads_script, rebuilds_pickled, rebuild
 Reduced = tuple[Any, ...]
 """A callable, its arguments and what else the pickle protocol allows to follow them."""
 
-TRAVEL = "torchweft.travel"
-"""In the metadata of a node: how many, from it on, only take apart a tensor or rebuild it."""
-
 _DENSE_REDUCE = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
@@ -150,10 +147,8 @@ def _reduce_layout(tensor: Tensor) -> Reduced:
     shape = tuple(tensor.shape)
     if tensor.layout is torch.sparse_coo:
         if tensor.requires_grad:
-            whole = tensor
             tensor = tensor.coalesce()  # only then torch hands out values that carry gradients
             values = tensor.values()
-            _mark(values, 1 if tensor.grad_fn is whole.grad_fn else 2)
             return _sparse_coo, (tensor.indices(), values, shape, True)
         return _sparse_coo, (tensor._indices(), tensor._values(), shape, tensor.is_coalesced())
     if tensor.layout in _COMPRESSED:
@@ -179,18 +174,9 @@ def _sparse_coo(
     for part in (indices, values):
         if not isinstance(part, Tensor) or part.layout is not torch.strided:
             raise ProtocolError(f"a message makes a sparse tensor of a {type(part).__name__}")
-    made = torch.sparse_coo_tensor(
+    return torch.sparse_coo_tensor(
         indices.detach().clone(), values, shape, is_coalesced=is_coalesced, check_invariants=True
     )
-    _mark(made, 1)
-    return made
-
-
-def _mark(tensor: Tensor, count: int) -> None:
-    """Notes that the last ``count`` nodes behind a tensor are those that are made here."""
-    node: Any = tensor.grad_fn
-    if node is not None:
-        node.metadata[TRAVEL] = count
 
 
 @rebuilds_pickled

@@ -34,6 +34,6 @@ def test_numbers_that_no_worker_has() -> None:
 
 def test_without_a_group() -> None:
     assert autograd.is_available()
-    for function in (autograd._new_context, autograd._get_max_id, autograd._get_debug_info):
+    for function in (autograd.context().__enter__, autograd._get_debug_info):
         with pytest.raises(NotInitialized):
             function()

@@ -135,11 +135,10 @@ def test_modules_that_were_too_early_are_named(monkeypatch: pytest.MonkeyPatch) 
 LOADED_MEANWHILE = """
 import sys
 import torchweft.compat
-names = ("torch.distributed.optim", "torch.distributed.nn", "torch.distributed.rpc._testing")
+names = ("torch.distributed.optim", "torch.distributed.nn")
 torchweft.compat.install()
 assert not [name for name in names if name in sys.modules]
 import torch.distributed.optim, torch.distributed.nn, torch.distributed.nn.api.remote_module
-import torch.distributed.rpc._testing.faulty_agent_backend_registry
 import torch.distributed._shard.sharded_tensor.api as sharded
 from torch.distributed import optim, nn, rpc
 import torchweft.compat.optimizer, torchweft.compat.remote_module
@@ -148,7 +147,6 @@ assert optim.DistributedOptimizer is torchweft.compat.optimizer.DistributedOptim
 assert optim.optimizer is torchweft.compat.optimizer
 assert nn.RemoteModule is torchweft.compat.remote_module.RemoteModule
 assert nn.api.remote_module is torchweft.compat.remote_module
-assert rpc._testing is torchweft.compat.rpc._testing
 assert sharded.rpc is sys.modules[sharded.__package__ + ".utils"].rpc is torchweft.compat.rpc
 kept = (optim.ZeroRedundancyOptimizer, nn.functional, sharded.ShardedTensor)
 

@@ -62,7 +62,7 @@ def test_what_is_sent_and_what_is_not_are_said_apart() -> None:
 
 
 def test_without_an_interface_it_cannot_be_scripted() -> None:
-    with pytest.raises(ConfigurationError, match="_module_interface_cls="):
+    with pytest.raises(ConfigurationError, match="no TorchScript interface"):
         Unbound().__prepare_scriptable__()
 
 

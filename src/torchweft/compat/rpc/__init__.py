@@ -12,7 +12,7 @@ from typing import Any
 
 from torchweft.compat import autograd as dist_autograd
 from torchweft.compat.rpc import (
-    _utils,
+    absent,
     api,
     backend_registry,
     constants,
@@ -21,25 +21,8 @@ from torchweft.compat.rpc import (
     joining,
     options,
     rref_proxy,
-    server_process_global_profiler,
 )
-from torchweft.compat.rpc.absent import (
-    RemoteProfilerManager,
-    _cleanup_python_rpc_handler,
-    _destroy_rref_context,
-    _disable_jit_rref_pickle,
-    _disable_server_process_global_profiler,
-    _enable_jit_rref_pickle,
-    _enable_server_process_global_profiler,
-    _invoke_remote_builtin,
-    _invoke_remote_python_udf,
-    _invoke_remote_torchscript,
-    _invoke_rpc_builtin,
-    _invoke_rpc_python_udf,
-    _invoke_rpc_torchscript,
-    _server_process_global_profile,
-    _set_profiler_node_id,
-)
+from torchweft.compat.rpc.absent import RemoteProfilerManager, _cleanup_python_rpc_handler
 from torchweft.compat.rpc.agents import RpcAgent, TensorPipeAgent
 from torchweft.compat.rpc.api import (
     AllGatherStates,
@@ -53,10 +36,14 @@ from torchweft.compat.rpc.api import (
     _set_and_start_rpc_agent,
     _set_rpc_timeout,
     _use_rpc_pickler,
+    _wait_all,
     _wait_all_workers,
     enable_gil_profiling,
     get_rpc_timeout,
     get_worker_info,
+    remote,
+    rpc_async,
+    rpc_sync,
     shutdown,
 )
 from torchweft.compat.rpc.backend_registry import (
@@ -66,7 +53,6 @@ from torchweft.compat.rpc.backend_registry import (
     init_backend,
     register_backend,
 )
-from torchweft.compat.rpc.calls import _wait_all, remote, rpc_async, rpc_sync
 from torchweft.compat.rpc.constants import (
     _DEFAULT_INIT_METHOD,
     _DEFAULT_NUM_WORKER_THREADS,
@@ -106,6 +92,8 @@ logger = logging.getLogger("torchweft")
 
 _is_tensorpipe_available = True
 """Whether there is a back-end of that name, which programs look up before they ask for it."""
+
+globals().update(absent.FUNCTIONS)
 
 # What other modules replace while the program runs is looked up there each time.
 _ELSEWHERE = {"BackendType": backend_registry, "rendezvous_iterator": joining}

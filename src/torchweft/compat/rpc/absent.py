@@ -1,4 +1,4 @@
-"""Names of PyTorch's that can have no meaning here: calling one says so, and what there is instead.
+"""Names of PyTorch's that can have no meaning here: a call says so, and what there is instead.
 
 They exist because a module that imports one seldom calls it.
 """
@@ -10,18 +10,6 @@ from typing import Any, NoReturn
 
 from torchweft.errors import NotSupported
 
-
-def absent(name: str, instead: str) -> Callable[..., NoReturn]:
-    """Returns a function that raises NotSupported."""
-
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotSupported(f"Weft has no {name}: {instead}")
-
-    refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = f"Raises NotSupported: {instead}."
-    return refuse
-
-
 _CALL = "it is an entry point of PyTorch's C++ agent; call rpc_sync, rpc_async or remote"
 _PROFILE = (
     "PyTorch's profiler records calls where they are made; what they do elsewhere is for a "
@@ -30,44 +18,41 @@ _PROFILE = (
 _SCRIPT = (
     "TorchScript modules cannot hold remote references; hand the reference on beside the module"
 )
-_MEMBERSHIP = "workers of an open group find each other; call init_rpc without world_size"
 
-_invoke_rpc_builtin = absent("_invoke_rpc_builtin", _CALL)
-_invoke_rpc_python_udf = absent("_invoke_rpc_python_udf", _CALL)
-_invoke_rpc_torchscript = absent("_invoke_rpc_torchscript", _CALL)
-_invoke_remote_builtin = absent("_invoke_remote_builtin", _CALL)
-_invoke_remote_python_udf = absent("_invoke_remote_python_udf", _CALL)
-_invoke_remote_torchscript = absent("_invoke_remote_torchscript", _CALL)
+_INSTEAD = {
+    "_invoke_rpc_builtin": _CALL,
+    "_invoke_rpc_python_udf": _CALL,
+    "_invoke_rpc_torchscript": _CALL,
+    "_invoke_remote_builtin": _CALL,
+    "_invoke_remote_python_udf": _CALL,
+    "_invoke_remote_torchscript": _CALL,
+    "_enable_jit_rref_pickle": _SCRIPT,
+    "_disable_jit_rref_pickle": _SCRIPT,
+    "_set_profiler_node_id": _PROFILE,
+    "_enable_server_process_global_profiler": _PROFILE,
+    "_disable_server_process_global_profiler": _PROFILE,
+    "_server_process_global_profile": _PROFILE,
+    "_destroy_rref_context": "shutdown() drops all references",
+}
 
-_enable_jit_rref_pickle = absent("_enable_jit_rref_pickle", _SCRIPT)
-_disable_jit_rref_pickle = absent("_disable_jit_rref_pickle", _SCRIPT)
 
-_set_profiler_node_id = absent("_set_profiler_node_id", _PROFILE)
-_enable_server_process_global_profiler = absent("_enable_server_process_global_profiler", _PROFILE)
-_disable_server_process_global_profiler = absent(
-    "_disable_server_process_global_profiler", _PROFILE
-)
+def _absent(name: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotSupported(f"Weft has no {name}: {instead}")
 
-_group_membership_management = absent("_group_membership_management", _MEMBERSHIP)
-_update_group_membership = absent("_update_group_membership", _MEMBERSHIP)
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__doc__ = f"Raises NotSupported: {instead}."
+    return refuse
 
-_destroy_rref_context = absent("_destroy_rref_context", "shutdown() drops all references")
+
+FUNCTIONS = {name: _absent(name, instead) for name, instead in _INSTEAD.items()}
+"""By name: a function that raises NotSupported."""
 
 
 class RemoteProfilerManager:
     """Would name what PyTorch's profiler records on other workers."""
 
-    set_current_profiling_key = staticmethod(absent("RemoteProfilerManager", _PROFILE))
-
-
-class _server_process_global_profile:
-    """Would profile all calls that a process serves.
-
-    Raises:
-        NotSupported: Always.
-    """
-
-    __init__ = absent("_server_process_global_profile", _PROFILE)
+    set_current_profiling_key = staticmethod(_absent("RemoteProfilerManager", _PROFILE))
 
 
 def _cleanup_python_rpc_handler() -> None:

@@ -11,17 +11,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+
 import torchweft.rpc
 from torchweft.agent import current as current_agent
 from torchweft.compat.rpc import agents, gathering
 from torchweft.compat.rpc.agents import RpcAgent
-from torchweft.compat.rpc.calls import _thread_local_var, _wait_all, remote, rpc_async, rpc_sync
 from torchweft.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from torchweft.compat.rpc.gathering import AllGatherStates
 from torchweft.compat.rpc.internal import _internal_rpc_pickler
+from torchweft.compat.rpc.pickled_calls import pickled_call
 from torchweft.compat.rpc.references import PyRRef, RRef
+from torchweft.compat.rpc.wait_all import _thread_local_var, _wait_all, note_future
 from torchweft.errors import ConfigurationError, NotInitialized, ShutdownError, WorkerLost
 from torchweft.ids import WorkerInfo
+from torchweft.rpc.futures import fail
 from torchweft.rpc.gathering import Ways
 from torchweft.serialize.registry import remotely_callable_unless_strict
 
@@ -98,6 +102,56 @@ def _use_rpc_pickler(pickler: Any) -> Iterator[None]:
         yield
     finally:
         _default_pickler = _internal_rpc_pickler
+
+
+# Calls
+
+
+def rpc_sync(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    """Runs a function on another worker and returns its result; see ``torchweft.rpc.rpc_sync``."""
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = pickled_call(_default_pickler, func, args, kwargs)
+    return torchweft.rpc.rpc_sync(to, func, args, kwargs, timeout)
+
+
+def rpc_async(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    """Starts a function on another worker; see ``torchweft.rpc.rpc_async``."""
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = pickled_call(_default_pickler, func, args, kwargs)
+    future: torch.futures.Future[Any]
+    try:
+        future = torchweft.rpc.rpc_async(to, func, args, kwargs, timeout)
+    except WorkerLost as error:
+        # Programs look for it where they wait, as if the worker had been lost a moment later.
+        future = torch.futures.Future()
+        fail(future, error)
+    note_future(future)
+    return future
+
+
+def remote(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    """Starts a function on another worker, which keeps the result; see ``torchweft.rpc.remote``.
+
+    Args:
+        to: The worker.
+        func: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        timeout: Seconds after which the value counts as not made: using the reference raises
+            that. By default, or with 0, uses of the reference wait without a limit.
+    """
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = pickled_call(_default_pickler, func, args, kwargs)
+    reference: Any = torchweft.rpc.remote(to, func, args, kwargs, timeout)
+    if timeout > 0:
+        reference._watch_creation(timeout)
+    return reference
 
 
 # Options and information

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
 from torchweft.agent import current as current_agent
-from torchweft.compat.rpc import constants, failures
+from torchweft.agent.peers import Peer
+from torchweft.compat.rpc import constants
+from torchweft.compat.rpc.agents import TensorPipeAgent
 from torchweft.compat.rpc.options import TensorPipeRpcBackendOptions
 from torchweft.compat.rpc.references import RRef
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
@@ -17,7 +20,9 @@ from torchweft.rpc.joining import check_device_maps, join_group
 from torchweft.rpc.options import from_tensorpipe
 from torchweft.rpc.tensorpipe import warn_of_ignored
 from torchweft.rpc.worker import Worker
+from torchweft.serialize.exceptions import chain
 from torchweft.serialize.runtime_errors import as_runtime_error
+from torchweft.serialize.tracebacks import places_of, shorten
 
 __all__ = [
     "BackendType",
@@ -27,6 +32,8 @@ __all__ = [
     "init_backend",
     "register_backend",
 ]
+
+_log = logging.getLogger("torchweft")
 
 
 class BackendValue(NamedTuple):
@@ -131,8 +138,6 @@ def _tensorpipe_options(
 def _tensorpipe_init(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> Any:
-    from torchweft.compat.rpc.agents import TensorPipeAgent  # The agents' module may use this one.
-
     if not isinstance(store, Store):
         raise ArgumentTypeError(f"`store` must be a torch.distributed.Store, got {store!r}")
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
@@ -152,9 +157,20 @@ def _tensorpipe_init(
     join_group(name, rank, world_size or None, options)
     check_device_maps(rpc_backend_options, world_size or None)
     worker: Worker = current_agent.current().part(Worker)
-    worker.on_failure = failures.log
+    worker.on_failure = log_failure
     worker.as_raised_here = as_runtime_error
     return TensorPipeAgent(rpc_backend_options)
+
+
+def log_failure(caller: Peer, error: BaseException) -> None:
+    """Logs the error of a call that ``caller`` made, unless another worker has done so.
+
+    Programs expect to see it there. Weft itself leaves that to the caller, who gets the error with
+    the traceback of the other side.
+    """
+    if not any(map(places_of, chain(error))):
+        shorten(error)
+        _log.warning("a call of worker %r failed here", caller.name, exc_info=error)
 
 
 register_backend("TENSORPIPE", _tensorpipe_options, _tensorpipe_init)

@@ -1,44 +1,27 @@
-"""Pickling and running of calls, for programs that look into it.
+"""Pickling of calls, for programs that look into it.
 
 Weft's own calls go another, shorter way; what a program registers here reaches them too.
 """
 
 from __future__ import annotations
 
-import enum
 import pickle
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
-import torchweft.rpc
-from torchweft.errors import ConfigurationError, ProtocolError, RemoteError
+from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize.objects import pack, pack_with, unpack
 from torchweft.serialize.reducers import register_reducer
 
 __all__ = [
     "PythonUDF",
-    "RPCExecMode",
-    "RemoteException",
     "deserialize",
     "serialize",
 ]
-
-
-class RPCExecMode(enum.Enum):
-    """The ways to make a call."""
-
-    SYNC = "sync"
-    ASYNC = "async"
-    ASYNC_JIT = "async_jit"
-    REMOTE = "remote"
 
 
 class PythonUDF(NamedTuple):
@@ -47,13 +30,6 @@ class PythonUDF(NamedTuple):
     func: Any
     args: Any
     kwargs: Any
-
-
-class RemoteException(NamedTuple):
-    """What takes the place of a result where the function raised."""
-
-    msg: str
-    exception_type: Any
 
 
 class _InternalRPCPickler:
@@ -147,60 +123,6 @@ def _take_reference(reference: Any) -> Any:
 
 
 def _give_reference(data: Any) -> Any:
-    from torchweft.compat.rpc.references import PyRRef  # Needs what is above.
-
     if _beside.references is None:
-        return PyRRef._deserialize(data)
+        raise SerializationError("an RRef can only be received in a call or its result")
     return _beside.references[data]
-
-
-def _run_function(python_udf: Any) -> Any:
-    """Runs a ``PythonUDF`` and returns its result, or a ``RemoteException`` if it raises."""
-    try:
-        if isinstance(python_udf, AttributeError):
-            raise python_udf
-        return python_udf.func(*python_udf.args, **(python_udf.kwargs or {}))
-    except Exception as error:
-        text = f"On {torchweft.rpc.get_worker_info()}:\n{error!r}\n{traceback.format_exc()}"
-        print(text, file=sys.stderr)
-        return RemoteException(text, type(error))
-
-
-def _handle_exception(result: Any) -> None:
-    """Raises what a ``RemoteException`` stands for; does nothing with any other result."""
-    if not isinstance(result, RemoteException):
-        return
-    try:
-        error = result.exception_type(result.msg)
-    except BaseException as failure:
-        name = getattr(result.exception_type, "__qualname__", str(result.exception_type))
-        raise RemoteError(
-            f"Failed to create original exception type {name}: {failure}. Original exception on "
-            f"remote side was {result.msg}",
-            type_name=name,
-        ) from failure
-    raise error
-
-
-def _build_rpc_profiling_key(
-    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
-) -> str:
-    """Returns the name under which a call would appear in a profile."""
-    return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
-
-
-def _start_record_function(
-    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dest_worker_name: str
-) -> record_function:
-    """Begins the profiler's event of a call, which the caller of this has to end.
-
-    Raises:
-        ConfigurationError: No profiler of PyTorch runs in this thread.
-    """
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        raise ConfigurationError("no profiler runs in this thread; begin one before")
-    event = record_function(
-        _build_rpc_profiling_key(exec_type, func_name, current_worker_name, dest_worker_name)
-    )
-    event.__enter__()  # type: ignore[no-untyped-call]
-    return event

@@ -8,7 +8,6 @@ import torch
 
 import torchweft.rpc
 from torchweft.agent.current import current
-from torchweft.compat.rpc import profiling
 from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.ids import ReferenceId
 from torchweft.rpc.functions import async_execution
@@ -38,6 +37,6 @@ def ask_type(
     reference: torchweft.rpc.RRef[Any], timeout: float = UNSET_RPC_TIMEOUT
 ) -> torch.futures.Future[Any]:
     """Asks the owner of a value for its type."""
-    return profiling.call_async(
+    return torchweft.rpc.rpc_async(
         reference.owner(), _rref_typeof_on_owner, (reference,), None, timeout
     )

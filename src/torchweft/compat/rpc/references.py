@@ -23,7 +23,6 @@ from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.compat.rpc.rref_proxy import RRefProxy
 from torchweft.errors import (
     CallTimeout,
-    InjectedFault,
     NotInitialized,
     NotOwner,
     ReferenceGone,
@@ -51,7 +50,7 @@ class RRef(torchweft.rpc.RRef[T]):
         type_hint: Accepted for compatibility; Weft needs no type.
     """
 
-    __slots__ = ("_created", "_fork_id", "_local_id", "_profiled", "_type")
+    __slots__ = ("_created", "_fork_id", "_local_id", "_type")
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if not current_agent.is_set():
@@ -70,7 +69,6 @@ class RRef(torchweft.rpc.RRef[T]):
         self._fork_id = next(_local_ids) if is_user else _NOT_MADE_HERE
         self._created: AnyFuture | None = None
         self._type: AnyFuture | None = None
-        self._profiled: AnyFuture | None = None
 
     # The value
 
@@ -136,19 +134,14 @@ class RRef(torchweft.rpc.RRef[T]):
             self.owner(), owners.when_made, ((*self.id,),), None, timeout
         )
 
-    def _fail_creation(self, error: Exception) -> None:
-        """Notes that the call that was to make the value was not sent."""
-        self._created = torch.futures.Future()
-        fail(self._created, error)
-
     def _check_created(self) -> None:
         """Raises where the value is known not to have been made in time."""
         if self._created is None or not self._created.done():
             return
         try:
             self._created.wait()
-        except (CallTimeout, InjectedFault) as error:
-            raise type(error)(
+        except CallTimeout as error:
+            raise CallTimeout(
                 f"RRef creation on worker {self.owner_name()!r} was given up, and there may be no "
                 f"value: {error}",
                 worker=error.worker,
@@ -157,13 +150,6 @@ class RRef(torchweft.rpc.RRef[T]):
             ) from None
         except Exception:
             return  # Whatever else happened, using the value says it.
-
-    def _get_profiling_future(self) -> AnyFuture:
-        """Returns the future that ends the profiler's event of the ``remote``."""
-        return self._get_future() if self._profiled is None else self._profiled
-
-    def _set_profiling_future(self, future: AnyFuture) -> None:
-        self._profiled = future
 
     # Its type
 

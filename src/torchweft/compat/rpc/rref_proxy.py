@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from torchweft.compat.rpc import calls
 from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.compat.rpc.wait_all import note_future
 from torchweft.errors import SerializationError
 from torchweft.rpc.rref import Proxy
 
-if TYPE_CHECKING:
-    from torchweft.compat.rpc.references import RRef
-
 __all__ = ["RRefProxy"]
 
+_WAYS = {"rpc_sync": "sync", "rpc_async": "async", "remote": "remote"}
 _SCRIPTED = (torch.jit.ScriptModule, torch._C.ScriptModule)
 
 
@@ -34,10 +32,8 @@ class RRefProxy(Proxy):
         rpc_timeout: Seconds for each call; negative for the default, 0 for no limit.
     """
 
-    def __init__(
-        self, rref: RRef[Any], rpc_api: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT
-    ) -> None:
-        super().__init__(rref, _WAYS.get(rpc_api, rpc_api), rpc_timeout)
+    def __init__(self, rref: Any, rpc_api: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        super().__init__(rref, _WAYS.get(getattr(rpc_api, "__name__", ""), rpc_api), rpc_timeout)
         self._rref = rref
 
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +41,7 @@ class RRefProxy(Proxy):
             self._check_has(name)
         result = super()._call(name, *args, **kwargs)
         if self._way == "async":
-            calls.note_future(result)
+            note_future(result)
         elif self._way == "remote" and self._timeout > 0:
             result._watch_creation(self._timeout)
         return result
@@ -57,6 +53,3 @@ class RRefProxy(Proxy):
             return  # A class that cannot travel; whoever uses the result hears what is wrong.
         if not issubclass(value_type, _SCRIPTED):
             getattr(value_type, name)
-
-
-_WAYS = {calls.rpc_sync: "sync", calls.rpc_async: "async", calls.remote: "remote"}

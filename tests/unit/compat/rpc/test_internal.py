@@ -6,25 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from torchweft.compat.rpc import internal
 from torchweft.compat.rpc.internal import (
     PythonUDF,
-    RemoteException,
-    RPCExecMode,
-    _build_rpc_profiling_key,
-    _handle_exception,
     _internal_rpc_pickler,
     _InternalRPCPickler,
-    _run_function,
-    _start_record_function,
     deserialize,
     references_beside,
     serialize,
 )
 from torchweft.errors import (
-    ConfigurationError,
     ProtocolError,
-    RemoteError,
     SerializationError,
     UnknownFunction,
 )
@@ -40,11 +31,6 @@ class Point:
 
 def reduce_point(point: Point) -> tuple[Any, ...]:
     return Point, (point.x, point.y)
-
-
-class TwoArguments(Exception):
-    def __init__(self, first: object, second: object) -> None:
-        super().__init__(first)
 
 
 @pytest.fixture(autouse=True)
@@ -151,37 +137,3 @@ def test_a_function_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(f"{__name__}.reduce_point")
     with pytest.raises(UnknownFunction, match="RPC pickler does not serialize"):
         deserialize(binary, tensors)
-
-
-def test_running_a_function(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(internal.torchweft.rpc, "get_worker_info", lambda: "worker three")
-    assert _run_function(PythonUDF(sorted, ([2, 1],), {"reverse": True})) == [2, 1]
-    assert _run_function(PythonUDF(sorted, ([2, 1],), None)) == [1, 2]
-    failed = _run_function(PythonUDF(int, ("x",), {}))
-    assert failed.exception_type is ValueError
-    assert "On worker three" in failed.msg
-    assert "Traceback" in failed.msg
-    assert failed.msg in capsys.readouterr().err
-    with pytest.raises(ValueError, match="invalid literal"):
-        _handle_exception(failed)
-    unknown = _run_function(AttributeError("no such function"))
-    with pytest.raises(AttributeError, match="no such function"):
-        _handle_exception(unknown)
-
-
-def test_an_error_that_cannot_be_made_of_a_text() -> None:
-    _handle_exception("a result")
-    with pytest.raises(RemoteError, match="Original exception on remote side was what it said"):
-        _handle_exception(RemoteException("what it said", TwoArguments))
-
-
-def test_events_of_the_profiler() -> None:
-    arguments = (RPCExecMode.ASYNC, "f", "here", "there")
-    assert _build_rpc_profiling_key(*arguments) == "rpc_async#f(here -> there)"
-    with pytest.raises(ConfigurationError, match="no profiler"):
-        _start_record_function(*arguments)
-    with torch.autograd.profiler.profile() as profile:
-        _start_record_function(*arguments).__exit__(None, None, None)
-    assert "rpc_async#f(here -> there)" in [event.name for event in profile.function_events]

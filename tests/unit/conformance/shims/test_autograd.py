@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tests.conformance.shims.autograd import DistAutogradContext, GraphNode
 from torchweft.autograd.contexts import Context, flags_of
-from torchweft.compat.graph_views import DistAutogradContext, GraphNode
 from torchweft.serialize.objects import pack, unpack
 
 RECEIVE = "torch::distributed::autograd::RecvRpcBackward"

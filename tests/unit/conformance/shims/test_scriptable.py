@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conformance.shims import scriptable
+from tests.conformance.shims.scriptable import Signature, read_signature, stand_in
 from tests.processes.compiled import NoForward, ScaleInterface, WithClass, call_twice, overlap
-from torchweft.compat import scriptable
-from torchweft.compat.scriptable import Signature, read_signature, stand_in
 from torchweft.errors import ArgumentTypeError, ReferenceGone
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:`torch\.jit\.:DeprecationWarning")

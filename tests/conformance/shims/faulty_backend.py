@@ -1,4 +1,4 @@
-"""Back-end ``FAULTY_TENSORPIPE``: Weft with faults on purpose. See ``faults``."""
+"""Back-end ``FAULTY_TENSORPIPE``, Weft with faults on purpose: registered by this import."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from tests.conformance.shims.fault_plan import Plan
+from tests.conformance.shims.faults import Faults
 from torchweft.agent.current import current
 from torchweft.compat.rpc import backend_registry, constants
-from torchweft.compat.rpc._testing import faults
-from torchweft.compat.rpc._testing.fault_plan import Plan
 from torchweft.compat.rpc.agents import TensorPipeAgent
 from torchweft.compat.rpc.options import TensorPipeRpcBackendOptions
 from torchweft.rpc.worker import Worker
@@ -81,7 +81,7 @@ def _init(
     agent = backend_registry.BackendType.TENSORPIPE.value.init_backend_handler(
         store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=given
     )
-    faults.Faults(current().part(Worker), plan)
+    Faults(current().part(Worker), plan)
     agent.__class__ = FaultyTensorPipeAgent
     return agent  # type: ignore[no-any-return]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 import time
 
-from torchweft.compat.rpc._testing.late import Late
+from tests.conformance.shims.late import Late
 from torchweft.errors import NotInitialized
 
 

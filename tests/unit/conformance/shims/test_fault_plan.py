@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchweft.compat.rpc._testing.fault_plan import NAMES, Plan, is_scripted
+from tests.conformance.shims.fault_plan import NAMES, Plan, is_scripted
 from torchweft.errors import ConfigurationError
 
 

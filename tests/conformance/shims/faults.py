@@ -19,18 +19,21 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
+from tests.conformance.shims.fault_plan import CALLS, CLEANUP, COUNTING, Plan, is_scripted
+from tests.conformance.shims.late import Late
 from torchweft.agent.agent import Agent, Outgoing
 from torchweft.agent.calls import PendingCall, function_name
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue, ReferenceKeeper
 from torchweft.compat.rpc import owners
-from torchweft.compat.rpc._testing.fault_plan import CALLS, CLEANUP, COUNTING, Plan, is_scripted
-from torchweft.compat.rpc._testing.late import Late
 from torchweft.compat.rpc.references import RRef
-from torchweft.errors import InjectedFault
+from torchweft.errors import CallError
 from torchweft.ids import ReferenceId
 from torchweft.rpc.calls import BACKWARD_FROM, FETCH
+from torchweft.rpc.futures import fail
 from torchweft.rpc.requests import CompactRequest, Request
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.objects import pack
@@ -40,6 +43,10 @@ from torchweft.wire.references import decode, encode
 
 _RESEND_S = 0.05
 """Seconds until a lost message is sent again."""
+
+
+class InjectedFault(CallError):
+    """A message was not sent because a test asked for it to fail."""
 
 
 class _Concerned:
@@ -95,7 +102,7 @@ class Faults:
         self._agent = agent
         self._plan = plan
         self._late = Late(f"weft-{agent.info.name}-faults")
-        self.created: weakref.WeakValueDictionary[ReferenceId, RRef[Any]]
+        self.created: weakref.WeakValueDictionary[ReferenceId, _CreatedRRef]
         self.created = weakref.WeakValueDictionary()
         self._scripted: set[ReferenceId] = set()
         self._make_request = worker.request
@@ -216,7 +223,7 @@ class Faults:
         reference = self._reference(peer, concerned.creation)
         handle = self.created.get(reference)
         if handle is not None:
-            handle._fail_creation(error)
+            handle.fail_creation(error)
         if peer.is_self:
             self._worker.references.value_of(reference).resolve(None, error)
         else:
@@ -269,3 +276,24 @@ class _CreatedRRef(RRef[Any]):
         handle._bind(keeper, reference, is_new=True, maker=maker)
         current().part(Faults).created[reference] = handle
         return handle
+
+    def fail_creation(self, error: Exception) -> None:
+        """Notes that the call that was to make the value was not sent."""
+        self._created = torch.futures.Future()
+        fail(self._created, error)
+
+    def _check_created(self) -> None:
+        try:
+            if self._created is not None and self._created.done():
+                self._created.wait()
+        except InjectedFault as error:
+            raise InjectedFault(
+                f"RRef creation on worker {self.owner_name()!r} was given up, and there may be no "
+                f"value: {error}",
+                worker=error.worker,
+                call=error.call,
+                elapsed_s=error.elapsed_s,
+            ) from None
+        except Exception:
+            pass  # Whatever else happened is for the usual check.
+        super()._check_created()

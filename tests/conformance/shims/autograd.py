@@ -1,4 +1,4 @@
-"""What PyTorch's tests and tools look at in a context: its messages as nodes of the graph.
+"""Autograd contexts by hand, and their messages as nodes of the graph.
 
 PyTorch puts a node of its own at each end of a message. Weft keeps a record of what was sent,
 and placeholders, a real node for each tensor, for what was received. Here both are seen under
@@ -12,11 +12,23 @@ from typing import Any
 
 from torch.autograd.graph import Node
 
-from torchweft.autograd.contexts import Context, ReceiveRecord, SendRecord
-from torchweft.serialize.reducers import TRAVEL
+from torchweft.agent.current import current
+from torchweft.autograd.contexts import (
+    Context,
+    Contexts,
+    ReceiveRecord,
+    SendRecord,
+    current_id,
+    set_current_id,
+)
+from torchweft.autograd.engine import Engine
+from torchweft.compat import autograd
+from torchweft.errors import AutogradError
+from torchweft.ids import WORKER_SHIFT, scoped_id
 
 _SEND = "torch::distributed::autograd::SendRpcBackward"
 _RECEIVE = "torch::distributed::autograd::RecvRpcBackward"
+_TRAVEL = ("ValuesBackward", "CoalesceBackward", "SparseCooTensorWithDimsAndTensorsBackward")
 
 Receives = Mapping[Node, ReceiveRecord]
 Edges = tuple[tuple["GraphNode | None", int], ...]
@@ -25,9 +37,8 @@ Edges = tuple[tuple["GraphNode | None", int], ...]
 def _seen(node: Node, output_nr: int) -> tuple[Node, int]:
     """Passes by nodes that only take apart a sparse tensor for a message, or put it together."""
     seen: Any = node
-    while count := seen.metadata.get(TRAVEL, 0):
-        for _ in range(count):
-            seen, output_nr = seen.next_functions[0]
+    while seen.name().startswith(_TRAVEL):
+        seen, output_nr = seen.next_functions[0]
     return seen, output_nr
 
 
@@ -137,3 +148,60 @@ class DistAutogradContext:
             record.message_id: GraphNode(record.nodes[0], receives)
             for record in self._context.receives()
         }
+
+
+def _contexts() -> Contexts:
+    contexts: Contexts = current().part(Engine).contexts
+    return contexts
+
+
+def get_max_id() -> int:
+    """Returns the highest number that a context of this worker may have."""
+    return scoped_id(_contexts().worker, (1 << WORKER_SHIFT) - 1)
+
+
+def new_context() -> DistAutogradContext:
+    """Opens a context and makes it that of this thread, until ``release_context``."""
+    return retrieve_context(autograd.context().__enter__())
+
+
+def release_context(context_id: int) -> None:
+    """Ends a context that is alive here, on all workers that know it."""
+    engine: Engine = current().part(Engine)
+    engine.contexts.get(context_id)
+    engine.release(context_id)
+    if current_id() == context_id:
+        set_current_id(0)
+
+
+def retrieve_context(context_id: int) -> DistAutogradContext:
+    """Returns a context that is alive here.
+
+    Raises:
+        AutogradError: It is not.
+    """
+    return DistAutogradContext(_contexts().get(context_id))
+
+
+def current_context() -> DistAutogradContext:
+    """Returns the context of this thread.
+
+    Raises:
+        AutogradError: It has none.
+    """
+    context_id = current_id()
+    if not context_id:
+        raise AutogradError("Current thread doesn't have a valid autograd context")
+    return retrieve_context(context_id)
+
+
+def install() -> None:
+    """Adds PyTorch's private names to ``torchweft.compat.autograd``."""
+    vars(autograd).update(
+        DistAutogradContext=DistAutogradContext,
+        _current_context=current_context,
+        _get_max_id=get_max_id,
+        _new_context=new_context,
+        _release_context=release_context,
+        _retrieve_context=retrieve_context,
+    )

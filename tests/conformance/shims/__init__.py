@@ -1,0 +1,28 @@
+"""What PyTorch's own tests use of the inside of its RPC, and no program does, on Weft.
+
+``install`` adds it to ``torchweft.compat``: the back-end that injects faults, autograd contexts
+with their messages as nodes of the graph, remote modules in TorchScript, and names of the legacy
+profiler's events.
+"""
+
+from __future__ import annotations
+
+import torchweft.compat
+from tests.conformance.shims import autograd, profiling
+from torchweft.compat import redirecting
+
+_MODULES = {
+    "torch.distributed.rpc._testing": f"{__name__}.faulty_backend",
+    "torch.distributed.nn.api.remote_module": f"{__name__}.remote_module",
+}
+
+
+def install() -> None:
+    """Installs Weft in the place of PyTorch's RPC, with all that PyTorch's tests use of it.
+
+    For the rest of this process and its forked children.
+    """
+    redirecting.MODULES.update(_MODULES)
+    torchweft.compat.install(in_children=False)
+    autograd.install()
+    profiling.install()
