@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from torchweft.checkpoint import kinds, random_states
 from torchweft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE
-from torchweft.checkpoint.naming import parameter_names
 from torchweft.checkpoint.plain import HostCopier
 from torchweft.optim.local import LocalOptimizer, Saved, step_lock
 
@@ -116,6 +117,30 @@ def describe(owned: Owned) -> Described:
             for number, parameter in parameters.items()
         }
     return described
+
+
+def parameter_names(items: Mapping[str, Any], parameters: Mapping[int, Tensor]) -> dict[int, str]:
+    """Returns the names of parameters by their numbers.
+
+    A name stays the same wherever the parameter lives: the optimizer's state must find its
+    parameter again when the model is spread over the workers in another way, and numbers change.
+    So it is the name in the state that is saved, ``path of the module:name in it``. A parameter
+    that is in no entry of its owner's part goes by its number, ``#3``.
+
+    Args:
+        items: The entries of the state that live where the parameters do, by path.
+        parameters: The parameters by their numbers.
+    """
+    names: dict[Tensor, str] = {}
+    for path, value in items.items():
+        if isinstance(value, Tensor):
+            names.setdefault(value, path)
+            continue
+        named_parameters = getattr(value, "named_parameters", None)
+        if callable(named_parameters) and not hasattr(value, "module_rref"):
+            for name, parameter in named_parameters():
+                names.setdefault(parameter, f"{path}:{name}")
+    return {number: names.get(parameter, f"#{number}") for number, parameter in parameters.items()}
 
 
 def _named(

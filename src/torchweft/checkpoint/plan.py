@@ -1,21 +1,40 @@
-"""Who owns what of a state."""
+"""The state that a program has saved, a tree of dicts and lists, and the owners of its entries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torchweft.agent.current import current
-from torchweft.checkpoint import tree
 from torchweft.checkpoint.parts import Owned
+from torchweft.checkpoint.plain import is_plain
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import WorkerInfo
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
 from torchweft.optim.local import LocalOptimizer
 from torchweft.rpc import RRef, get_worker_info, get_worker_infos
 
+SEPARATOR = "/"
+
 Places = list[tuple[str, RRef[Any]]]
 """Things of one worker, by path: references to them."""
+
+
+class Leaf(NamedTuple):
+    """One entry of the state.
+
+    Attributes:
+        path: The keys that lead to it, joined by ``/``.
+        value: What is there.
+        container: The dict or list that it is in.
+        key: Its key or its place there.
+    """
+
+    path: str
+    value: Any
+    container: Any
+    key: Any
 
 
 class Remote(NamedTuple):
@@ -50,19 +69,19 @@ class Plan:
     def __init__(self, state: object, random_of: bool | Iterable[str | int | WorkerInfo]) -> None:
         self._me = current().me.id
         self.optimizers: dict[str, DistributedOptimizer] = {}
-        self.values: dict[str, tree.Leaf] = {}
+        self.values: dict[str, Leaf] = {}
         self.remote: dict[int, Remote] = {}
         self.random = _ids(random_of)
         self._held: dict[str, Any] = {}
         self._local: dict[str, Any] = {}
         self._steppers: dict[str, LocalOptimizer] = {}
-        for leaf in tree.leaves(state):
+        for leaf in leaves(state):
             self._place(leaf)
         for worker in self.random - {self._me}:
             self._of(worker)
         self.owned = Owned(self._held, self._local, self._steppers)
 
-    def _place(self, leaf: tree.Leaf) -> None:
+    def _place(self, leaf: Leaf) -> None:
         value = leaf.value
         if isinstance(value, DistributedOptimizer):
             self.optimizers[leaf.path] = value
@@ -102,3 +121,45 @@ def _ids(random_of: bool | Iterable[str | int | WorkerInfo]) -> set[int]:
     )
     agent = current()
     return {agent.find(info).id for info in infos}
+
+
+def leaves(state: object) -> list[Leaf]:
+    """Returns the entries of a state.
+
+    A dict or list in which there is nothing but plain values is one entry: a history that grows,
+    say. The state itself never is.
+
+    Raises:
+        ArgumentTypeError: It is no dict, or has a key that is no string.
+        ConfigurationError: A key is empty or has a ``/`` in it.
+    """
+    if not isinstance(state, dict):
+        raise ArgumentTypeError(
+            f"the state is a {type(state).__name__}; pass a dict like {{'model': model, "
+            "'optimizer': optimizer}"
+        )
+    return list(_inside(state, ""))
+
+
+def _inside(container: Any, prefix: str) -> Iterator[Leaf]:
+    is_dict = isinstance(container, dict)
+    for key, value in container.items() if is_dict else enumerate(container):
+        path = prefix + (_checked(key, prefix) if is_dict else str(key))
+        if isinstance(value, (dict, list)) and not is_plain(value):
+            yield from _inside(value, path + SEPARATOR)
+        else:
+            yield Leaf(path, value, container, key)
+
+
+def _checked(key: object, prefix: str) -> str:
+    if not isinstance(key, str):
+        raise ArgumentTypeError(
+            f"the state has the key {key!r} in {prefix or 'it'!r}, a {type(key).__name__}; name "
+            "its entries by strings"
+        )
+    if not key or SEPARATOR in key:
+        raise ConfigurationError(
+            f"the state has the key {key!r} in {prefix or 'it'!r}; a key must not be empty, and "
+            f"have no {SEPARATOR!r}"
+        )
+    return key

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from typing import Protocol
 
-from torchweft.launch.port import ReservedPort
+from torchweft.errors import ConfigurationError
 from torchweft.launch.store_server import StoreServer
 
 INIT_METHOD_VARIABLE = "WEFT_INIT_METHOD"
@@ -24,6 +25,39 @@ class Meeting(Protocol):
 
     def close(self) -> None:
         """Gives it up."""
+
+
+class ReservedPort:
+    """Holds a free port of the loopback interface, so that no other program takes it.
+
+    A free port that is asked of the kernel, and given back, can be anybody's until the first worker
+    has started and listens, seconds later. So the socket stays bound, but does not listen. As it
+    and the worker's socket allow the address to be reused, and only one of them listens, Linux lets
+    the worker listen on the port; but the kernel gives it to no program that asks for a free one.
+
+    Args:
+        number: The port to hold; 0 lets the kernel choose.
+
+    Raises:
+        ConfigurationError: Another program listens on that port.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind(("127.0.0.1", number))
+        except OSError as error:
+            self._socket.close()
+            raise ConfigurationError(
+                f"port {number} cannot be used ({error.strerror}); "
+                "take another one, or leave --master-port away to have a free one chosen"
+            ) from None
+        self.number: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Lets go of the port; harmless when repeated."""
+        self._socket.close()
 
 
 class PortMeeting:

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.unit.optim.references import reference
 from torchweft.checkpoint import parts
-from torchweft.checkpoint.parts import Owned
+from torchweft.checkpoint.parts import Owned, parameter_names
 from torchweft.optim.groups import GroupPart
 from torchweft.optim.local import LocalOptimizer
 
@@ -103,3 +103,31 @@ def test_modules_are_taken_between_steps_and_objects_may_wait_for_one() -> None:
     assert module.is_locked
     # What the object has drawn, it has drawn before the snapshot.
     assert content["random"]["python"] == random.getstate() != drawn_before
+
+
+class Holder:
+    """Something that is no module, with parameters that have names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def named_parameters(self) -> object:
+        return self._module.named_parameters()
+
+
+def test_parameters_are_called_as_in_the_state() -> None:
+    first, second, alone = nn.Linear(1, 1), nn.Linear(1, 1), nn.Parameter(torch.ones(1))
+    items = {"a/b": nn.Sequential(first), "c": Holder(second), "w": alone, "n": 3}
+    parameters = {4: first.bias, 2: second.weight, 7: alone, 1: nn.Parameter(torch.ones(1))}
+    assert parameter_names(items, parameters) == {
+        4: "a/b:0.bias",
+        2: "c:weight",
+        7: "w",
+        1: "#1",
+    }
+
+
+def test_one_that_is_in_two_entries_has_the_name_in_the_first() -> None:
+    layer = nn.Linear(1, 1)
+    items = {"z": layer, "a": nn.Sequential(layer)}
+    assert parameter_names(items, {0: layer.weight}) == {0: "z:weight"}

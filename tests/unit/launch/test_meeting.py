@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import socket
+from contextlib import closing
 
 import pytest
 
 from torchweft.errors import ConfigurationError
-from torchweft.launch.meeting import PortMeeting, StoreMeeting
+from torchweft.launch.meeting import PortMeeting, ReservedPort, StoreMeeting
 
 OUTSIDE = {"HOME": "/home/me", "WORLD_SIZE": "77", "MASTER_ADDR": "far", "MASTER_PORT": "1"}
 
@@ -50,3 +51,40 @@ def test_a_store_that_the_user_named_is_left_to_him() -> None:
     outside = {**OUTSIDE, "WEFT_INIT_METHOD": "tcp://elsewhere:4000"}
     assert meeting.environment(outside)["WEFT_INIT_METHOD"] == "tcp://elsewhere:4000"
     meeting.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen()
+    return listener
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_a_worker_can_listen_on_the_reserved_port(host: str) -> None:
+    with (
+        closing(ReservedPort()) as port,
+        listen(host, port.number) as listener,
+        socket.create_connection(("127.0.0.1", port.number)) as client,
+    ):
+        accepted, _ = listener.accept()
+        accepted.close()
+        assert client.recv(1) == b""
+
+
+def test_nobody_else_is_given_the_reserved_port() -> None:
+    with closing(ReservedPort()) as port:
+        others = [ReservedPort() for _ in range(200)]
+        numbers = {other.number for other in others}
+        for other in others:
+            other.close()
+    assert port.number not in numbers
+    assert len(numbers) == 200
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        number = listener.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"port {number} cannot be used"):
+            ReservedPort(number)

@@ -15,18 +15,24 @@ import torch
 
 import torchweft.rpc
 from torchweft.agent import current as current_agent
-from torchweft.compat.rpc import agents, gathering
+from torchweft.compat.rpc import agents
 from torchweft.compat.rpc.agents import RpcAgent
 from torchweft.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from torchweft.compat.rpc.gathering import AllGatherStates
 from torchweft.compat.rpc.internal import _internal_rpc_pickler
 from torchweft.compat.rpc.pickled_calls import pickled_call
 from torchweft.compat.rpc.references import PyRRef, RRef
 from torchweft.compat.rpc.wait_all import _thread_local_var, _wait_all, note_future
-from torchweft.errors import ConfigurationError, NotInitialized, ShutdownError, WorkerLost
+from torchweft.errors import (
+    CallError,
+    ConfigurationError,
+    NotInitialized,
+    ShutdownError,
+    WorkerLost,
+)
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.futures import fail
-from torchweft.rpc.gathering import Ways
+from torchweft.rpc.collective import members
+from torchweft.rpc.futures import Future, fail
+from torchweft.rpc.gathering import Gathering, Gatherings, Limits, Ways
 from torchweft.serialize.registry import remotely_callable_unless_strict
 
 __all__ = [
@@ -46,6 +52,8 @@ __all__ = [
 
 _ignore_rref_leak = True
 """Whether ``shutdown`` says nothing of references that nobody gave leave to drop."""
+
+AllGatherStates = Gathering
 
 _default_pickler = _internal_rpc_pickler
 _agent: Any = None
@@ -194,20 +202,67 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 def _all_gather(
     obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
+    """Exchanges a value with other workers; see ``torchweft.rpc.all_gather``.
+
+    Args:
+        obj: The value of this worker.
+        worker_names: The workers that take part; None, or an empty list, for all.
+        timeout: Seconds for each call and for waiting for the others; 0 for no limit. By default
+            the worker's limit for each call, and none for waiting.
+
+    Raises:
+        CallError: Some workers could not be told; says which.
+    """
     ways = Ways("_all_gather", _gather_to_leader, _broadcast_to_followers)
-    return gathering.all_gather(obj, worker_names, timeout, ways)
+    agent = current_agent.current()
+    limits = _limits(timeout, agent.default_timeout_s)
+    peers = members(agent, worker_names or None)
+    outcome = agent.part(Gatherings).gather(obj, peers, ways, limits)
+    failed = {
+        name: error
+        for name, call in outcome.calls.items()
+        if (error := _error_of(call)) is not None
+    }
+    if failed:
+        first = next(iter(failed.values()))
+        raise CallError(
+            f"Followers {list(failed)} failed or timed out in {ways.name} after "
+            f"{limits.call_s:.2f} seconds; the first error is {type(first).__name__}: {first}",
+            worker=next(iter(failed)),
+            call=ways.name,
+        ) from first
+    return outcome.values
+
+
+def _limits(timeout: float, default_s: float) -> Limits:
+    if timeout == UNSET_RPC_TIMEOUT:
+        return Limits(0.0 if math.isinf(default_s) else default_s, math.inf)
+    if timeout == DEFAULT_SHUTDOWN_TIMEOUT:
+        return Limits(0.0, math.inf)
+    return Limits(timeout, timeout)
+
+
+def _error_of(call: Future[None]) -> Exception | None:
+    """Waits for a call; returns its error."""
+    try:
+        call.wait()
+    except Exception as error:
+        return error
+    return None
 
 
 @remotely_callable_unless_strict
 def _gather_to_leader(
     sequence_id: Any, worker_name: str, obj: Any, worker_names: Any = None
 ) -> None:
-    gathering.brought(sequence_id, worker_name, obj)
+    """Notes on the leader that a worker has come, and its value."""
+    current_agent.current().part(Gatherings).led.brought(sequence_id, worker_name, obj)
 
 
 @remotely_callable_unless_strict
 def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
-    gathering.told(sequence_id, objects_map)
+    """Notes on the others that all have come, and their values."""
+    current_agent.current().part(Gatherings).told(sequence_id, objects_map)
 
 
 @_require_initialized

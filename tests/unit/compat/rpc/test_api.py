@@ -7,7 +7,7 @@ import math
 import pytest
 
 from torchweft.compat.rpc import constants
-from torchweft.compat.rpc.gathering import _limits
+from torchweft.compat.rpc.api import _limits
 from torchweft.rpc.gathering import Limits
 
 

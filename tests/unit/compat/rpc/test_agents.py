@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from torchweft.compat.rpc.lateness import LatenessMeter
+from torchweft.compat.rpc.agents import LatenessMeter
 
 
 def test_it_measures_and_ends() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchweft.checkpoint.tree import leaves
+from torchweft.checkpoint.plan import leaves
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 
 
