@@ -562,29 +562,3 @@ def test_many_contexts_that_end_while_calls_are_made() -> None:
                 started.append(rpc.rpc_async(worker, functions.pass_to, arguments))
     for result in wait_all(started):
         assert result.shape == (3,)
-
-
-# What is left
-
-
-def assert_no_growth(before: dict[str, int], after: dict[str, int], worker: str) -> None:
-    limits = {"objects": 500, "threads": 1, "descriptors": 1, "resident_kib": 8192}
-    growth = {what: after[what] - before[what] for what in limits}
-    assert all(growth[what] <= limit for what, limit in limits.items()), (worker, growth)
-
-
-@together
-def test_two_thousand_contexts_leave_nothing_behind() -> None:
-    def train(contexts: int) -> None:
-        for _ in range(contexts):
-            with torchweft.autograd.context() as context_id:
-                value = rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x"),))
-                torchweft.autograd.backward(context_id, [value.sum()])
-
-    train(500)
-    await_nothing_left()
-    before = [rpc.rpc_sync(worker, functions.footprint) for worker in (DRIVER, FIRST)]
-    train(2_000)
-    await_nothing_left()
-    for worker, earlier in zip((DRIVER, FIRST), before, strict=True):
-        assert_no_growth(earlier, rpc.rpc_sync(worker, functions.footprint), worker)

@@ -23,7 +23,6 @@ from torchweft.agent import deaths
 from torchweft.errors import ConfigurationError, LaunchError, ShutdownError, WorkerLost
 from torchweft.launch import Cluster, Nursery, cluster, leave_watch, local_cluster
 from torchweft.launch.job import program_job
-from torchweft.launch.nursery import WARM_MODULES
 
 PROMPT_S = 2.0
 LIMIT_S = 20.0
@@ -90,18 +89,6 @@ def test_workers_draw_different_numbers(nursery: Nursery) -> None:
             threads = rpc.rpc_sync("worker1", torch.get_num_threads)
     assert len({number for numbers in drawn for number in numbers}) == 12
     assert threads == int(os.environ["OMP_NUM_THREADS"])
-
-
-def test_a_seed_makes_different_numbers_reproducible() -> None:
-    state = torch.get_rng_state()
-    drawn = []
-    # Of the second nursery, nothing is imported when its workers begin.
-    for preload in (WARM_MODULES, ()):
-        with Nursery(preload=preload) as own, cluster(workers=2, nursery=own, seed=3):
-            drawn.append([rpc.rpc_sync(f"worker{rank}", draw) for rank in (0, 1)])
-    assert drawn[0] == drawn[1]
-    assert len({number for numbers in drawn[0] for number in numbers}) == 6
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_output_appears_behind_the_workers_name(

@@ -231,18 +231,6 @@ def test_workers_meet_at_the_port_of_the_environment(start: Start) -> None:
     assert finish(start(body, count=2))[0] == 0
 
 
-def test_a_seed_makes_different_numbers_of_warm_workers_reproducible(start: Start) -> None:
-    body = """
-    import random
-    import numpy, torch
-    print(random.random(), float(numpy.random.random()), float(torch.rand(())))
-    """
-    status, first, _ = finish(start(body, "--warm", "--seed", "5", count=2))
-    assert status == 0
-    assert len({number for line in first for number in line.split()[1:]}) == 6
-    assert sorted(finish(start(body, "--warm", "--seed", "5", count=2))[1]) == sorted(first)
-
-
 @pytest.mark.parametrize("is_full", [False, True])
 def test_those_who_fail_because_of_another_one_say_so_in_a_line(
     start: Start, monkeypatch: pytest.MonkeyPatch, is_full: bool

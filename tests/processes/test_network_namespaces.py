@@ -3,67 +3,68 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.internal import overridden
 from tests.processes import far_workers as far
-from tests.processes import namespace_program
+from tests.processes.far_workers import far_workers
 from tests.processes.hosts import Host, enter, network
 from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft import rpc, secret
+from torchweft.agent.current import current
+from torchweft.agent.data_connections import DataConnections
+from torchweft.channel.table import STRIPED
 from torchweft.compat import rpc as compat_rpc
 from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
+from torchweft.rpc.worker import Worker
 
-PROGRAM = Path(namespace_program.__file__)
-ROOT = PROGRAM.parents[2]
-LIMIT_S = 100.0
+SIZES = [1, 1 << 16, (1 << 19) + 1, 5 << 20, (64 << 20) + 3]
 
 
-def start(rank: int, host: Host, folder: Path) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "WEFT_SECRET_FILE": str(folder / "secret"),
-        # Processes of one host and user may read each other's memory whatever their network.
-        **overridden(CMA_FROM_BYTES=1 << 60, STRIPED_FROM_BYTES=1 << 19),
+def call_all() -> dict[str, Any]:
+    """Sends tensors of all sizes there and back; returns by which way they went."""
+    peer = current().peers[1]
+    rpc.rpc_sync(1, far.double, args=(torch.ones(1),))
+    # Large tensors follow their messages until the other side has said what it can receive.
+    while peer.channels.channel_for(SIZES[-1]) != STRIPED:
+        rpc.rpc_sync(1, far.double, args=(torch.ones(1),))
+    wrong = []
+    for size_bytes in SIZES:
+        sent = (torch.arange(size_bytes, dtype=torch.int32) % 100).to(torch.uint8)
+        if not torch.equal(rpc.rpc_sync(1, far.double, args=(sent,)), sent * 2):
+            wrong.append(size_bytes)
+    source = current().part(Worker).parcels.sources[STRIPED]
+    assert isinstance(source, DataConnections)
+    assert peer.link is not None
+    data = source._of(peer)
+    assert data.sending is not None
+    return {
+        "wrong": wrong,
+        "way": peer.channels.channel_for(SIZES[-1]).name,
+        "family": peer.link._socket.family.name,
+        "data families": [sending._socket.family.name for sending in data.sending.connections],
+        "received": data.arrivals.bytes_received,
     }
-    command = ["ip", "netns", "exec", host.namespace, sys.executable, str(PROGRAM)]
-    return subprocess.Popen(
-        [*command, str(rank), str(folder / "store"), host.address],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
-@pytest.mark.timeout(2 * LIMIT_S)
-def test_tensors_cross_a_network(tmp_path: Path) -> None:
-    secret.write_new(tmp_path / "secret")
-    with network() as hosts:
-        workers = [start(rank, host, tmp_path) for rank, host in enumerate(hosts)]
-        try:
-            outputs = [worker.communicate(timeout=LIMIT_S) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
-    found = json.loads(outputs[0][0])
+def test_tensors_cross_a_network(warm: OpenWorkers, tmp_path: Path) -> None:
+    with network() as hosts, far_workers(warm, hosts, tmp_path) as workers:
+        found = workers.do("worker0", call_all)
+        for name in workers.names:
+            workers.begin(name, far.leave)
+        for name in workers.names:
+            workers.result(name)
     assert found["wrong"] == []
     assert found["family"] == "AF_INET"
     assert found["way"] == "STRIPED"
     assert found["data families"] == ["AF_INET"] * len(found["data families"])
-    large = [size for size in namespace_program.SIZES if size >= 1 << 19]
-    assert found["received"] == sum(large)
+    assert found["received"] == sum(size for size in SIZES if size >= 1 << 19)
 
 
 # What an unchanged program meets, in which nothing but the address of rank 0 is told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -130,48 +129,3 @@ def test_modules_that_were_too_early_are_named(monkeypatch: pytest.MonkeyPatch) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torchweft.compat.install()  # says it once
-
-
-LOADED_MEANWHILE = """
-import sys
-import torchweft.compat
-names = ("torch.distributed.optim", "torch.distributed.nn")
-torchweft.compat.install()
-assert not [name for name in names if name in sys.modules]
-import torch.distributed.optim, torch.distributed.nn, torch.distributed.nn.api.remote_module
-import torch.distributed._shard.sharded_tensor.api as sharded
-from torch.distributed import optim, nn, rpc
-import torchweft.compat.optimizer, torchweft.compat.remote_module
-
-assert optim.DistributedOptimizer is torchweft.compat.optimizer.DistributedOptimizer
-assert optim.optimizer is torchweft.compat.optimizer
-assert nn.RemoteModule is torchweft.compat.remote_module.RemoteModule
-assert nn.api.remote_module is torchweft.compat.remote_module
-assert sharded.rpc is sys.modules[sharded.__package__ + ".utils"].rpc is torchweft.compat.rpc
-kept = (optim.ZeroRedundancyOptimizer, nn.functional, sharded.ShardedTensor)
-
-torchweft.compat.uninstall()
-assert kept == (optim.ZeroRedundancyOptimizer, nn.functional, sharded.ShardedTensor)
-stock = torch.distributed.rpc
-assert stock.__name__ == "torch.distributed.rpc" and stock.__spec__.loader.name == stock.__name__
-assert sharded.rpc is sys.modules[sharded.__package__ + ".utils"].rpc is stock
-for module, name in ((optim, "DistributedOptimizer"), (nn, "RemoteModule")):
-    assert getattr(module, name).__module__.startswith(module.__name__), name
-del stock, name, module
-assert not [k for k, m in sys.modules.items() if k.startswith("torch.") and "weft" in m.__name__]
-
-torchweft.compat.install()
-assert optim.DistributedOptimizer is torchweft.compat.optimizer.DistributedOptimizer
-assert nn.RemoteModule is torchweft.compat.remote_module.RemoteModule
-assert sharded.rpc is torchweft.compat.rpc
-"""
-
-
-def test_modules_that_are_loaded_meanwhile_are_put_back_too() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", LOADED_MEANWHILE],
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> str:
@@ -22,7 +22,7 @@ def run(*arguments: str) -> str:
 
 
 def test_optimizers_step_as_pytorch_steps_them_without_its_compiler() -> None:
-    assert "as PyTorch's:" in run("-m", "tests.unit.optim.without_compiler")
+    assert "as PyTorch's:" in run("-m", "tests.end_to_end.without_compiler")
 
 
 UNTIL_THE_FIRST_STEP = """

@@ -1,0 +1,89 @@
+"""Many contexts and tensors, one after the other: nothing of a worker grows with their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import torchweft
+from tests.processes import autograd_functions, functions, shared_memory
+from tests.processes.conftest import options
+from tests.processes.functions import wait_until
+from tests.processes.shared_memory import no_loans, statistics, tensor_of
+from torchweft import knobs, rpc
+
+DRIVER, FIRST = NAMES = ("driver", "worker0")
+
+# The first contexts import PyTorch's compiler, which starts processes of its own.
+pytestmark = pytest.mark.keeps("threads", "descriptors", "processes")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers() -> Iterator[None]:
+    with torchweft.cluster(workers=1, rpc_backend_options=options()):
+        yield
+
+
+def nothing_grows(train: Callable[[int], None], first: int, then: int) -> None:
+    """Compares what there is after some contexts, and after many more."""
+    train(first)
+    await_no_context()
+    before = [rpc.rpc_sync(name, autograd_functions.footprint) for name in NAMES]
+    train(then)
+    await_no_context()
+    for name, earlier in zip(NAMES, before, strict=True):
+        later = rpc.rpc_sync(name, autograd_functions.footprint)
+        limits = {"objects": 500, "threads": 1, "descriptors": 1, "resident_kib": 8192}
+        growth = {what: later[what] - earlier[what] for what in limits}
+        assert all(growth[what] <= limit for what, limit in limits.items()), (name, growth)
+
+
+def await_no_context() -> None:
+    def remains() -> list[object]:
+        left = [rpc.rpc_sync(name, autograd_functions.remains) for name in NAMES]
+        return [value for each in left for value in each.values() if value]
+
+    wait_until(lambda: not remains(), lambda: f"left: {remains()}")
+
+
+def test_two_thousand_contexts_leave_nothing_behind() -> None:
+    def train(contexts: int) -> None:
+        for _ in range(contexts):
+            with torchweft.autograd.context() as context_id:
+                leaf = autograd_functions.parameter("x")
+                value = rpc.rpc_sync(FIRST, autograd_functions.layer, (leaf,))
+                torchweft.autograd.backward(context_id, [value.sum()])
+
+    nothing_grows(train, 500, 2_000)
+
+
+def test_a_thousand_contexts_of_higher_order_leave_nothing_behind() -> None:
+    def train(contexts: int) -> None:
+        value = autograd_functions.parameter("x")
+        for _ in range(contexts):
+            with torchweft.autograd.context() as context_id:
+                loss = rpc.rpc_sync(FIRST, autograd_functions.layer, (value,)).prod()
+                (slope,) = torchweft.autograd.grad(context_id, loss, value, create_graph=True)
+                torchweft.autograd.backward(context_id, [slope.pow(2).sum()])
+
+    nothing_grows(train, 200, 1_000)
+
+
+def test_ten_thousand_tensors_leave_nothing() -> None:
+    def measure() -> list[tuple[int, int]]:
+        return [rpc.rpc_sync(name, shared_memory.resources) for name in NAMES]
+
+    sent = tensor_of(knobs.SHM_FROM_BYTES.get())
+    for _ in range(500):
+        rpc.rpc_sync(FIRST, functions.identity, args=(sent,))
+    before, residents = measure(), [rpc.rpc_sync(n, statistics).resident_bytes for n in NAMES]
+    for _ in range(5_000):  # there and back
+        rpc.rpc_sync(FIRST, functions.identity, args=(sent,))
+    no_loans(*NAMES)
+    # One or two slabs more where a worker was slow to drop its argument.
+    for name, resident_bytes in zip(NAMES, residents, strict=True):
+        assert rpc.rpc_sync(name, statistics).resident_bytes <= resident_bytes + 4 * sent.numel()
+    for (bytes_before, files_before), (bytes_now, files_now) in zip(before, measure(), strict=True):
+        assert files_now <= files_before
+        assert bytes_now - bytes_before < 4 << 20
