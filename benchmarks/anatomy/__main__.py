@@ -164,7 +164,9 @@ def _serving(worker: Worker, peer: Peer, sent: bytes, tensor: torch.Tensor) -> l
     silent: Any = _Silent(peer)
 
     def serve() -> None:
-        serving._serve(worker, silent, Call(silent, frame, time.monotonic()))
+        call = Call(silent, frame, time.monotonic())
+        call.worker, call.owned = worker, None
+        serving._serve_compact(worker, silent, call)
 
     serve()
     check_answer(silent.sent)

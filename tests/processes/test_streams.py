@@ -138,8 +138,8 @@ def test_an_answer_that_comes_too_late_is_dropped(group: Cluster) -> None:
     future = rpc.rpc_async("worker0", functions.pass_gate, args=("late", bytes_of(8 * FROM)))
     # Its caller gives it up, but the callee does not hear of that in time.
     calls = current().calls
-    assert calls._table.take(future._call.number) is future._call
-    calls.fail(future._call, future._call.timeout_error())
+    assert calls._client.take(future._call.number) is future._call
+    calls.fail(future._call, CallTimeout("given up"))
     with pytest.raises(CallTimeout):
         future.wait()
     received = arrivals_from("worker0").bytes_received

@@ -14,7 +14,7 @@ from torch.futures import Future
 from tests.processes.functions import pass_gate, wait_until
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.agent.served_calls import ServedCall
+from torchweft.protocol.calls import ServedCall
 from torchweft.rpc.worker import Worker
 
 _noted: defaultdict[str, list[Any]] = defaultdict(list)

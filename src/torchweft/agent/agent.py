@@ -35,13 +35,14 @@ from torchweft.agent.open_calls import OpenCalls
 from torchweft.agent.peers import Peer, Unreachable, Unsent
 from torchweft.agent.protection import Patience, Protection
 from torchweft.agent.reactor import Reactor
-from torchweft.agent.served_calls import Cancelling, ServedCall
+from torchweft.agent.served_calls import Cancelling
 from torchweft.agent.switching import ShortSwitches
 from torchweft.agent.upkeep import Upkeep
 from torchweft.channel.choice import describe
 from torchweft.channel.cma import Nonce
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import CallTimeout, NotInitialized, ProtocolError, WorkerLost
+from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.membership import Registration
 from torchweft.transport.link import Link, LinkClosed
 from torchweft.transport.spinning import Spinning

@@ -10,16 +10,14 @@ import math
 import sys
 import time
 from _thread import get_ident
-from collections import defaultdict
 from collections.abc import Callable, Set
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from torchweft.agent.calls import Completion, PendingCall
+from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer, Unsent
-from torchweft.agent.served_calls import ServedCall
 from torchweft.errors import NotInitialized
-from torchweft.protocol.calls import CallTable
+from torchweft.protocol.calls import Action, CallClient, Complete, Completion, ServedCall
 from torchweft.transport import interrupts
 from torchweft.transport.link import READ_TICK_S, Link
 from torchweft.wire.frames import Frame
@@ -65,16 +63,15 @@ class OpenCalls:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._table: CallTable[PendingCall] = CallTable()
-        self._completions: dict[int, Completion] = {}
+        self._client: CallClient[PendingCall] = CallClient()
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self._client)
 
     @property
     def total(self) -> int:
         """Grows with each call."""
-        return self._table.total
+        return self._client.total
 
     def ask(
         self,
@@ -99,21 +96,23 @@ class OpenCalls:
         Raises:
             WorkerLost: The peer is lost; the call is closed again.
         """
-        call.number = number = self._table.add(call)
+        is_sent = peer.is_self or (peer.link is not None and not peer.unsent)
         try:
-            if peer.is_self or (peer.link is not None and not peer.unsent):
+            if is_sent:
+                number = self._client.add(call)
                 self._agent.send(peer, request.message(number), may_block=may_block)
             else:
+                self._client.keep(call)
                 self._ask_later(peer, _UnsentCall(self, call, request))
         except BaseException:
-            self._table.take(number)
+            self._client.withdraw(call)
             raise
         # Lost between the two, nobody would have failed this call.
-        if peer.lost is not None and self._table.take(number) is not None:
+        if peer.lost is not None and self._client.withdraw(call):
             raise peer.lost_error()
         parent = call.parent
-        if parent is not None and parent.was_cancelled:
-            self.cancel(call, call.orphan_error())  # Who went through the calls did not see it.
+        if call.error is not None or (parent is not None and parent.was_cancelled):
+            self._act(self._client.opened(call, was_sent=is_sent))
         housekeeper = self._agent.housekeeper
         if housekeeper is not None and call.deadline_s < housekeeper.next_s:
             housekeeper.nudge(call.deadline_s)
@@ -128,7 +127,7 @@ class OpenCalls:
         if get_ident() == interrupts.main_id:
             consumed: list[int] = []
             self._ask_and_wait_in_main(peer, link, call, request, consumed)
-            if consumed and self._table.take(call.number) is not None:
+            if consumed and self._client.take(call.number) is not None:
                 call.finish()
             return
         if link is None or link.readers.setdefault(0, call) is not call:
@@ -195,40 +194,34 @@ class OpenCalls:
             self._wait_in_main(call)
             return
         completion = Completion(call, on_done)
-        self._completions[call.number] = completion
+        self._client.completions[call.number] = completion
         try:
             self._ask_and_wait_in_main(peer, peer.link, call, None, completion.consumed)
             if completion.consumed:
-                completion.taken += map(self._table.pop, (call.number,), (None,))
+                completion.taken += map(self._client.pop, (call.number,), (None,))
                 if completion.taken == [call]:
                     call.finish()
                     on_done(call)
         except BaseException:
             self._leave_completion(completion)
             raise
-        self._completions.pop(call.number, None)
+        self._client.completions.pop(call.number, None)
 
-    def _leave_completion(self, completion: Completion) -> None:
+    def _leave_completion(self, completion: Completion[PendingCall]) -> None:
         """Leaves a call to another thread. May be interrupted anywhere, and done again."""
-        if completion.consumed:
+        if self._client.interrupted(completion):
             self._agent.reactor.submit(self._complete_interrupted, completion)
-        else:
-            self._completions.pop(completion.call.number, None)
 
-    def _complete_interrupted(self, completion: Completion, _: object) -> None:
-        call = completion.call
-        if self._completions.pop(call.number, None) is None:
-            return  # Submitted twice.
-        if self._table.take(call.number) is not None:
-            completion.taken.append(call)
-        if completion.taken == [call]:
+    def _complete_interrupted(self, completion: Completion[PendingCall], _: object) -> None:
+        call = self._client.resume(completion)
+        if call is not None:
             if not call.is_done:
                 call.finish()
             completion.on_done(call)
 
     def mend(self) -> None:
         """Goes on where the main thread was interrupted while it completed a call."""
-        for completion in list(self._completions.values()):
+        for completion in list(self._client.completions.values()):
             if not is_waiting(completion.call):
                 self._leave_completion(completion)
 
@@ -317,10 +310,8 @@ class OpenCalls:
         """
         self._agent.reactor.arm_unarmed()
         is_late = not call.wait(call.deadline_s - time.monotonic())
-        if is_late and call.on_done is None and self._table.take(call.number) is not None:
-            peer = self._agent.peers[call.worker]
-            self.fail(call, call.timeout_error(had_connection=peer.is_self or bool(peer.link)))
-            self._tell_cancelled([call])
+        if is_late and call.on_done is None:
+            self._act(self._client.timed_out(call, time.monotonic()))
         call.wait(math.inf)
 
     def _read_until_done(self, peer: Peer, link: Link, call: PendingCall) -> None:
@@ -361,54 +352,34 @@ class OpenCalls:
 
     def expire(self, now_s: float) -> float:
         """Fails the calls whose time is up; a job of the housekeeper."""
-        expired, earliest_s = self._table.take_expired(now_s)
-        for call in expired:
-            peer = self._agent.peers[call.worker]
-            self.fail(call, call.timeout_error(had_connection=peer.is_self or bool(peer.link)))
-        self._tell_cancelled(expired)
+        actions, earliest_s = self._client.expire(now_s)
+        self._act(actions)
         return earliest_s
 
     def fail(self, call: PendingCall, error: BaseException) -> None:
-        """Completes a call, already taken from the table, with an error."""
+        """Completes a call that is not open with an error."""
         call.error = error
-        if call.on_done is None:
-            call.finish()
-        else:
-            self._agent.reactor.submit(_run_on_done, call)
-
-    def is_open(self, call: PendingCall) -> bool:
-        """Whether a call waits for its answer."""
-        return self._table.has(call.number)
-
-    def end(self, call: PendingCall, error: BaseException) -> None:
-        """Has a call that was not sent fail with ``error``, unless it has ended already."""
-        if self._table.take(call.number) is not None:
-            self.fail(call, error)
+        self._act([Complete(call)])
 
     def cancel(self, call: PendingCall, error: BaseException) -> bool:
         """Gives up a call: it fails with ``error``. Returns False where it has ended already."""
-        if self._table.take(call.number) is None:
-            return False
-        self.fail(call, error)
-        self._tell_cancelled([call])
-        return True
+        actions = self._client.cancelled(call, error)
+        self._act(actions)
+        return bool(actions)
 
     def cancel_nested(self, parents: Set[ServedCall]) -> None:
         """Gives up the calls that were made in the course of some calls of other workers."""
-        nested = self._table.take_where(lambda call: call.parent in parents)
-        for call in nested:
-            self.fail(call, call.orphan_error())
-        self._tell_cancelled(nested)
+        self._act(self._client.parents_cancelled(parents))
 
-    def _tell_cancelled(self, calls: list[PendingCall]) -> None:
-        """Tells callees that nobody waits for these calls any more."""
-        numbers: defaultdict[int, list[int]] = defaultdict(list)
-        for call in calls:
-            numbers[call.worker].append(call.number)
-        for worker, cancelled in numbers.items():
-            peer = self._agent.peers[worker]
-            if peer.is_self or peer.link is not None:  # Else they were not sent.
-                self._agent.post_ints(peer, Kind.CANCEL, *cancelled)
+    def _act(self, actions: list[Action[PendingCall]]) -> None:
+        for action in actions:
+            if not isinstance(action, Complete):
+                peer = self._agent.peers[action.worker]
+                self._agent.post_ints(peer, Kind.CANCEL, *action.numbers)
+            elif action.call.on_done is None:
+                action.call.finish()
+            else:
+                self._agent.reactor.submit(_run_on_done, action.call)
 
     def take_reply(self, frame: Frame, awaited: PendingCall | None) -> bool:
         """Gives an answer to the call that waits for it; returns False where none does any more.
@@ -417,10 +388,9 @@ class OpenCalls:
             frame: The answer.
             awaited: The call that this thread waits for.
         """
-        call = self._table.take(frame.id)
+        call = self._client.answered(frame)
         if call is None:
             return False
-        call.frame = frame
         if call is awaited:
             if call.on_done is not None:
                 call.reader = get_ident()
@@ -433,14 +403,13 @@ class OpenCalls:
 
     def fail_of_worker(self, peer: Peer) -> None:
         """Fails all calls to a worker that was lost."""
-        for call in self._table.take_of_worker(peer.id):
-            self.fail(call, peer.lost_error())
+        self._act(self._client.worker_lost(peer.id, peer.lost_error))
 
     def fail_all(self, error: NotInitialized) -> None:
         """Fails all calls, in this thread: the others have ended."""
-        for call in self._table.take_all():
-            call.error = error
-            _run_on_done(call, None)
+        for action in self._client.closed(error):
+            assert isinstance(action, Complete)
+            _run_on_done(action.call, None)
 
 
 class _UnsentCall(Unsent):
@@ -452,15 +421,18 @@ class _UnsentCall(Unsent):
         self._request = request
 
     def make(self) -> Outgoing:
+        self._calls._client.sending(self._call)
         return self._request.message(self._call.number)
 
     def is_wanted(self) -> bool:
-        return self._calls.is_open(self._call)
+        return self._calls._client.has(self._call.number)
 
     def drop(self, error: Exception | None) -> None:
         self._request.take_back()
-        if error is not None:
-            self._calls.end(self._call, error)
+        if error is None:  # The call has ended.
+            self._calls._client.withdraw(self._call)
+        else:
+            self._calls._act(self._calls._client.not_sent(self._call, error))
 
 
 def is_waiting(call: PendingCall) -> bool:

@@ -13,12 +13,12 @@ from torchweft.agent.deaths import cause_of
 from torchweft.channel.choice import Channels
 from torchweft.channel.sending import HeldTensors
 from torchweft.errors import WorkerLost
+from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.membership import Registration
 from torchweft.transport.link import Link
 
 if TYPE_CHECKING:
     from torchweft.agent.agent import Outgoing
-    from torchweft.agent.served_calls import ServedCall
 
 
 class Unsent:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from torchweft.agent.served_calls import ServedCall, current_call
+from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import current_id, enter
+from torchweft.protocol.calls import ServedCall
 
 
 class Surroundings(NamedTuple):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
-from torchweft.agent.calls import PendingCall, Subject
+from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.arguments import kind_of, limit_of, wrong_type
 from torchweft.errors import ArgumentTypeError, CallCancelled, NotOwner, WorkerLost
 from torchweft.ids import WorkerInfo
+from torchweft.protocol.calls import Subject, nest
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
-from torchweft.rpc.current_call import nest
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.worker import Worker
@@ -113,7 +114,7 @@ def call_and_wait(
     limit_s = limit_of(timeout, worker.agent.default_timeout_s)
     parent = current_call.get()
     if parent is not None:
-        parent, limit_s = nest(parent, peer, subject or function, limit_s)
+        parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
     request = worker.request(peer, function, args, kwargs, limit_s)
     call = PendingCall(peer.id, peer.name, subject or function, limit_s, None, parent)
     try:
@@ -143,7 +144,7 @@ def start(
     limit_s = limit_of(timeout, worker.agent.default_timeout_s)
     parent = current_call.get()
     if parent is not None:
-        parent, limit_s = nest(parent, peer, subject or function, limit_s)
+        parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
     request = worker.request(peer, function, args, kwargs, limit_s)
     call = PendingCall(peer.id, peer.name, subject or function, limit_s, None, parent)
     call.kept = args  # References among them must outlive the call.
@@ -174,7 +175,7 @@ def create(
         limit_of(timeout, math.inf)
     parent = current_call.get()
     if parent is not None:
-        nest(parent, peer, subject or function, math.inf)  # May refuse.
+        nest(parent, peer.name, subject or function, math.inf, monotonic())  # May refuse.
     if peer.is_self:
         reference, _ = references.create_here()
     else:

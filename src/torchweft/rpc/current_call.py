@@ -11,10 +11,8 @@ import math
 import time
 from collections.abc import Iterator
 
-from torchweft.agent.calls import Named, function_name, late_with, orphan_error
-from torchweft.agent.peers import Peer
-from torchweft.agent.served_calls import ServedCall, current_call
-from torchweft.errors import CallTimeout
+from torchweft.agent.served_calls import current_call
+from torchweft.protocol.calls import ServedCall
 
 
 def remaining_time() -> float:
@@ -25,7 +23,7 @@ def remaining_time() -> float:
     asyncio do, and so do callbacks of the futures that it was given.
     """
     call = serving()
-    return math.inf if call is None else max(call.deadline_s - time.monotonic(), 0.0)
+    return math.inf if call is None else call.remaining_s(time.monotonic())
 
 
 def is_cancelled() -> bool:
@@ -36,12 +34,7 @@ def is_cancelled() -> bool:
     worker has called.
     """
     call = serving()
-    if call is None or not call.is_unwanted(time.monotonic()):
-        return False
-    # Its time may be up here a moment before the caller notices. What a function that was told
-    # this returns must not pass for its result.
-    call.was_cancelled = True
-    return True
+    return call is not None and call.notice_unwanted(time.monotonic())
 
 
 @contextlib.contextmanager
@@ -61,36 +54,4 @@ def detached() -> Iterator[None]:
 def serving() -> ServedCall | None:
     """Returns the call that the running code serves; None where there is none or it is answered."""
     call = current_call.get()
-    return None if call is None or (call.has_ended and not call.was_cancelled) else call
-
-
-def nest(
-    parent: ServedCall, peer: Peer, function: Named, limit_s: float
-) -> tuple[ServedCall | None, float]:
-    """Returns what a call made in the course of ``parent`` is part of, and how long it may take.
-
-    Args:
-        parent: The call that the running code serves.
-        peer: Who is called.
-        function: What is called.
-        limit_s: How long the call may take at most.
-
-    Raises:
-        CallCancelled: The caller has given up.
-        CallTimeout: The caller has no time left.
-    """
-    if parent.has_ended and not parent.was_cancelled:
-        return None, limit_s
-    parent.has_nested = True
-    now_s = time.monotonic()
-    left_s = parent.deadline_s - now_s
-    if left_s < 0:
-        name = function_name(function)
-        raise CallTimeout(
-            f"{name} on worker {peer.name!r} was not called: {late_with(parent)}",
-            worker=peer.name,
-            call=name,
-        )
-    if parent.is_unwanted(now_s):
-        raise orphan_error(parent, peer.name, function)
-    return parent, min(limit_s, left_s)
+    return call if call is not None and call.is_current else None

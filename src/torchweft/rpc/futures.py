@@ -11,6 +11,7 @@ import torch
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.served_calls import current_call
 from torchweft.errors import CallCancelled
+from torchweft.protocol.calls import failures
 from torchweft.rpc.unseen import Guard
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.exceptions import fresh_copy
@@ -50,7 +51,7 @@ class Future(torch.futures.Future[T]):
         """Completes the future; called again, by another thread, where that was interrupted."""
         if call.on_done is None:
             if not self.done():
-                self._fail(call.interrupted_error())
+                self._fail(failures.interrupted(call))
             return
         call.on_done = None  # It leads back here, and no collector looks into futures.
         call.kept = None

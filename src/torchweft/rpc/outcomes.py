@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweft.agent.mishaps import log_mishap
+from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue
-from torchweft.agent.served_calls import ServedCall, current_call
+from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import enter
 from torchweft.errors import CallCancelled, ConfigurationError, SerializationError
 from torchweft.ids import ReferenceId
+from torchweft.protocol.calls import AnsweredCall
 from torchweft.rpc.functions import is_async_execution
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.exceptions import pack_error, unpack_error
@@ -32,35 +34,15 @@ class WhenReady(NamedTuple):
     kept: object = None
 
 
-class Call(ServedCall):
+class Call(AnsweredCall):
     """A call of another worker; called with the outcome, it replies or makes it a value here."""
 
-    __slots__ = ("context_id", "owned", "reference", "worker")
+    __slots__ = ("reference",)
 
+    peer: Peer
     worker: Worker
-    context_id: int
     owned: OwnedValue | None
     reference: ReferenceId
-
-    def __call__(self, result: Any, error: BaseException | None) -> None:
-        """Ends it with its outcome."""
-        worker = self.worker
-        try:
-            if self.owned is not None:
-                self._keep(self.owned, result, error)
-            elif self.was_cancelled:
-                pass  # Nobody waits. What the result refers to was not handed on yet.
-            elif error is None:
-                worker.reply(self.peer, self.number, result, self.context_id)
-            else:
-                worker.reply_error(self.peer, self.number, error)
-        except BaseException as failure:
-            self._fail(failure)
-        # As ``end``, without calling it.
-        if self.number and not self.has_ended:
-            del self.peer.served[self.number]
-        self.has_ended = True
-        self._on_cancel = None
 
     def fail(self, error: BaseException) -> None:
         """Ends it with an error that is being handled; logs that where it has ended already."""
@@ -69,8 +51,8 @@ class Call(ServedCall):
         else:
             self(None, error)
 
-    def _fail(self, failure: BaseException) -> None:
-        """Ends it where its outcome could be told neither as it is nor as an error."""
+    def cannot_tell(self, failure: BaseException) -> None:
+        """Tells that the outcome could be told neither as it is nor as an error."""
         name = self.worker.agent.info.name
         log_mishap("the outcome of a call of worker %r could not be told", self.peer.name)
         error = SerializationError(
@@ -78,11 +60,14 @@ class Call(ServedCall):
             "raised meanwhile; its log says more"
         )
         if self.owned is not None:
-            self._keep(self.owned, None, error)
+            self.keep(None, error)
         else:
             self.worker.reply_error(self.peer, self.number, error)
 
-    def _keep(self, owned: OwnedValue, result: Any, error: BaseException | None) -> None:
+    def keep(self, result: Any, error: BaseException | None) -> None:
+        """Makes the outcome the value ``owned``, which is None afterwards."""
+        owned = self.owned
+        assert owned is not None
         if error is not None:
             self.worker.note_failure(self.peer, error)
             # As its users will get it: the original's traceback would keep what its frames hold.
@@ -96,8 +81,9 @@ class Call(ServedCall):
         self.worker.unfinished.discard(self)
         self.owned = None  # Futures of nested calls may outlive the value.
 
-    def create(self, worker: Worker, creation: int) -> bool:
+    def create(self, creation: int) -> bool:
         """Has the outcome become a value here; returns False where it is not to be made."""
+        worker = self.worker
         self.reference = ReferenceId(self.peer.id, worker.agent.me.id, creation)
         self.owned = worker.references.created(self.reference)
         if self.owned is None:
@@ -106,11 +92,9 @@ class Call(ServedCall):
         worker.unfinished.add(self)
         return True
 
-    def is_unwanted(self, now_s: float) -> bool:
-        """Whether nobody waits for it; where it makes a value, whether nobody can want that."""
-        if self.number:
-            return super().is_unwanted(now_s)
-        return self.peer.lost is not None and not self.worker.references.is_owned(self.reference)
+    def is_referred_to(self) -> bool:
+        """Whether somebody holds a reference to the value that it makes."""
+        return self.worker.references.is_owned(self.reference)
 
 
 def settle(

@@ -14,7 +14,7 @@ from torchweft.agent.current import current
 from torchweft.agent.parcels import Parcel
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue
-from torchweft.agent.served_calls import ServedCall, current_call
+from torchweft.agent.served_calls import current_call
 from torchweft.arguments import did_you_mean
 from torchweft.autograd.arrivals import NO_GRAD
 from torchweft.autograd.contexts import enter, set_current_id
@@ -30,10 +30,8 @@ from torchweft.rpc.strictness import reference_in
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
-from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
     COMPACT,
-    NO_CREATION,
     CallHead,
     decode_call_head,
     decode_compact_call,
@@ -53,8 +51,13 @@ def install(worker: Worker) -> None:
     """Has ``worker`` serve calls."""
 
     def serve(peer: Peer, call: Call) -> None:
+        call.worker, call.owned = worker, None
+        assert call.frame is not None
         try:
-            _serve(worker, peer, call)
+            if call.frame.flags == COMPACT:
+                _serve_compact(worker, peer, call)
+            else:
+                _serve_parcel(worker, peer, call)
         except ProtocolError as error:  # What goes wrong in the function itself is its answer.
             worker.agent.turn_away(peer, error)
         except BaseException as error:  # Before the function was called, or after it has answered.
@@ -77,23 +80,18 @@ def cancel_creations(worker: Worker, peer: Peer) -> None:
     The keeper of references must have been told of the loss.
     """
     making = [call for call in worker.unfinished.copy() if isinstance(call, Call)]
-    mine = [call for call in making if call.peer is peer and call.is_unwanted(0.0)]
-    worker.agent.cancelling.cancel(list[ServedCall](mine))
+    worker.agent.cancelling.end_creations(making, peer)
 
 
-def _serve(worker: Worker, peer: Peer, call: Call) -> None:
+def _serve_parcel(worker: Worker, peer: Peer, call: Call) -> None:
     """Runs one call; whatever goes wrong with it becomes its answer."""
     frame, call.frame = call.frame, None
     assert frame is not None
-    call.worker, call.owned = worker, None
-    if frame.flags == COMPACT:
-        _serve_compact(worker, peer, call, frame)
-        return
     parcel = worker.parcels.read(frame)
     del frame
     head = decode_call_head(parcel.head)
-    call.function = head.function
-    if not _begins(worker, call, head.creation, head.remaining_s, head.context_id):
+    call.function, call.context_id = head.function, head.context_id
+    if not call.begins(head.creation, head.remaining_s, time.monotonic()):
         worker.parcels.discard(peer, parcel)
         worker.refuse(peer, head.references, head.context_id, head.message_id)
         return
@@ -121,18 +119,6 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
             _note_speed(worker, head.function, was_slow)
 
 
-def _begins(worker: Worker, call: Call, creation: int, remaining_s: float, context_id: int) -> bool:
-    """Takes note of what a request says; returns whether to run it. If not, it has ended."""
-    call.context_id = context_id
-    call.deadline_s = call.arrived_s + remaining_s
-    if creation != NO_CREATION:
-        return call.create(worker, creation)
-    if call.was_cancelled or time.monotonic() > call.deadline_s or call.peer.lost is not None:
-        call.end()
-        return False
-    return True
-
-
 def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
     """Answers a call that is not run because too many wait; its references are given back."""
     name = worker.agent.info.name
@@ -154,22 +140,19 @@ def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
         remaining_s, creation, context_id = head.remaining_s, head.creation, head.context_id
         worker.parcels.discard(peer, parcel)
         worker.refuse(peer, head.references, head.context_id, head.message_id)
-    if _begins(worker, call, creation, remaining_s, context_id):
+    call.context_id = context_id
+    if call.begins(creation, remaining_s, time.monotonic()):
         call(None, error)
 
 
-def _serve_compact(worker: Worker, peer: Peer, call: Call, frame: Frame) -> None:
+def _serve_compact(worker: Worker, peer: Peer, call: Call) -> None:
+    frame, call.frame = call.frame, None
+    assert frame is not None
     remaining_s, creation, context_id, message_id, name, start = decode_compact_call(frame.control)
     began_s = time.monotonic()
     call.function = name
     call.context_id = context_id
-    call.deadline_s = call.arrived_s + remaining_s
-    if creation != NO_CREATION:
-        if not call.create(worker, creation):
-            worker.give_back(peer, context_id, message_id)
-            return
-    elif call.was_cancelled or began_s > call.deadline_s or peer.lost is not None:
-        call.end()
+    if not call.begins(creation, remaining_s, began_s):
         worker.give_back(peer, context_id, message_id)
         return
     was_slow = name in worker.slow

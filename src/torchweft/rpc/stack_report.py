@@ -23,12 +23,11 @@ from types import FrameType
 from typing import Any
 
 from torchweft import knobs
-from torchweft.agent.calls import PendingCall, function_name
+from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.agent.open_calls import SimpleRequest
 from torchweft.agent.peers import Peer
 from torchweft.agent.reactor import Reactor
-from torchweft.agent.served_calls import ServedCall
 from torchweft.errors import (
     CallTimeout,
     ConfigurationError,
@@ -37,6 +36,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
+from torchweft.protocol.calls import ServedCall, function_name
 from torchweft.rpc.worker import Worker
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import (

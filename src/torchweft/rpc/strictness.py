@@ -22,7 +22,8 @@ def strict_caller() -> Peer | None:
     served = current_call.get()
     if served is None or served.peer.is_self or not current().part(Reader).is_strict:
         return None
-    return served.peer
+    caller: Peer = served.peer
+    return caller
 
 
 def serves_another_strictly() -> bool:

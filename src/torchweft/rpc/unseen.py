@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, NoReturn
 
 from torchweft.agent.agent import Agent
-from torchweft.agent.calls import PendingCall, function_name
+from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
 from torchweft.errors import CallCancelled, NotInitialized
+from torchweft.protocol.calls import function_name
 from torchweft.serialize.exceptions import fresh_copy, shown
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind

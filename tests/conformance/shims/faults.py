@@ -24,7 +24,7 @@ import torch
 from tests.conformance.shims.fault_plan import CALLS, CLEANUP, COUNTING, Plan, is_scripted
 from tests.conformance.shims.late import Late
 from torchweft.agent.agent import Agent, Outgoing
-from torchweft.agent.calls import PendingCall, function_name
+from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue, ReferenceKeeper
@@ -32,6 +32,7 @@ from torchweft.compat.rpc import owners
 from torchweft.compat.rpc.references import RRef
 from torchweft.errors import CallError
 from torchweft.ids import ReferenceId
+from torchweft.protocol.calls import function_name
 from torchweft.rpc.calls import BACKWARD_FROM, FETCH
 from torchweft.rpc.futures import fail
 from torchweft.rpc.requests import CompactRequest, Request

@@ -12,8 +12,8 @@ from tests.unit.agent.group import Member, group_of
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.open_calls import SimpleRequest
 from torchweft.agent.peers import Peer
-from torchweft.agent.served_calls import ServedCall
 from torchweft.errors import CallCancelled, CallTimeout
+from torchweft.protocol.calls import ServedCall
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind
 
@@ -133,3 +133,23 @@ def test_what_is_asked_just_after_its_parent_was_cancelled_ends_at_once(
     assert isinstance(call.error, CallCancelled)
     callee.until_cancelled(callee.next())
     assert len(first.agent.calls) == 0
+
+
+def test_what_ends_while_its_request_is_made_is_cancelled_at_its_callee(
+    pair: tuple[Member, Callee],
+) -> None:
+    first, callee = pair
+    peer = first.agent.peers[1]
+    first.agent.connect(peer)
+    parent = new_parent(first)
+    call = PendingCall(peer.id, peer.name, "function", math.inf, None, parent)
+
+    def message(number: int) -> list[bytes | bytearray | memoryview] | Frame:
+        # Another thread is faster: it tells the callee before the callee knows the call.
+        parent.cancel()
+        first.agent.calls.cancel_nested({parent})
+        return encode_frame(Kind.CALL, 0, number, b"")
+
+    first.agent.calls.ask(peer, call, SimpleRequest(message))
+    assert isinstance(call.error, CallCancelled)
+    callee.until_cancelled(callee.next())

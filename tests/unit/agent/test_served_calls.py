@@ -1,16 +1,15 @@
-"""Calls of others: known from arrival to end, cancelled by number, with what is nested in them."""
+"""Calls of others are cancelled by number, or with their caller, and nested calls with them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from torchweft.agent.peers import Peer
-from torchweft.agent.served_calls import Cancelling, ServedCall
-from torchweft.errors import WorkerLost
+from torchweft.agent.served_calls import Cancelling
+from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.membership import Registration
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, encode_ints
@@ -71,37 +70,6 @@ def cancel(agent: Agent, peer: Peer, *numbers: int) -> None:
     agent.handlers[Kind.CANCEL](peer, Frame(Kind.CANCEL, 0, 0, encode_ints(*numbers), ()))
 
 
-def test_a_call_is_known_from_its_arrival_to_its_end(peer: Peer) -> None:
-    call = new_call(peer)
-    assert peer.served == {7: call}
-    call.end()
-    assert peer.served == {}
-    assert call.has_ended
-    call.end()
-
-
-def test_what_nobody_waits_for_has_no_number_to_be_known_by(peer: Peer) -> None:
-    call = new_call(peer, number=0)
-    assert peer.served == {}
-    call.end()
-    assert call.has_ended
-
-
-def test_a_call_is_wanted_until_its_time_is_up(peer: Peer) -> None:
-    call = new_call(peer)
-    assert call.deadline_s == math.inf
-    assert not call.is_unwanted(1e9)
-    call.deadline_s = 12.0
-    assert not call.is_unwanted(12.0)
-    assert call.is_unwanted(12.1)
-
-
-def test_a_call_of_a_lost_worker_is_not_wanted(peer: Peer) -> None:
-    call = new_call(peer)
-    peer.lost = WorkerLost("lost")
-    assert call.is_unwanted(0.0)
-
-
 def test_calls_are_cancelled_by_their_numbers(agent: Agent, peer: Peer) -> None:
     calls = [new_call(peer, number) for number in range(1, 6)]
     cancel(agent, peer, 2, 4)
@@ -135,14 +103,6 @@ def test_who_wants_to_know_is_called_back(agent: Agent, peer: Peer, is_early: bo
         assert told == []
         cancel(agent, peer, 7)
     assert told == ["cancelled"]
-
-
-def test_nobody_is_called_back_after_the_end(peer: Peer) -> None:
-    call, told = new_call(peer), []
-    call.on_cancel(lambda: told.append("cancelled"))
-    call.end()
-    call.cancel()
-    assert told == []
 
 
 def test_what_is_nested_is_cancelled_once_for_many(agent: Agent, peer: Peer) -> None:

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from torchweft.agent.peers import Peer
-from torchweft.agent.served_calls import ServedCall, current_call
-from torchweft.errors import CallCancelled, CallTimeout, WorkerLost
+from torchweft.agent.served_calls import current_call
+from torchweft.errors import WorkerLost
+from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.membership import Registration
-from torchweft.rpc.current_call import detached, is_cancelled, nest, remaining_time, serving
+from torchweft.rpc.current_call import detached, is_cancelled, remaining_time, serving
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
 
@@ -84,36 +85,3 @@ def test_threads_of_the_program_know_nothing_of_it(call: ServedCall) -> None:
     thread.start()
     thread.join(LIMIT_S)
     assert told == [math.inf]
-
-
-def test_a_nested_call_has_what_is_left(call: ServedCall) -> None:
-    to = new_peer("callee")
-    parent, limit_s = nest(call, to, len, math.inf)
-    assert parent is call
-    assert 90.0 < limit_s <= 100.0
-    assert nest(call, to, len, 5.0) == (call, 5.0)
-    assert call.has_nested
-
-
-def test_after_the_answer_nothing_is_nested(call: ServedCall) -> None:
-    call.end()
-    assert nest(call, new_peer("callee"), len, 500.0) == (None, 500.0)
-    assert not call.has_nested
-
-
-def test_without_time_nothing_is_called(call: ServedCall) -> None:
-    call.deadline_s = time.monotonic() - 1.0
-    with pytest.raises(CallTimeout, match=r"'callee' was not called.*'caller'") as caught:
-        nest(call, new_peer("callee"), b"module:function", math.inf)
-    assert caught.value.worker == "callee"
-    assert caught.value.call == "module:function"
-
-
-@pytest.mark.parametrize("has_ended", [True, False])
-def test_for_who_has_given_up_nothing_is_called(call: ServedCall, has_ended: bool) -> None:
-    call.cancel()
-    if has_ended:
-        call.end()
-    with pytest.raises(CallCancelled, match=r"called for worker 'caller'.*detached") as caught:
-        nest(call, new_peer("callee"), len, math.inf)
-    assert caught.value.call == "builtins.len"

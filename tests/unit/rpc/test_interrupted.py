@@ -119,7 +119,7 @@ def test_the_future_of_an_interrupted_wait_is_completed(pair: Pair) -> None:
         check_is_sound(pair)
         if is_interrupted:
             outcomes.append(ended(future))
-        assert not pair.caller.agent.calls._completions
+        assert not pair.caller.agent.calls._client.completions
     assert 4 in outcomes
 
 
@@ -155,7 +155,7 @@ def test_who_waits_is_known_by_the_stacks(pair: Pair) -> None:
     seen: list[bool] = []
 
     def look(_: object) -> None:
-        (call,) = [*pair.caller.agent.calls._table._entries.values()]
+        (call,) = [*pair.caller.agent.calls._client._entries.values()]
         looked.append(call)
         seen.append(is_waiting(call))
         pair.caller.agent.links.mend()

@@ -1,9 +1,10 @@
-"""The calls that wait for an answer: which, until when, and from whom.
+"""Open calls: the table of those that wait for an answer, and its entries.
 
-An entry leaves the table exactly once: answered, expired, or failed with its worker. Who takes
-it out completes it; everybody else finds it gone. Single operations rely on the atomicity of
-``dict``, so that a hot path takes no lock. ``copy`` is one of them; going through ``items`` is
-not, for a collection may begin in between and run finalizers, and other threads with them.
+An entry leaves the table exactly once: answered, expired, cancelled, or failed with its worker.
+The thread that takes it out completes it; every other thread finds it gone. Single operations rely
+on the atomicity of ``dict``, so that a hot path takes no lock. ``copy`` is one of them; going
+through ``items`` is not, for a collection may begin in between and run finalizers, and other
+threads with them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+from torchweft.protocol.calls.server import ServedCall
+from torchweft.wire.frames import Frame
 
 
 class Waiting(Protocol):
@@ -82,3 +86,57 @@ class CallTable(Generic[Entry]):
         numbers = [number for number, entry in self._entries.copy().items() if is_meant(entry)]
         taken = [self.take(number) for number in numbers]
         return [entry for entry in taken if entry is not None]
+
+
+Subject = tuple[Any, ...]
+"""A function that returns the name of what is called, and its arguments."""
+Named = str | bytes | Subject | Callable[..., Any]
+"""What is called, or its name."""
+
+
+class OpenCall:
+    """One call: the callee, the time limit, and the outcome once there is one.
+
+    The shell derives a class from it that knows the time and how to wait, and sets the attributes.
+
+    Attributes:
+        worker: The callee.
+        worker_name: Its name.
+        function: What is called, or its name.
+        timeout_s: The time limit.
+        started_s: When the call was made.
+        deadline_s: When its time is up.
+        parent: The call of another worker in whose course it is made, if it is.
+        number: What the callee knows it by, once it is on its way.
+        frame: The answer.
+        error: The error that ended it.
+    """
+
+    __slots__ = (
+        "deadline_s",
+        "error",
+        "frame",
+        "function",
+        "number",
+        "parent",
+        "started_s",
+        "timeout_s",
+        "worker",
+        "worker_name",
+    )
+
+    worker: int
+    worker_name: str
+    function: Named
+    timeout_s: float
+    started_s: float
+    deadline_s: float
+    parent: ServedCall | None
+    number: int
+    frame: Frame | None
+    error: BaseException | None
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether an answer or an error is here, though perhaps not yet looked at."""
+        return self.frame is not None or self.error is not None

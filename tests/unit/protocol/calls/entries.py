@@ -1,0 +1,89 @@
+"""Calls, callers and requests for the machines of calls, without a thread or a clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchweft.protocol.calls import AnsweredCall, OpenCall, ServedCall
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import Kind
+
+
+@dataclass(eq=False)
+class Peer:
+    """A caller as its callee sees it."""
+
+    name: str = "caller"
+    served: dict[int, ServedCall] = field(default_factory=dict)
+    lost: BaseException | None = None
+
+
+class Asked(OpenCall):
+    """A call that nobody waits for."""
+
+    def __init__(
+        self,
+        worker: int = 1,
+        timeout_s: float = math.inf,
+        started_s: float = 0.0,
+        parent: ServedCall | None = None,
+    ) -> None:
+        self.worker = worker
+        self.worker_name = f"worker{worker}"
+        self.function = "module:function"
+        self.timeout_s = timeout_s
+        self.started_s = started_s
+        self.deadline_s = started_s + timeout_s
+        self.parent = parent
+        self.number = 0
+        self.frame = None
+        self.error = None
+
+
+class Served(AnsweredCall):
+    """A call that notes what becomes of it."""
+
+    def __init__(self, peer: Peer, number: int = 7, arrived_s: float = 10.0) -> None:
+        super().__init__(peer, request(number), arrived_s)
+        self.context_id = 0
+        self.owned = None
+        self.worker = self
+        self.told: list[Any] = []
+        self.failure: BaseException | None = None
+        self.is_wanted = self.is_referred = True
+
+    def reply(self, peer: Any, number: int, result: Any, context_id: int) -> None:
+        if self.failure is not None:
+            raise self.failure
+        assert peer.served.get(number) is self, "it is open until it has been answered"
+        self.told.append((number, result))
+
+    def reply_error(self, peer: Any, number: int, error: BaseException) -> None:
+        self.reply(peer, number, error, 0)
+
+    def create(self, creation: int) -> bool:
+        if self.is_wanted:
+            self.owned = creation
+        else:
+            self.end()
+        return self.is_wanted
+
+    def keep(self, result: Any, error: BaseException | None) -> None:
+        self.told.append((f"value {self.owned}", result or error))
+        self.owned = None
+
+    def cannot_tell(self, failure: BaseException) -> None:
+        self.told.append(("cannot tell", failure))
+
+    def is_referred_to(self) -> bool:
+        return self.is_referred
+
+
+def request(number: int) -> Frame:
+    return Frame(Kind.CALL, 0, number, b"", ())
+
+
+def answer(number: int) -> Frame:
+    return Frame(Kind.REPLY, 0, number, b"", ())
