@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -125,13 +126,25 @@ def wait_until_none_is_owned() -> None:
     wait_until(lambda: Owned.alive == 0, lambda: f"{Owned.alive} are left")
 
 
-def begin_slow_call(to: str, seconds: float) -> None:
-    kept["future"] = rpc.rpc_async(to, sleep_and_say, (seconds,))
+def begin_slow_call(to: str, seconds: float, name: str = "sleep_and_say") -> None:
+    kept["future"] = rpc.rpc_async(to, globals()[name], (seconds,))
 
 
 def sleep_and_say(seconds: float) -> int:
     time.sleep(seconds)
     return os.getpid()
+
+
+async def await_and_say(seconds: float) -> int:
+    await asyncio.sleep(seconds)
+    return os.getpid()
+
+
+@rpc.functions.async_execution
+def say_in_future(seconds: float) -> torch.futures.Future[int]:
+    future = torch.futures.Future[int]()
+    threading.Timer(seconds, lambda: future.set_result(os.getpid())).start()
+    return future
 
 
 def slow_result() -> int:
@@ -249,10 +262,11 @@ def test_a_reference_to_a_value_of_one_that_left_before_its_receiver_came(group:
     group.do("c", leave)
 
 
-def test_calls_that_reached_a_leaver_are_answered(group: Group) -> None:
+@pytest.mark.parametrize("function", ["sleep_and_say", "await_and_say", "say_in_future"])
+def test_calls_that_reached_a_leaver_are_answered(group: Group, function: str) -> None:
     group.join("a", 0)
     group.join("b", 1)
-    group.do("a", begin_slow_call, "b", 0.5)
+    group.do("a", begin_slow_call, "b", 0.5, function)
     assert group.do("b", leave) > 0.3
     assert isinstance(group.do("a", slow_result), int)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torchweft.agent.peers import Peer
 from torchweft.agent.waits import Following, Lacking, LongWaits, names_of
 from torchweft.errors import ShutdownError
+from torchweft.protocol.calls import has_awaited
 from torchweft.protocol.membership.leader import ProbeLater, Report, Send
 from torchweft.protocol.membership.leaving import (
     Action,
@@ -212,7 +213,12 @@ class Leaving:
         agent, references = self._agent, self._worker.references
         if self._is_settling:
             references.flush()
-        is_idle = not (len(agent.calls) or agent.reactor.busy or self._worker.unfinished)
+        is_idle = not (
+            len(agent.calls)
+            or agent.reactor.busy
+            or self._worker.unfinished
+            or has_awaited(list(agent.peers.values()))
+        )
         report = Report(is_idle, agent.reactor.activity + agent.calls.total)
         is_settled = self._is_settling and references.is_settled()
         return self._feed(lambda: self._machine.observed(report, is_settled=is_settled))

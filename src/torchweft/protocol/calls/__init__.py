@@ -26,7 +26,13 @@ from torchweft.protocol.calls.client import (
     nest,
 )
 from torchweft.protocol.calls.failures import function_name
-from torchweft.protocol.calls.server import AnsweredCall, CallServer, CancelNested, ServedCall
+from torchweft.protocol.calls.server import (
+    AnsweredCall,
+    CallServer,
+    CancelNested,
+    ServedCall,
+    has_awaited,
+)
 from torchweft.protocol.calls.table import CallTable, Named, OpenCall, Subject
 
 __all__ = [
@@ -42,6 +48,7 @@ __all__ = [
     "ServedCall",
     "AnsweredCall",
     "CancelNested",
+    "has_awaited",
     "Named",
     "Subject",
     "function_name",

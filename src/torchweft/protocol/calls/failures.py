@@ -6,6 +6,9 @@ from torchweft.errors import CallCancelled, CallTimeout
 from torchweft.protocol.calls.server import ServedCall
 from torchweft.protocol.calls.table import Named, OpenCall
 
+_ROUNDING_S = 1e-6
+"""How far a time and the sum that stands for it may differ."""
+
 
 def timed_out(call: OpenCall, now_s: float, was_sent: bool) -> CallTimeout:
     """Returns the error of a call whose time is up.
@@ -20,7 +23,7 @@ def timed_out(call: OpenCall, now_s: float, was_sent: bool) -> CallTimeout:
         f"RPC ran for more than set timeout ({call.timeout_s * 1e3:.0f} ms) and will now be "
         f"marked with an error: {name} on worker {call.worker_name!r}; "
     )
-    if parent is not None and call.deadline_s >= parent.deadline_s:
+    if parent is not None and call.deadline_s >= parent.deadline_s - _ROUNDING_S:
         text += _late_with(parent)
     elif not was_sent:
         text += (

@@ -259,3 +259,16 @@ class CallServer:
             while True:
                 parents.add(self._cancelled_parents.popleft())
         return parents
+
+
+def has_awaited(callers: Iterable[Caller]) -> bool:
+    """Whether any caller waits for a call that has not ended, such as an ``async def`` function.
+
+    A worker that leaves alone owes these callers their answers.
+    """
+    return any(
+        not call.was_cancelled
+        for caller in callers
+        if caller.lost is None
+        for call in caller.served.copy().values()
+    )

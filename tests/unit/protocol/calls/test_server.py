@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.protocol.calls.entries import Peer, Served
 from torchweft.errors import ProtocolError, WorkerLost
-from torchweft.protocol.calls import CallServer, CancelNested
+from torchweft.protocol.calls import CallServer, CancelNested, has_awaited
 from torchweft.wire.messages import NO_CREATION
 
 
@@ -223,3 +223,20 @@ def test_nobody_is_called_back_after_the_end(peer: Peer) -> None:
         end(call)
         call.cancel()
         assert told == []
+
+
+# Leaving
+
+
+def test_a_call_is_awaited_until_its_end_or_until_nobody_waits(peer: Peer) -> None:
+    assert not has_awaited([peer])
+    answered, cancelled, another = Served(peer, 1), Served(peer, 2), Served(Peer("another"))
+    Served(peer, 0)
+    assert has_awaited([peer])
+    answered("result", None)
+    assert has_awaited([peer])
+    cancelled.cancel()
+    assert not has_awaited([peer])
+    assert has_awaited([peer, another.peer])
+    another.peer.lost = WorkerLost("lost")
+    assert not has_awaited([peer, another.peer])

@@ -1,0 +1,309 @@
+"""The simulation of calls finds faults that are put into the machines on purpose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Set
+from typing import Any
+
+import pytest
+
+from tests.simulation.call_worker import Asked, Served
+from tests.simulation.test_calls_simulated import PROGRAMS, Run
+from torchweft.protocol.calls import (
+    Action,
+    CallClient,
+    CallServer,
+    CancelNested,
+    ServedCall,
+    TellCancelled,
+    nest,
+)
+from torchweft.wire.frames import Frame
+
+SEEDS = 60
+"""A fault must be found within so many runs of each program."""
+
+Actions = list[Action[Asked]]
+
+
+class AnswersEndNothing(CallClient[Asked]):
+    """Leaves a call that was answered in the table, so that it ends again."""
+
+    def answered(self, frame: Frame) -> Asked | None:
+        return self._entries.get(frame.id)
+
+
+class KeepsCancellationsToItself(CallClient[Asked]):
+    """Does not tell callees that nobody waits any more."""
+
+    def _end(self, *arguments: Any, is_told: bool = True) -> Actions:
+        return super()._end(*arguments, is_told=False)
+
+
+class TellsOfUnsentCalls(CallClient[Asked]):
+    """Tells callees to cancel calls that they were never sent."""
+
+    def keep(self, call: Asked) -> int:
+        number = super().keep(call)
+        del self._unsent[number]
+        return number
+
+    def sending(self, call: Asked) -> None:
+        pass
+
+
+class SendsEndedCalls(CallClient[Asked]):
+    """Sends a call that has ended while it waited for the connection."""
+
+    def sending(self, call: Asked) -> None:
+        self._unsent.pop(call.number, None)
+
+
+class LooksOnce(CallClient[Asked]):
+    """Does not look again after the request was written."""
+
+    def opened(self, call: Asked, *, was_sent: bool) -> Actions:
+        return []
+
+
+class TellsOnce(CallClient[Asked]):
+    """Looks again, but does not tell the callee again."""
+
+    def opened(self, call: Asked, *, was_sent: bool) -> Actions:
+        actions = super().opened(call, was_sent=was_sent)
+        return actions if len(actions) > 1 else []
+
+
+class IsImpatient(CallClient[Asked]):
+    """Ends calls before their time is up."""
+
+    def expire(self, now_s: float) -> tuple[Actions, float]:
+        return super().expire(now_s + 0.1)
+
+
+class ForgetsTheNextDeadline(CallClient[Asked]):
+    """Does not say when to look for late calls next."""
+
+    def expire(self, now_s: float) -> tuple[Actions, float]:
+        return super().expire(now_s)[0], math.inf
+
+
+class LetsNestedCallsGoOn(CallClient[Asked]):
+    """Does not end nested calls with their parents."""
+
+    def parents_cancelled(self, parents: Set[ServedCall]) -> Actions:
+        return []
+
+
+class WaitsForTheLost(CallClient[Asked]):
+    """Does not end the calls to a lost worker."""
+
+    def worker_lost(self, worker: int, make_error: Callable[[], BaseException]) -> Actions:
+        return []
+
+
+class EndsCallsToOthers(CallClient[Asked]):
+    """Ends all calls when one worker is lost."""
+
+    def worker_lost(self, worker: int, make_error: Callable[[], BaseException]) -> Actions:
+        return self._end(self.take_all(), lambda _, __: make_error(), is_told=False)
+
+
+class BlamesTheCallee(CallClient[Asked]):
+    """Says of calls that were not sent that their callee may still run them."""
+
+    def _end(
+        self, calls: list[Asked], make_error: Callable[[Asked, bool], BaseException], **how: bool
+    ) -> Actions:
+        return super()._end(calls, lambda call, _: make_error(call, True), **how)
+
+
+class CancelsTheWrongCalls(CallClient[Asked]):
+    """Tells one worker of the calls to another one."""
+
+    def _end(self, *arguments: Any, **how: bool) -> Actions:
+        actions = super()._end(*arguments, **how)
+        told = [action for action in actions if isinstance(action, TellCancelled)]
+        others = [action for action in actions if action not in told]
+        return [*others, *(TellCancelled(told[0].worker, each.numbers) for each in told)]
+
+
+class RunsTwice(Served):
+    """Takes a call whose number is open for a new one."""
+
+    def __init__(self, worker: Any, peer: Any, *arguments: Any) -> None:
+        known = peer.served.copy()
+        peer.served.clear()
+        super().__init__(worker, peer, *arguments)
+        peer.served.update(known)
+
+
+class BeginsCancelledCalls(Served):
+    """Runs calls that were cancelled in their lane."""
+
+    def begins(self, *arguments: Any) -> bool:
+        was_cancelled, self.was_cancelled = self.was_cancelled, False
+        is_run = super().begins(*arguments)
+        self.was_cancelled = was_cancelled
+        return is_run
+
+
+class BeginsLateCalls(Served):
+    """Runs calls whose time was up in their lane."""
+
+    def begins(self, creation: int, remaining_s: float, now_s: float) -> bool:
+        return super().begins(creation, remaining_s, min(now_s, self.arrived_s))
+
+
+class ForgetsDeadlines(Served):
+    """Forgets how long its caller waits, once it runs."""
+
+    def begins(self, *arguments: Any) -> bool:
+        is_run = super().begins(*arguments)
+        self.deadline_s = math.inf
+        return is_run
+
+
+class AnswersCancelledCalls(Served):
+    """Answers calls for which nobody waits."""
+
+    def __call__(self, result: Any, error: BaseException | None) -> None:
+        self.was_cancelled = False
+        super().__call__(result, error)
+
+
+class AnswersTwice(Served):
+    """Answers a call that the caller gave up only after that."""
+
+    def __call__(self, result: Any, error: BaseException | None) -> None:
+        super().__call__(result, error)
+        if error is not None and not self.was_cancelled and not self.peer.lost and self.number:
+            self.worker.reply_error(self.peer, self.number, error)
+
+
+class StaysInItsTable(Served):
+    """Is known by its number after its end."""
+
+    def __call__(self, result: Any, error: BaseException | None) -> None:
+        super().__call__(result, error)
+        if self.number:
+            self.peer.served[self.number] = self
+
+
+class SwallowsRefusals(Served):
+    """Does not say that a call was refused, so that the caller waits on."""
+
+    def __call__(self, result: Any, error: BaseException | None) -> None:
+        if self.record is not None and self.record.was_refused:
+            self.end()
+        else:
+            super().__call__(result, error)
+
+
+class ServesTheLost(CallServer):
+    """Does not cancel the calls of a lost worker."""
+
+    def caller_lost(self, caller: Any) -> list[CancelNested]:
+        return []
+
+
+class MakesValuesForTheLost(CallServer):
+    """Does not cancel the creations of a lost worker."""
+
+    def creations_lost(self, making: Any, caller: Any) -> list[CancelNested]:
+        return []
+
+
+class TakesValuesFromOthers(CallServer):
+    """Cancels creations whose values other workers refer to."""
+
+    def creations_lost(self, making: Any, caller: Any) -> list[CancelNested]:
+        return self.cancel(call for call in making if call.peer is caller)
+
+
+class ForgetsWhatIsNested(CallServer):
+    """Cancels calls, and not those that are nested in them."""
+
+    def cancel(self, calls: Iterable[ServedCall]) -> list[CancelNested]:
+        super().cancel(calls)
+        return []
+
+
+def nest_without_limit(parent: Any, name: str, what: Any, limit_s: float, now_s: float) -> Any:
+    """Lets nested calls take longer than their parents may."""
+    return nest(parent, name, what, limit_s, now_s)[0], limit_s
+
+
+def nest_for_nobody(parent: Any, name: str, what: Any, limit_s: float, now_s: float) -> Any:
+    """Makes nested calls for parents that were cancelled."""
+    parent.has_nested = True
+    return parent, min(limit_s, max(parent.deadline_s - now_s, 0.0))
+
+
+def nest_unseen(parent: Any, name: str, what: Any, limit_s: float, now_s: float) -> Any:
+    """Does not note that a call was made in the course of another one."""
+    had_nested = parent.has_nested
+    nested = nest(parent, name, what, limit_s, now_s)
+    parent.has_nested = had_nested
+    return nested
+
+
+def owes_nothing(callers: Iterable[Any]) -> bool:
+    """Lets a worker leave that callers of coroutines wait for."""
+    return False
+
+
+MUTANTS: dict[str, list[Any]] = {
+    "CallClient": [
+        AnswersEndNothing,
+        KeepsCancellationsToItself,
+        TellsOfUnsentCalls,
+        SendsEndedCalls,
+        LooksOnce,
+        TellsOnce,
+        IsImpatient,
+        ForgetsTheNextDeadline,
+        LetsNestedCallsGoOn,
+        WaitsForTheLost,
+        EndsCallsToOthers,
+        BlamesTheCallee,
+        CancelsTheWrongCalls,
+    ],
+    "Served": [
+        RunsTwice,
+        BeginsCancelledCalls,
+        BeginsLateCalls,
+        ForgetsDeadlines,
+        AnswersCancelledCalls,
+        AnswersTwice,
+        StaysInItsTable,
+        SwallowsRefusals,
+    ],
+    "CallServer": [
+        ServesTheLost,
+        MakesValuesForTheLost,
+        TakesValuesFromOthers,
+        ForgetsWhatIsNested,
+    ],
+    "nest": [nest_without_limit, nest_for_nobody, nest_unseen],
+    "has_awaited": [owes_nothing],
+}
+"""By the name of what takes their place in ``call_worker``."""
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [(name, mutant) for name, mutants in MUTANTS.items() for mutant in mutants],
+)
+def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, name: str, mutant: Any) -> None:
+    monkeypatch.setattr(f"tests.simulation.call_worker.{name}", mutant)
+    assert any(fails(program, seed) for seed in range(SEEDS) for program in PROGRAMS)
+
+
+def fails(program: Callable[[Run], None], seed: int) -> bool:
+    try:
+        program(Run(seed, has_strange=PROGRAMS[program]))
+    except AssertionError:
+        return True
+    return False
