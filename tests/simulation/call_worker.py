@@ -63,6 +63,7 @@ class Record:
         left_s: What was left for its parent.
         was_due: Whether there was a connection by which to send it.
         was_closed_before: Whether it had ended when it was sent.
+        was_owed: Whether it was sent before its caller noted that the callee leaves.
         arrived_s: When the callee read it, by its clock.
         cancelled_s: When the callee learnt that it was given up, by its clock.
     """
@@ -78,6 +79,7 @@ class Record:
     was_due: bool = False
     was_sent: bool = False
     was_closed_before: bool = False
+    was_owed: bool = False
     was_taken_back: bool = False
     arrived_s: float | None = None
     is_cancel_received: bool = False

@@ -127,6 +127,7 @@ class CallWorld:
             record = message.record
             assert not record.was_taken_back, f"{record} is sent, and was taken back"
             record.was_sent, record.was_closed_before = True, record.is_closed
+            record.was_owed = not self.workers[source].peers[target].is_retired
         elif isinstance(message, Cancel):
             for record in self.workers[source].records_of(target, message.numbers):
                 assert record.is_closed, f"{record} is cancelled, and open"
@@ -248,7 +249,8 @@ class CallWorld:
                 self._check_gone(record.parent, call.parent)
         elif isinstance(outcome, WorkerLost):
             assert caller.peers[record.callee].lost is not None, f"{record.callee} is not lost"
-            assert record.callee not in self.polite, f"{record.callee} has left {record} open"
+            is_owed = record.was_owed and record.callee in self.polite
+            assert not is_owed, f"{record.callee} has left {record} open"
         elif isinstance(outcome, NotInitialized):
             assert caller.is_closed, f"{record.caller} has not left"
         else:
@@ -276,7 +278,7 @@ class CallWorld:
                 assert record.ends == 1, f"{record} never ends"
                 assert record.was_sent != record.was_taken_back, f"{record}: sent or taken back"
             pair = frozenset((record.caller, record.callee))
-            if record.was_closed_before and pair not in self._broken:
+            if record.was_closed_before and pair not in self._broken and not pair & self.gone:
                 assert record.is_cancel_received, f"{record} had ended, and its callee never knew"
         for worker in self.workers.values():
             if worker.id not in self.gone:
