@@ -31,7 +31,7 @@ from torchweft.agent.reactor import Reactor
 from torchweft.protocol.calls import CallTable
 from torchweft.rpc import serving
 from torchweft.rpc.outcomes import Call
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize import compact
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.wire.frames import FrameParser
@@ -96,7 +96,7 @@ def move_worker(core: int) -> None:
 def parts() -> list[Part]:
     """Returns the parts in the order in which a call goes through them."""
     agent = current()
-    worker, peer = agent.part(Worker), agent.find("worker0")
+    worker, peer = agent.slots[WORKER], agent.find("worker0")
     tensor = torch.ones(2)
     rpc.rpc_sync("worker0", echo, args=(tensor,))
     request = worker.request(peer, echo, (tensor,), {}, 60.0)

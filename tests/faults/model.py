@@ -27,12 +27,11 @@ import torchweft.autograd
 from tests.faults import points
 from tests.faults.plan import HEAD, LEFT, RIGHT, STEPS, TRAINER
 from torchweft import rpc
-from torchweft.agent.current import current
-from torchweft.agent.references import ReferenceKeeper
-from torchweft.autograd.engine import Engine
+from torchweft.autograd.engine import current_engine
 from torchweft.errors import WorkerLost
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
+from torchweft.rpc.worker import current_worker
 
 ROWS, WIDTH = 12, 8
 LARGE = 1 << 14
@@ -190,8 +189,8 @@ class Training:
 def count_here() -> dict[str, int]:
     """Returns how many values and references this worker has."""
     gc.collect()
-    counts = current().part(ReferenceKeeper).counts()
-    engine = current().part(Engine)
+    counts = current_worker().references.counts()
+    engine = current_engine()
     of_autograd = {
         "contexts": len(engine.contexts.ids()),
         "passes": len(engine._parts),

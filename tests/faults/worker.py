@@ -27,11 +27,11 @@ from tests.internal import overridden
 from tests.leaks import find_leaks, take_state
 from tests.processes import cutting
 from torchweft import rpc
-from torchweft.agent.current import current, is_set
+from torchweft.agent.current import is_set
 from torchweft.agent.data_connections import DataConnections
 from torchweft.channel.table import STRIPED
 from torchweft.errors import RendezvousError, WeftError
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 from torchweft.secret import Secret
 from torchweft.transport.secure import TlsOptions
 
@@ -238,7 +238,7 @@ def _break_data(_: float) -> None:
     """Breaks a connection for large tensors, if there is one."""
     if not is_set():
         return  # The training has ended meanwhile.
-    source = current().part(Worker).parcels.sources[STRIPED]
+    source = current_worker().parcels.sources[STRIPED]
     assert isinstance(source, DataConnections)
     for data in list(source._data.values()):
         sending = data.sending

@@ -16,7 +16,7 @@ from tests.free_encoder import pack_freely
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.rpc import calls
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 from torchweft.serialize.objects import Packed, pack
 
 LIMIT_S = 10.0
@@ -89,7 +89,7 @@ def fail_with_payload(path: str) -> None:
 
 def call_named(to: str, name: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function by a name that this worker makes up."""
-    worker = current().part(Worker)
+    worker = current_worker()
     return calls.call_and_wait(worker, current().find(to), name, args, kwargs, LIMIT_S)
 
 
@@ -104,7 +104,7 @@ def send_freely(to: str, value: Any) -> Any:
 
 
 def _send(to: str, value: Any, packer: Callable[[Any], Packed]) -> Any:
-    worker, peer = current().part(Worker), current().find(to)
+    worker, peer = current_worker(), current().find(to)
     before = worker._packers[peer.id]
     worker._packers[peer.id] = packer
     try:

@@ -17,8 +17,7 @@ from torch import Tensor
 import torchweft
 from tests.gradient_functions import Broken
 from torchweft import rpc
-from torchweft.agent.current import current
-from torchweft.autograd.engine import Engine
+from torchweft.autograd.engine import current_engine
 from torchweft.errors import AutogradError
 
 _lock = threading.Lock()
@@ -214,7 +213,7 @@ def footprint() -> dict[str, int]:
 
 def remains() -> dict[str, list[Any]]:
     """Returns what this worker still keeps of contexts and passes."""
-    engine = current().part(Engine)
+    engine = current_engine()
     return {
         "contexts": engine.contexts.ids(),
         "parts": list(engine._parts),

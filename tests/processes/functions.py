@@ -20,14 +20,13 @@ from torch.futures import Future
 
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.agent.references import ReferenceKeeper
 from torchweft.channel.cma import PullError
 from torchweft.channel.memory import PoolStatistics
 from torchweft.channel.sending import HeldStatistics
 from torchweft.channel.table import ChannelKind
-from torchweft.rpc.gathering import Gatherings
+from torchweft.rpc.gathering.following import current_gatherings
 from torchweft.rpc.leaving import Leaving
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 
 LIMIT_S = 20.0
 POLL_S = 0.01
@@ -403,13 +402,13 @@ def drop(name: str) -> None:
 
 def count_references() -> dict[str, int]:
     gc.collect()
-    return current().part(ReferenceKeeper).counts()
+    return current_worker().references.counts()
 
 
 def bookkeeping_sizes() -> dict[str, int]:
     """Returns how many entries each table of the reference keeper has."""
     gc.collect()
-    keeper = vars(current().part(ReferenceKeeper))
+    keeper = vars(current_worker().references)
     tables = ("_values", "_handles", "_confirmed", "_dead", "_sites", "_ended")
     return {name: len(keeper[name]) for name in tables if keeper[name]}
 
@@ -464,7 +463,7 @@ def break_pulling() -> None:
     def refuse(pid: int, address: int, into: memoryview) -> None:
         raise PullError(1, "not permitted any more", pid, address, len(into))
 
-    puller = current().part(Worker).parcels._copier
+    puller = current_worker().parcels._copier
     puller.pull = refuse  # type: ignore[method-assign]
 
 
@@ -473,7 +472,7 @@ def break_pulling() -> None:
 
 def count_gatherings() -> int:
     """Returns how many barriers and the like this worker knows at present."""
-    return len(current().part(Gatherings))
+    return len(current_gatherings())
 
 
 def die_when_settling() -> None:

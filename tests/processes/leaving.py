@@ -7,10 +7,9 @@ import time
 
 from tests.processes.functions import add, identity, wait_until
 from torchweft import rpc
-from torchweft.agent.current import current
 from torchweft.protocol.membership.leaving import ClosedLeaving
 from torchweft.rpc import node
-from torchweft.rpc.node import Node
+from torchweft.rpc.node import current_node
 
 NAMES = "abc"
 END_LIMIT_S = 0.5
@@ -70,7 +69,7 @@ def names_here() -> list[str]:
 
 def await_ready(count: int) -> None:
     """Returns when so many others have called ``shutdown``, as the leader knows."""
-    machine = current().part(Node).leaving._machine
+    machine = current_node().leaving._machine
     assert isinstance(machine, ClosedLeaving)
     leader = machine.leader
     assert leader is not None

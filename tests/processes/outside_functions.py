@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import torchweft
 from torchweft import rpc
-from torchweft.agent.current import current
-from torchweft.autograd.engine import Engine
+from torchweft.autograd.engine import current_engine
 
 weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
 kept: list[Tensor] = []
@@ -93,11 +92,11 @@ def gradient_in(context_id: int) -> Tensor | None:
 def recorded() -> tuple[int, int]:
     """Returns how many messages are recorded here, as sent and as received."""
     gc.collect()
-    return current().part(Engine).outside.count()
+    return current_engine().outside.count()
 
 
 def remains() -> dict[str, list[int]]:
-    engine = current().part(Engine)
+    engine = current_engine()
     return {
         "contexts": engine.contexts.ids(),
         "parts": list(engine._parts),

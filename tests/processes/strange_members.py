@@ -21,7 +21,7 @@ from torchweft.nn import RemoteModule, owner
 from torchweft.optim import local
 from torchweft.optim.groups import GroupPart
 from torchweft.protocol.membership import Registration
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Handshake
 from torchweft.transport.resumable import ResumableLink
@@ -272,7 +272,7 @@ def fuse(to: str, path: str) -> str:
 
 
 def send_many_tensors(to: str, path: str) -> str:
-    parcels = current().part(Worker).parcels
+    parcels = current_worker().parcels
     before, parcels._tensor_limit = parcels._tensor_limit, 1 << 15
     try:
         sent = [torch.ones(5000) for _ in range(200)]  # Too large for the way of small ones.

@@ -12,7 +12,7 @@ from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.agent.data_connections import DataConnections
 from torchweft.channel.table import STRIPED, ChannelKind
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 from torchweft.transport.striped.arriving import Arrivals
 from torchweft.transport.striped.outgoing import Outbox
 
@@ -32,7 +32,7 @@ def settings_of(transport: str) -> dict[str, str]:
 
 
 def data_connections() -> DataConnections:
-    source = current().part(Worker).parcels.sources[STRIPED]
+    source = current_worker().parcels.sources[STRIPED]
     assert isinstance(source, DataConnections)
     return source
 

@@ -18,8 +18,7 @@ from torch import Tensor
 import torchweft
 from tests.processes import autograd_functions as functions
 from torchweft import rpc
-from torchweft.agent.current import current
-from torchweft.autograd.engine import Engine
+from torchweft.autograd.engine import current_engine
 from torchweft.errors import ArgumentTypeError, AutogradError
 from torchweft.launch import Nursery, cluster
 
@@ -437,7 +436,7 @@ def test_a_context_belongs_to_its_thread() -> None:
         thread.start()
         thread.join(10)
         call()
-        recorded = current().part(Engine).contexts.get(context_id).receive_of
+        recorded = current_engine().contexts.get(context_id).receive_of
         assert [tensor.grad_fn in recorded for tensor in received] == [False, True]
 
 

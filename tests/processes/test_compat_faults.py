@@ -17,12 +17,11 @@ from tests.processes import functions
 from tests.processes.conftest import options
 from tests.processes.functions import Tracked, wait_until
 from torchweft import autograd, rpc
-from torchweft.agent.current import current
 from torchweft.compat.rpc import api
 from torchweft.compat.rpc.references import RRef
 from torchweft.errors import CallTimeout, ReferenceGone
 from torchweft.launch import Nursery
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 
 DELAY_S = 0.3
 
@@ -37,7 +36,7 @@ def faulty(
     """A group whose driver has faults."""
     compat = options(reference_type=RRef)  # type: ignore[arg-type]
     with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=compat):
-        yield Faults(current().part(Worker), Plan(fail, delay or {}, fail_sends))
+        yield Faults(current_worker(), Plan(fail, delay or {}, fail_sends))
 
 
 def await_end_on(worker: str) -> None:
@@ -173,7 +172,7 @@ def test_contexts_end_although_messages_are_lost(nursery: Nursery, fail: list[st
 
 
 def count_contexts() -> int:
-    return len(current().part(Worker).contexts._contexts)
+    return len(current_worker().contexts._contexts)
 
 
 def test_after_shutdown(nursery: Nursery) -> None:

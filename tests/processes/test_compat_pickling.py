@@ -11,11 +11,10 @@ from torch.futures import Future
 
 from tests.processes import functions
 from torchweft import rpc
-from torchweft.agent.current import current
 from torchweft.compat.rpc import api
 from torchweft.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, _InternalRPCPickler
 from torchweft.errors import SerializationError
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 from torchweft.serialize import reducers
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
@@ -152,7 +151,7 @@ _noted: list[tuple[str, str]] = []
 
 def note_failures(on: bool) -> list[tuple[str, str]]:
     """Begins or ends to note the errors of served calls; returns what was noted."""
-    worker: Worker = current().part(Worker)
+    worker = current_worker()
     worker.on_failure = (
         (lambda peer, error: _noted.append((peer.name, repr(error)))) if on else None
     )

@@ -25,6 +25,7 @@ from torchweft import knobs, mapreduce, rpc
 from torchweft.errors import WorkerLost
 from torchweft.launch import Cluster, Nursery
 from torchweft.mapreduce.observers import observers
+from torchweft.rpc.worker import current_worker
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 WORKERS = ("worker0", "worker1")
@@ -165,7 +166,5 @@ def test_running_a_map_again_after_a_loss(three: Cluster) -> None:
 
 
 def rpc_contexts() -> Any:
-    from torchweft.agent.current import current
-    from torchweft.rpc.worker import Worker
 
-    return current().part(Worker).contexts
+    return current_worker().contexts

@@ -22,7 +22,7 @@ from torchweft.agent.data_connections import DataConnections
 from torchweft.channel.table import STRIPED
 from torchweft.compat import rpc as compat_rpc
 from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 
 SIZES = [1, 1 << 16, (1 << 19) + 1, 5 << 20, (64 << 20) + 3]
 
@@ -39,7 +39,7 @@ def call_all() -> dict[str, Any]:
         sent = (torch.arange(size_bytes, dtype=torch.int32) % 100).to(torch.uint8)
         if not torch.equal(rpc.rpc_sync(1, far.double, args=(sent,)), sent * 2):
             wrong.append(size_bytes)
-    source = current().part(Worker).parcels.sources[STRIPED]
+    source = current_worker().parcels.sources[STRIPED]
     assert isinstance(source, DataConnections)
     assert peer.link is not None
     data = source._of(peer)

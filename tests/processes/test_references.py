@@ -18,10 +18,9 @@ from tests.processes import functions
 from tests.processes.conftest import WORKER_THREADS
 from tests.processes.functions import Tracked, wait_until
 from torchweft import rpc
-from torchweft.agent.current import current
-from torchweft.agent.references import ReferenceKeeper
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError
 from torchweft.launch import Cluster
+from torchweft.rpc.worker import current_worker
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 EVERYBODY = ["driver", "worker0", "worker1"]
@@ -105,7 +104,7 @@ def test_references_are_copied_by_reference_and_never_pickled(group: Cluster) ->
 def test_where_a_reference_was_made_is_where_the_program_did(group: Cluster) -> None:
     made = [rpc.RRef(1), rpc.remote("worker0", Tracked), rpc.remote("driver", Tracked)]
     made.append(made[1].remote().get())
-    places = [line.split(": ")[0] for line in current().part(ReferenceKeeper).report_leaks()]
+    places = [line.split(": ")[0] for line in current_worker().references.report_leaks()]
     assert len(places) == len(made)
     assert all(f" made at {__file__}:" in place for place in places), places
 
@@ -115,7 +114,7 @@ def test_a_reference_dropped_before_its_value_is_made(group: Cluster) -> None:
     holding = [rpc.rpc_async("driver", hold_thread) for _ in range(WORKER_THREADS)]
     for number in range(3):
         rpc.remote("driver", functions.keep, args=(f"made {number}", number))
-    keeper = current().part(ReferenceKeeper)
+    keeper = current_worker().references
     wait_until(lambda: keeper.counts()["owned"] == 0, lambda: "the references were not dropped")
     _may_go_on.set()
     assert all(call.wait() for call in holding)

@@ -10,10 +10,9 @@ import torch
 
 from tests.processes import functions
 from torchweft import rpc
-from torchweft.agent.current import current
 from torchweft.errors import SerializationError
 from torchweft.launch import Cluster
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 LIMIT = 3
@@ -21,7 +20,7 @@ LIMIT = 3
 
 def limit_tensors(limit: int) -> int:
     """Sets how many tensors this worker accepts and sends in a message; returns what it was."""
-    parcels = current().part(Worker).parcels
+    parcels = current_worker().parcels
     before, parcels._tensor_limit = parcels._tensor_limit, limit
     return before
 

@@ -15,7 +15,7 @@ from tests.processes.functions import pass_gate, wait_until
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.protocol.calls import ServedCall
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 
 _noted: defaultdict[str, list[Any]] = defaultdict(list)
 LIMIT_S = 15.0
@@ -36,7 +36,7 @@ def open_calls() -> int:
 
 def parked(reference: rpc.RRef[Any]) -> int:
     """Returns how many calls wait here for a value to be made."""
-    owned = current().part(Worker).references.value_of(reference.id)
+    owned = current_worker().references.value_of(reference.id)
     return len(owned._callbacks or ())
 
 

@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torchweft import knobs
 from torchweft.agent.acceptor import Acceptor
@@ -36,6 +36,7 @@ from torchweft.agent.peers import Peer, Unreachable, Unsent
 from torchweft.agent.protection import Patience, Protection
 from torchweft.agent.reactor import Reactor
 from torchweft.agent.served_calls import Cancelling
+from torchweft.agent.slots import Slots
 from torchweft.agent.switching import ShortSwitches
 from torchweft.agent.upkeep import Upkeep
 from torchweft.channel.choice import describe
@@ -60,9 +61,6 @@ _CLOSE_TIMEOUT_S = 5.0
 _LEAST_CLOSE_S = 0.5
 # Looking up a member of an enumeration takes longer than comparing it.
 _REPLY = int(Kind.REPLY)
-
-
-Part = TypeVar("Part")
 
 
 class _Route(NamedTuple):
@@ -102,7 +100,7 @@ class Agent:
         self.offered_bytes = 0
         self.default_timeout_s = default_timeout_s
         self.is_leaving = False
-        self.parts: dict[type, Any] = {}
+        self.slots = Slots()
         self._routes: dict[int, _Route] = {}
         self._watchers: list[PeerCallback] = []
         self._when_lost: PeerCallback = self.tell_watchers
@@ -207,11 +205,6 @@ class Agent:
             self.reactor.watch_reading(
                 listener.fileno(), functools.partial(self._on_connection, listener)
             )
-
-    def part(self, part_type: type[Part]) -> Part:
-        """Returns the one object of ``part_type`` that a layer above has put into ``parts``."""
-        part: Part = self.parts[part_type]
-        return part
 
     # Peers
 

@@ -117,7 +117,7 @@ class ReferenceKeeper:
     """
 
     def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+        self.agent = agent
         self._machine = protocol.References(agent.me.id, knobs.REFERENCE_RESEND_S.get())
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._lock = threading.Lock()
@@ -133,7 +133,6 @@ class ReferenceKeeper:
         self._remind_s = math.inf
         self.before_flush: Callable[[], None] = lambda: None
         """Sends what others must hear before the messages of the protocol."""
-        agent.parts[ReferenceKeeper] = self
         agent.on(Kind.REFERENCES, self._on_message, inline=True)
 
     # Values of this worker
@@ -239,8 +238,8 @@ class ReferenceKeeper:
     def received(self, handed: HandedReference, sender: Peer) -> bool:
         """Notes a reference that came in a message; returns whether it counts as a handle."""
         owner = handed.reference.owner
-        if owner not in self._agent.peers:
-            self.peer_lost(self._agent.members.departed(owner))
+        if owner not in self.agent.peers:
+            self.peer_lost(self.agent.members.departed(owner))
         with self._lock:
             is_counted = self._machine.received(handed.reference, handed.token, sender.id)
             if is_counted:
@@ -273,7 +272,7 @@ class ReferenceKeeper:
 
     def is_confirmed(self, reference: ReferenceId) -> bool:
         """Whether the owner has said that it counts this worker as a user."""
-        return reference in self._confirmed or reference.owner == self._agent.me.id
+        return reference in self._confirmed or reference.owner == self.agent.me.id
 
     def check_alive(self, reference: ReferenceId) -> None:
         """Raises what happened to the value, if it is lost or was released."""
@@ -286,7 +285,7 @@ class ReferenceKeeper:
 
     def close(self) -> None:
         """Fails those who wait here for a value that is not made: this worker leaves."""
-        gone = NotInitialized(f"worker {self._agent.info.name!r} shut down before the value came")
+        gone = NotInitialized(f"worker {self.agent.info.name!r} shut down before the value came")
         with self._lock:
             waiting = [owned for owned in self._values.values() if not owned.is_ready]
         for owned in waiting:
@@ -342,7 +341,7 @@ class ReferenceKeeper:
         """Returns what a reference is to its user: what made it, and where."""
         site = self._sites.get(reference)
         if site is None:
-            creator = self._agent.peers.get(reference.creator)
+            creator = self.agent.peers.get(reference.creator)
             return "an RRef" if creator is None else f"an RRef of worker {creator.name!r}"
         maker = f" by {site[2]}" if site[2] else ""
         return f"the RRef made{maker} at {self._site(reference)}"
@@ -355,7 +354,7 @@ class ReferenceKeeper:
 
     @property
     def _me(self) -> int:
-        return self._agent.me.id
+        return self.agent.me.id
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
         messages = decode(frame.control)
@@ -448,7 +447,7 @@ class ReferenceKeeper:
 
     def owner_lost(self, reference: ReferenceId) -> OwnerLost:
         """Returns the error of a reference whose owner is lost."""
-        lost = self._agent.peers[reference.owner].lost
+        lost = self.agent.peers[reference.owner].lost
         assert lost is not None
         return OwnerLost(
             f"the value of {reference} is lost with its owner: {lost}",
@@ -461,8 +460,8 @@ class ReferenceKeeper:
         due_s = time.monotonic() + self._batch_s
         if due_s < self._due_s:
             self._due_s = due_s
-            if self._agent.housekeeper is not None:
-                self._agent.housekeeper.nudge(self._due_s)
+            if self.agent.housekeeper is not None:
+                self.agent.housekeeper.nudge(self._due_s)
 
     def flush(self) -> None:
         """Sends the messages collected so far."""
@@ -471,4 +470,4 @@ class ReferenceKeeper:
             outgoing, self._outgoing = self._outgoing, defaultdict(list)
         for to, messages in outgoing.items():
             frame = encode_frame(Kind.REFERENCES, 0, 0, encode(messages))
-            self._agent.post(self._agent.peers[to], frame)
+            self.agent.post(self.agent.peers[to], frame)

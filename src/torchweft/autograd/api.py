@@ -9,11 +9,10 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from torchweft.agent.current import current
 from torchweft.arguments import kind_of
 from torchweft.autograd.captures import checked_inputs
 from torchweft.autograd.contexts import current_id, set_current_id
-from torchweft.autograd.engine import Engine
+from torchweft.autograd.engine import current_engine
 from torchweft.autograd.modes import PassMode
 from torchweft.autograd.roots import roots_of
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
@@ -40,7 +39,7 @@ class context:
     """
 
     def __enter__(self) -> int:
-        self._engine: Engine = current().part(Engine)
+        self._engine = current_engine()
         self._id = self._engine.contexts.open()
         self._previous = current_id()
         set_current_id(self._id)
@@ -122,7 +121,7 @@ def backward(
     if roots is None:
         roots, context_id = _only_roots(context_id), current_id()
     check_context_id(context_id)  # type: ignore[arg-type]
-    engine: Engine = current().part(Engine)
+    engine = current_engine()
     how = PassMode(retain_graph or create_graph, create_graph)
     if is_anywhere and not context_id:
         if create_graph:
@@ -199,7 +198,7 @@ def grad(
         outputs = [outputs]
     if isinstance(grad_outputs, Tensor):
         grad_outputs = [grad_outputs]
-    engine: Engine = current().part(Engine)
+    engine = current_engine()
     roots = roots_of(outputs, grad_outputs, what="output")
     retain = create_graph if retain_graph is None else retain_graph
     mode = PassMode(retain, create_graph, for_inputs=True)
@@ -250,7 +249,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
         AutogradError: There is no such context here.
     """
     check_context_id(context_id)
-    engine: Engine = current().part(Engine)
+    engine = current_engine()
     return engine.contexts.get(context_id).get_gradients()
 
 

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from torchweft import knobs
 from torchweft.agent.agent import Agent
+from torchweft.agent.current import current
 from torchweft.agent.parcels import ParcelService
 from torchweft.agent.peers import Peer
+from torchweft.agent.slots import Slot
 from torchweft.agent.waits import OpenWait, names_of
 from torchweft.autograd.captures import Captures
 from torchweft.autograd.codec import PassName
@@ -49,6 +51,7 @@ from torchweft.protocol.backward import (
     Tell,
 )
 from torchweft.protocol.tombstones import Tombstones
+from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
 
@@ -64,16 +67,17 @@ class Engine:
     Args:
         agent: The worker's agent; the engine handles its autograd messages.
         parcels: Seals and opens the gradients.
+        reader: Reads the errors of other workers.
     """
 
-    def __init__(self, agent: Agent, parcels: ParcelService) -> None:
+    def __init__(self, agent: Agent, parcels: ParcelService, reader: Reader = TRUSTING) -> None:
         self.contexts = Contexts(agent.me.id)
         self.outside = OutsideRecords(agent.me.id, self.contexts.message_counter)
         self.outside.on_ended = self._release_soon
         self._release_due_s = math.inf
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._agent = agent
-        self._envelopes = Envelopes(agent, parcels, self.contexts)
+        self._envelopes = Envelopes(agent, parcels, self.contexts, reader)
         self._listener = Listener(agent)
         self._me = agent.me.id
         self._pass_numbers = itertools.count(1)
@@ -469,3 +473,15 @@ class Engine:
             if part.put((peer, LOST)):
                 self._agent.reactor.submit_task(self._take_part, part)
         self.outside.worker_lost(peer.id)  # The end of a graph may run any code.
+
+
+ENGINE: Slot[Engine] = Slot()
+
+
+def current_engine() -> Engine:
+    """Returns the engine of this process's worker.
+
+    Raises:
+        NotInitialized: This process is no worker.
+    """
+    return current().slots[ENGINE]

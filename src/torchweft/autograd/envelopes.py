@@ -19,7 +19,7 @@ from torchweft.protocol.backward import Failed, Gradients, Message
 from torchweft.serialize import compact
 from torchweft.serialize.exceptions import pack_error
 from torchweft.serialize.objects import pack, pack_plain
-from torchweft.serialize.reading import TRUSTING, Reader
+from torchweft.serialize.reading import Reader
 from torchweft.serialize.tensors import GradFlags
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import Kind
@@ -37,13 +37,16 @@ class Envelopes:
         agent: The worker's agent.
         parcels: Carries what is too large or too unusual for compact values.
         contexts: What the worker has recorded.
+        reader: Reads the errors of other workers.
     """
 
-    def __init__(self, agent: Agent, parcels: ParcelService, contexts: Contexts) -> None:
+    def __init__(
+        self, agent: Agent, parcels: ParcelService, contexts: Contexts, reader: Reader
+    ) -> None:
         self._contexts = contexts
         self._worker_name = agent.info.name
         self._parcels = parcels
-        self._reader: Reader = agent.parts.get(Reader, TRUSTING)
+        self._reader = reader
 
     def seal(self, peer: Peer, name: PassName, messages: Sequence[Message]) -> list[Buffer]:
         """Returns what to write for messages to another worker."""

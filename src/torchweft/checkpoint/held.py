@@ -8,6 +8,7 @@ from typing import Any
 from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
+from torchweft.agent.slots import Slot
 from torchweft.errors import CheckpointError
 
 
@@ -58,12 +59,8 @@ class HeldParts:
 
 
 def held_parts() -> HeldParts:
-    """Returns what this worker holds; a part of its agent."""
-    agent = current()
-    with _making:
-        if HeldParts not in agent.parts:
-            agent.parts[HeldParts] = HeldParts(agent)
-    return agent.part(HeldParts)
+    """Returns what this worker holds."""
+    return current().slots[_HELD]
 
 
-_making = threading.Lock()
+_HELD = Slot(lambda: HeldParts(current()))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchweft.agent.current import current
+from torchweft.agent.slots import Slot
 from torchweft.checkpoint import background
 from torchweft.checkpoint.asking import Deadline
 from torchweft.checkpoint.attempt import Attempt
@@ -146,13 +147,13 @@ def check_keep(keep: int | None) -> None:
         )
 
 
-class _Turns:
-    """The directories that this worker saves to, each with its lock; a part of its agent."""
+def _no_locks() -> dict[str, threading.Lock]:
+    return {}
 
-    def __init__(self) -> None:
-        self.locks: dict[str, threading.Lock] = {}
+
+_TURNS = Slot(_no_locks)
+"""The directories that this worker saves to, each with its lock."""
 
 
 def _turn(directory: str) -> threading.Lock:
-    turns: _Turns = current().parts.setdefault(_Turns, _Turns())
-    return turns.locks.setdefault(directory, threading.Lock())
+    return current().slots[_TURNS].setdefault(directory, threading.Lock())

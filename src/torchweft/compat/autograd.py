@@ -10,7 +10,7 @@ import torchweft.autograd
 from torchweft.agent import current as current_agent
 from torchweft.autograd import get_gradients, is_available
 from torchweft.autograd.contexts import current_id
-from torchweft.autograd.engine import Engine
+from torchweft.autograd.engine import Engine, current_engine
 from torchweft.autograd.leaf_hooks import enable_leaf_hooks
 from torchweft.autograd.zeros import enable_zeros
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
@@ -76,7 +76,7 @@ def _init(worker_id: int) -> None:
 
 
 def _engine() -> Engine:
-    return current_agent.current().part(Engine)
+    return current_engine()
 
 
 def _get_debug_info() -> dict[str, str]:

@@ -88,13 +88,13 @@ def _doings(lacking: Lacking) -> dict[str, WorkerStacks | None]:
     """
     from torchweft.agent.current import current
     from torchweft.rpc.stack_report import ask_all
-    from torchweft.rpc.worker import Worker
+    from torchweft.rpc.worker import WORKER
 
     agent = current()
     told: dict[str, WorkerStacks | None] = {}
     for peers in ([agent.find(name) for name in lacking.workers], agent.members.present()):
         missing = [peer for peer in peers if peer.name not in told]
-        told |= ask_all(agent.part(Worker), missing, _ANSWER_S)
+        told |= ask_all(agent.slots[WORKER], missing, _ANSWER_S)
         to_blame = {name: doing for name, doing in told.items() if doing is None or doing.calls}
         if to_blame:
             return to_blame

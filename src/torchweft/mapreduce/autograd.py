@@ -12,12 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchweft.agent.current import current
 from torchweft.autograd import context, current_context_id, get_gradients, is_available
 from torchweft.autograd.api import all_used, check_context_id
 from torchweft.autograd.captures import checked_inputs
 from torchweft.autograd.contexts import Context as DistAutogradContext
-from torchweft.autograd.engine import Engine
+from torchweft.autograd.engine import current_engine
 from torchweft.autograd.gradients import Gradients, add_to_grad
 from torchweft.autograd.modes import PassMode
 from torchweft.autograd.roots import Roots, roots_of
@@ -75,14 +74,14 @@ def backward(
     wanted = None if inputs is None else _checked_leaves(inputs)
     roots = _roots_of(tensors, grad_tensors, "root")
     retain = create_graph if retain_graph is None else retain_graph
-    replay = Replay(_engine(), context_id, roots)
+    replay = Replay(current_engine(), context_id, roots)
     if wanted is not None:
         found = replay.gradients_of(wanted, PassMode(retain, create_graph, for_inputs=True))
         gradients = _owned(zip(wanted, found, strict=True), roots, create_graph)
     else:
         gradients = replay.gradients_of_leaves(PassMode(retain, create_graph))
     with torch.set_grad_enabled(create_graph):
-        _engine().contexts.get(context_id).gradients.keep(gradients)
+        current_engine().contexts.get(context_id).gradients.keep(gradients)
     # They are the context's, and .grad is changed in place: it gets copies.
     add_to_grad(gradients.items(), gradients.values(), create_graph)
 
@@ -127,13 +126,9 @@ def grad(
     wanted = checked_inputs(inputs)
     roots = _roots_of(outputs, grad_outputs, "output")
     retain = create_graph if retain_graph is None else retain_graph
-    replay = Replay(_engine(), context_id, roots)
+    replay = Replay(current_engine(), context_id, roots)
     found = replay.gradients_of(wanted, PassMode(retain, create_graph, for_inputs=True))
     return all_used(found, allow_unused)
-
-
-def _engine() -> Engine:
-    return current().part(Engine)
 
 
 def _in_order(

@@ -17,7 +17,7 @@ from torchweft.mapreduce.reducers import Reducer, reduce
 from torchweft.mapreduce.replay import Results
 from torchweft.mapreduce.sharing import may_have_graph
 from torchweft.mapreduce.surroundings import surroundings
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import WORKER
 
 
 class MapCall:
@@ -31,7 +31,7 @@ class MapCall:
 
     def __init__(self, function: Callable[..., Any], cut: Cut, manner: Manner) -> None:
         self._agent = current()
-        self._worker: Worker = self._agent.part(Worker)
+        self._worker = self._agent.slots[WORKER]
         given = (*cut.workers, *(part[0] for part in cut.parts))
         self._peers = {rank: self._agent.find(rank) for rank in given}
         self._surroundings = surroundings()

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from torchweft.agent.current import current
 from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import ArgumentTypeError, CallCancelled
@@ -25,7 +24,7 @@ from torchweft.rpc.own_tensors import own_copy
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.serving import NO_ARGUMENTS, owned
 from torchweft.rpc.strictness import check_called, check_types
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable
 
@@ -89,7 +88,7 @@ class Shared:
         Returns:
             The function, and what it returned.
         """
-        read: Callable[..., Any] = unpack if self._is_own else _worker().reader.unpack
+        read: Callable[..., Any] = unpack if self._is_own else current_worker().reader.unpack
         function, values = read(self.payload, _copies(self.tensors), ())
         check_called(function)
         check_types(values=(values, list))
@@ -113,7 +112,7 @@ class Shared:
             self._turns.give_back()
 
     def _wait(self, place: Place) -> None:
-        reactor = _worker().agent.reactor
+        reactor = current_worker().agent.reactor
         is_counted = reactor.begin_wait()
         try:
             has_turn = self._turns.wait(place, _LOOK_S, is_cancelled)
@@ -149,7 +148,7 @@ async def pull(parent: RRef[Shared]) -> Shared:
     address = tuple(parent.id)
     # Found by its id: the name may be another's by now, or nobody's.
     owner = parent.agent().peers[parent.id.owner]
-    held: Any = await start(_worker(), owner, content, (address,), {}, 0.0)
+    held: Any = await start(current_worker(), owner, content, (address,), {}, 0.0)
     payload, tensors, concurrency = held
     return _made(payload, tensors, concurrency, is_own=False)
 
@@ -193,7 +192,7 @@ def _filled(arguments: tuple[Any, Any], values: Sequence[Any]) -> tuple[Any, Any
 
 def _own_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns copies of arguments that a worker has sent itself: tensors go by reference then."""
-    worker = _worker()
+    worker = current_worker()
     if worker.copies_own:
         return args, kwargs
     packed = worker.pack_for([worker.agent.me], (args, kwargs))
@@ -204,14 +203,10 @@ def _own_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     context_id = current_id()
-    keeps_graphs = _worker().arrivals.keeps_graphs
+    keeps_graphs = current_worker().arrivals.keeps_graphs
     return [own_copy(each, context_id, keeps_graphs) for each in tensors]
 
 
 def _is_served_to_itself() -> bool:
     served = current_call.get()
     return served is not None and served.peer.is_self
-
-
-def _worker() -> Worker:
-    return current().part(Worker)

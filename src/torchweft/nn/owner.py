@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.agent.current import current
-from torchweft.agent.references import ReferenceKeeper
+from torchweft.agent.slots import Slot
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
 from torchweft.rpc.outcomes import WhenReady
@@ -26,6 +26,7 @@ from torchweft.rpc.strictness import (
     refuse,
     serves_another_strictly,
 )
+from torchweft.rpc.worker import current_worker
 from torchweft.serialize.callables import is_exposed
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable
 
@@ -127,7 +128,7 @@ def run_at(
 
     That saves counting one more reference in every call.
     """
-    keeper: ReferenceKeeper = current().part(ReferenceKeeper)
+    keeper = current_worker().references
     owned = keeper.value_of(reference_in(address))
     return WhenReady(owned, lambda module: (run_at, _run(module, device, steps, args, kwargs)))
 
@@ -207,9 +208,11 @@ class _Made:
         return found is not None and found() is module
 
 
+_MADE = Slot(_Made)
+
+
 def _made() -> _Made:
-    shared: _Made = current().parts.setdefault(_Made, _Made())
-    return shared
+    return current().slots[_MADE]
 
 
 def _module(reference: Any) -> nn.Module:

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.agent.current import current
 from torchweft.autograd import get_gradients
 from torchweft.autograd.contexts import enter
-from torchweft.autograd.engine import Engine
+from torchweft.autograd.engine import current_engine
 from torchweft.errors import ArgumentTypeError, ConfigurationError, OptimizerError
 from torchweft.optim.groups import by_owner, read_references
 from torchweft.optim.owners import Address, address_of, raise_failures, run_on_owners, value_at
@@ -63,7 +62,7 @@ def clip_grad_norm_(
     max_norm, norm_type = float(max_norm), float(norm_type)
     if max_norm < 0:
         raise ConfigurationError(f"max_norm is {max_norm}; it must not be negative")
-    engine: Engine = current().part(Engine)
+    engine = current_engine()
     engine.contexts.get(context_id)
     addresses = {
         owner: [(position, address_of(reference)) for position, reference in members]

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchweft.agent.current import current
 from torchweft.arguments import kind_of
 from torchweft.autograd.contexts import enter
-from torchweft.autograd.engine import Engine
+from torchweft.autograd.engine import current_engine
 from torchweft.errors import ArgumentTypeError, ConfigurationError, SerializationError
 from torchweft.optim import layout, local
 from torchweft.optim.groups import (
@@ -152,7 +151,7 @@ class DistributedOptimizer(Optimizer):
             WorkerLost: An owner is lost.
         """
         _check_context_id(context_id)
-        engine: Engine = current().part(Engine)
+        engine = current_engine()
         engine.contexts.get(context_id)
         changes = self._changes()
         arguments = {

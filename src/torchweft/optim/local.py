@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchweft.agent.current import current
+from torchweft.agent.slots import Slot
 from torchweft.autograd import get_gradients
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.optim import eager
@@ -367,14 +368,9 @@ def _my_name() -> str:
     return current().info.name
 
 
-class _StepLock:
-    """The lock that the local optimizers of one worker share; a part of its agent."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+_STEP_LOCK: Slot[threading.Lock] = Slot(threading.Lock)
 
 
 def step_lock() -> threading.Lock:
     """Returns the lock under which optimizers of this worker take their turns."""
-    shared: _StepLock = current().parts.setdefault(_StepLock, _StepLock())
-    return shared.lock
+    return current().slots[_STEP_LOCK]

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from torchweft.agent.current import current
-from torchweft.agent.references import ReferenceKeeper
 from torchweft.errors import CallTimeout, OptimizerError, WorkerLost
 from torchweft.rpc import RRef, rpc_async, rpc_sync
 from torchweft.rpc.lives import info_of
 from torchweft.rpc.strictness import reference_in
+from torchweft.rpc.worker import current_worker
 
 Address = tuple[int, int, int]
 Arguments = tuple[Any, ...]
@@ -40,7 +40,7 @@ def value_at(address: Address) -> Any:
     Raises:
         ReferenceGone: Nobody references it any more.
     """
-    keeper: ReferenceKeeper = current().part(ReferenceKeeper)
+    keeper = current_worker().references
     return keeper.value_of(reference_in(address)).value
 
 

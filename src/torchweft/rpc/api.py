@@ -17,7 +17,7 @@ from torchweft.rpc.calls import Destination, call_and_wait, checked_call, create
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.futures import Future
 from torchweft.rpc.rref import RRef
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import WORKER
 from torchweft.serialize.tracebacks import shorten
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def rpc_sync(
     """
     try:
         agent = current()
-        worker: Worker = agent.parts[Worker]
+        worker = agent.slots[WORKER]
         peer = agent.find(to)
         return call_and_wait(worker, peer, *checked_call(func, args, kwargs), timeout)
     except Exception as error:
@@ -229,7 +229,7 @@ def rpc_async(
     """
     try:
         agent = current()
-        worker: Worker = agent.parts[Worker]
+        worker = agent.slots[WORKER]
         return start(worker, agent.find(to), *checked_call(func, args, kwargs), timeout)
     except Exception as error:
         shorten(error)
@@ -339,7 +339,7 @@ def remote(
     """
     try:
         agent = current()
-        worker: Worker = agent.parts[Worker]
+        worker = agent.slots[WORKER]
         made = create(worker, agent.find(to), *checked_call(func, args, kwargs), timeout)
         assert isinstance(made, RRef)
         if isinstance(func, type):

@@ -17,7 +17,7 @@ from torchweft.protocol.calls import Subject, nest
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import WORKER, Worker
 
 Destination = str | int | WorkerInfo
 
@@ -29,7 +29,7 @@ BACKWARD_FROM = b"torchweft.rpc.serving:backward_from"
 def fetch(reference: Handle, timeout: float) -> Any:
     """Returns a copy of the value behind a reference of another worker. Blocks."""
     agent = reference.agent()
-    worker: Worker = agent.parts[Worker]
+    worker = agent.slots[WORKER]
     peer = agent.peers[reference.id.owner]
     subject = (worker.references.describe_use, reference.id, "to_here")
     try:
@@ -43,7 +43,7 @@ def call_method(
 ) -> Any:
     """Calls a method of the value behind a reference, on its owner, in one of the three ways."""
     agent = reference.agent()
-    worker: Worker = agent.parts[Worker]
+    worker = agent.slots[WORKER]
     peer = agent.peers[reference.id.owner]
     # Nobody waits for a ``remote`` call, so the reference itself goes along and keeps the value.
     kept = reference if way == "remote" else None
@@ -74,7 +74,7 @@ def backward_from(reference: Handle, context_id: int, retain_graph: bool) -> Non
             "'with torchweft.autograd.context() as context_id'"
         )
     agent = reference.agent()
-    worker: Worker = agent.parts[Worker]
+    worker = agent.slots[WORKER]
     peer = agent.peers[reference.id.owner]
     args = (tuple(reference.id), context_id, retain_graph)
     call_and_wait(worker, peer, BACKWARD_FROM, args, {}, 0.0)

@@ -13,7 +13,8 @@ from torchweft.arguments import limit_of
 from torchweft.rpc.calls import Destination
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import remaining_time
-from torchweft.rpc.gathering import Gatherings, Key, Limits, Outcome, Ways, check_key
+from torchweft.rpc.gathering import Key, Limits, Outcome, Ways, check_key
+from torchweft.rpc.gathering.following import current_gatherings
 from torchweft.rpc.strictness import check_types, strict_caller
 from torchweft.serialize.registry import remotely_callable
 from torchweft.serialize.tracebacks import without_own_frames
@@ -91,7 +92,7 @@ def _gather(
     limit_s = limit_of(timeout, agent.default_timeout_s)
     limit_s = min(limit_s, remaining_time())  # In a call of another worker, no longer than that.
     limits = Limits(0.0 if math.isinf(limit_s) else limit_s, limit_s)
-    return agent.part(Gatherings).gather(value, members(agent, workers), ways, limits)
+    return current_gatherings().gather(value, members(agent, workers), ways, limits)
 
 
 # What the workers call on one another.
@@ -103,7 +104,7 @@ def bring(key: Key, name: str, value: Any) -> None:
     caller = strict_caller()
     if caller is not None:
         check_key(key, current(), caller, name)
-    current().part(Gatherings).led.brought(key, name, value)
+    current_gatherings().led.brought(key, name, value)
 
 
 @remotely_callable
@@ -113,7 +114,7 @@ def tell(key: Key, values: dict[str, Any]) -> None:
     if caller is not None:
         check_key(key, current(), caller)
         check_types(values=(values, dict))
-    current().part(Gatherings).told(key, values)
+    current_gatherings().told(key, values)
 
 
 _BARRIER = Ways("barrier", bring, tell)

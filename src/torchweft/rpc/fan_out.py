@@ -20,7 +20,7 @@ from torchweft.rpc.calls import Destination, checked_call, start
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import remaining_time
 from torchweft.rpc.futures import Future, fail
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import WORKER
 from torchweft.serialize.tracebacks import shorten
 
 T = TypeVar("T")
@@ -244,7 +244,7 @@ def _started(
     agent: Agent, peer: Peer, call: tuple[Any, Any, Any], timeout: float
 ) -> torch.futures.Future[Any]:
     try:
-        return start(agent.parts[Worker], peer, *call, timeout)
+        return start(agent.slots[WORKER], peer, *call, timeout)
     except WorkerLost as error:  # One of several: the others may answer.
         lost: torch.futures.Future[Any] = torch.futures.Future()
         fail(lost, error)

@@ -82,7 +82,7 @@ class Handle:
                 "the group of this reference has been shut down, and the value is gone with it; "
                 "fetch what is still needed by to_here() before the shutdown"
             ) from None
-        if agent.parts[ReferenceKeeper] is not self._keeper:
+        if agent is not self._keeper.agent:
             raise ReferenceGone("this reference belongs to a group that has been shut down")
         return agent
 

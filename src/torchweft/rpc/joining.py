@@ -19,7 +19,7 @@ from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.entering import enter_closed, enter_open
-from torchweft.rpc.node import Node
+from torchweft.rpc.node import current_node
 from torchweft.rpc.options import RpcBackendOptions, from_tensorpipe
 from torchweft.rpc.tensorpipe import TensorPipeRpcBackendOptions, warn_of_ignored
 from torchweft.serialize.tracebacks import without_own_frames
@@ -141,7 +141,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     if graceful:
         leave(timeout)
     else:
-        current_agent.current().part(Node).end(farewell="it left by shutdown(graceful=False)")
+        current_node().end(farewell="it left by shutdown(graceful=False)")
 
 
 def leave(timeout: float, follow: Following | None = None) -> None:
@@ -154,7 +154,7 @@ def leave(timeout: float, follow: Following | None = None) -> None:
     Raises:
         ShutdownError: It did not end as it should; says which workers were missing and why.
     """
-    node = current_agent.current().part(Node)
+    node = current_node()
     farewell = "it left before its shutdown() was done"
     try:
         problem = node.leaving.wait(timeout, follow=follow)

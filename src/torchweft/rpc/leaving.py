@@ -40,12 +40,16 @@ class Leaving:
 
     Args:
         worker: The worker.
+        waits: Tells of a wait that takes long.
         on_left: Called when the wait for leaving has ended, in order or not.
     """
 
-    def __init__(self, worker: Worker, on_left: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, worker: Worker, waits: LongWaits, on_left: Callable[[], None] = lambda: None
+    ) -> None:
         self._worker = worker
         self._agent = agent = worker.agent
+        self._waits = waits
         self._on_left = on_left
         self._lock = threading.Lock()
         self._machine = (
@@ -73,7 +77,7 @@ class Leaving:
         """
         self._notes_held = notes_held
         end_s = time.monotonic() + timeout if timeout else math.inf
-        follow = follow or self._agent.part(LongWaits).during_shutdown
+        follow = follow or self._waits.during_shutdown
         try:
             with follow(self.lacking):
                 self._feed(self._machine.begin)

@@ -15,12 +15,14 @@ from torchweft.agent.housekeeper import Job
 from torchweft.agent.mishaps import log_mishap
 from torchweft.agent.openmp import SpinLimit
 from torchweft.agent.peers import Peer
+from torchweft.agent.slots import Slot
 from torchweft.agent.waits import LongWaits
+from torchweft.autograd.engine import ENGINE
 from torchweft.rpc import serving, stack_report
-from torchweft.rpc.gathering import Gatherings
+from torchweft.rpc.gathering.following import GATHERINGS, Gatherings
 from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.options import RpcBackendOptions
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize.reading import make_reader
 
 END_LIMIT_S = 5.0
@@ -58,7 +60,7 @@ class Node:
         self.agent = agent
         self.store = store
         name = agent.info.name
-        self.waits = agent.parts[LongWaits] = LongWaits(name)
+        self.waits = LongWaits(name)
         self.spin_limit = SpinLimit(f"weft-{name}-openmp")
         self.worker = Worker(
             agent,
@@ -72,9 +74,13 @@ class Node:
         self.gatherings = Gatherings(agent)
         self.waits.add(self.worker.engine.open_waits)
         self.waits.add(self.gatherings.open_waits)
-        self.leaving = Leaving(self.worker, on_left)
+        self.leaving = Leaving(self.worker, self.waits, on_left)
         self._finalize: Finalize | None = None
-        agent.parts[Node] = self
+        # For functions that programs and other workers call.
+        agent.slots[ENGINE] = self.worker.engine
+        agent.slots[WORKER] = self.worker
+        agent.slots[GATHERINGS] = self.gatherings
+        agent.slots[NODE] = self
 
     def start(self) -> None:
         """Makes this the worker of the process, and begins to serve others."""
@@ -157,3 +163,15 @@ class Node:
             raised = f"{type(error).__name__}: {error}".splitlines()[0][:_SHOWN_LENGTH]
             farewell = f"its program raised {raised}; its process ended without shutdown()"
         self.end(_UNASKED_LIMIT_S, farewell)
+
+
+NODE: Slot[Node] = Slot()
+
+
+def current_node() -> Node:
+    """Returns this process's worker, with all its parts.
+
+    Raises:
+        NotInitialized: This process is no worker.
+    """
+    return current_agent.current().slots[NODE]

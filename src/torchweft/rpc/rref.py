@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from torchweft.agent.current import current
-from torchweft.agent.references import ReferenceKeeper
 from torchweft.arguments import limit_of
 from torchweft.errors import CallTimeout, NotOwner, SerializationError
 from torchweft.rpc.calls import backward_from, call_method, fetch
@@ -17,7 +15,7 @@ from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.serving import run_backward
 from torchweft.rpc.typed_values import check_method, known_type, methods_of
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import WORKER, current_worker
 from torchweft.serialize.exceptions import fresh_copy
 from torchweft.serialize.registry import has_callable_methods
 from torchweft.serialize.tracebacks import shorten
@@ -44,7 +42,7 @@ class RRef(Handle, Generic[T]):
     __slots__ = ()
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        keeper = _keeper()
+        keeper = current_worker().references
         self._bind(keeper, keeper.own(value), is_new=True)
 
     # The value
@@ -155,7 +153,7 @@ class RRef(Handle, Generic[T]):
             retain_graph: Whether the graph is kept for another pass.
         """
         if self.is_owner():
-            worker: Worker = self.agent().parts[Worker]
+            worker = self.agent().slots[WORKER]
             run_backward(worker, self.local_value(), dist_autograd_ctx_id, retain_graph)
         else:
             backward_from(self, dist_autograd_ctx_id, retain_graph)
@@ -187,11 +185,6 @@ class RRef(Handle, Generic[T]):
 
 _FOR_WEFT = frozenset("agent check_travels from_created from_received id value_type".split())
 """Public for other modules of Weft, and nothing that a program needs."""
-
-
-def _keeper() -> ReferenceKeeper:
-    keeper: ReferenceKeeper = current().part(ReferenceKeeper)
-    return keeper
 
 
 class Proxy:

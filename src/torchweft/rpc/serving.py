@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from torchweft import knobs
-from torchweft.agent.current import current
 from torchweft.agent.parcels import Parcel
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue
@@ -27,7 +26,7 @@ from torchweft.errors import (
 )
 from torchweft.rpc.outcomes import Call, WhenReady, settle
 from torchweft.rpc.strictness import reference_in
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import Worker, current_worker
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
 from torchweft.wire.messages import (
@@ -255,7 +254,7 @@ def method_of(value: Any, name: str) -> Any:
     served = current_call.get()
     is_own = served is None or served.peer.is_self
     try:
-        return getattr(value, name) if is_own else _worker().reader.method_of(value, name)
+        return getattr(value, name) if is_own else current_worker().reader.method_of(value, name)
     except AttributeError as error:
         names = dir(value)
         if name in names:
@@ -272,7 +271,7 @@ def backward_from(
     """Runs a backward pass from the value behind a reference of this worker."""
 
     def run(value: Any) -> tuple[Callable[..., Any], None]:
-        run_backward(_worker(), value, context_id, retain_graph)
+        run_backward(current_worker(), value, context_id, retain_graph)
         return backward_from, None
 
     return WhenReady(owned(reference), run)
@@ -291,13 +290,9 @@ def run_backward(worker: Worker, value: Any, context_id: int, retain_graph: bool
         worker.engine.backward(context_id, [value], retain_graph=retain_graph)
 
 
-def _worker() -> Worker:
-    return current().part(Worker)
-
-
 def owned(reference: tuple[int, int, int]) -> OwnedValue:
     """Returns the value of this worker that a caller means, who keeps a reference to it."""
-    worker = _worker()
+    worker = current_worker()
     target = reference_in(reference)
     if target.owner != worker.agent.me.id:
         raise ProtocolError(f"{target} was asked of worker {worker.agent.info.name!r}")

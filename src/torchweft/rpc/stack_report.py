@@ -37,7 +37,7 @@ from torchweft.errors import (
 )
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import ServedCall, function_name
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import WORKER, Worker
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import (
     COMPACT,
@@ -140,7 +140,7 @@ def stacks(worker: str | int | WorkerInfo | None = None, timeout: float = 10.0) 
     """
     agent = current()
     peer = agent.me if worker is None else agent.find(worker)
-    return ask(agent.part(Worker), peer, timeout)
+    return ask(agent.slots[WORKER], peer, timeout)
 
 
 def ask(worker: Worker, peer: Peer, timeout_s: float) -> WorkerStacks:

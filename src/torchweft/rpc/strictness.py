@@ -14,13 +14,13 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.errors import ArgumentTypeError, NotAllowed
 from torchweft.ids import ReferenceId
-from torchweft.serialize.reading import Reader
+from torchweft.rpc.worker import current_worker
 
 
 def strict_caller() -> Peer | None:
     """Returns the worker whose call this thread runs, if that is another one and this is strict."""
     served = current_call.get()
-    if served is None or served.peer.is_self or not current().part(Reader).is_strict:
+    if served is None or served.peer.is_self or not current_worker().reader.is_strict:
         return None
     caller: Peer = served.peer
     return caller
@@ -34,7 +34,7 @@ def serves_another_strictly() -> bool:
 def check_called(function: Any) -> None:
     """Raises NotAllowed where a function in the arguments of a call may not be called."""
     if serves_another_strictly():
-        current().part(Reader).check_called(function)
+        current_worker().reader.check_called(function)
 
 
 def check_types(**arguments: tuple[Any, type | tuple[type, ...]]) -> None:

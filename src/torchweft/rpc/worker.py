@@ -14,10 +14,12 @@ from torch import Tensor
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall
+from torchweft.agent.current import current
 from torchweft.agent.mishaps import log_mishap
 from torchweft.agent.parcels import Parcel, ParcelService
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
+from torchweft.agent.slots import Slot
 from torchweft.autograd.arrivals import NO_GRAD, Arrivals
 from torchweft.autograd.contexts import Context, Contexts, current_id
 from torchweft.autograd.engine import Engine
@@ -79,10 +81,9 @@ class Worker:
         self.reference_type = reference_type
         self.copies_own = copies_own
         self.reader = reader
-        agent.parts[Reader] = self.reader
         self.parcels = ParcelService(agent)
         self.references = ReferenceKeeper(agent)
-        self.engine = Engine(agent, self.parcels)
+        self.engine = Engine(agent, self.parcels, reader)
         self.contexts: Contexts = self.engine.contexts
         self.arrivals = Arrivals(self.engine.outside, warns_of_lost_gradients)
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
@@ -102,8 +103,6 @@ class Worker:
         self.on_failure: Callable[[Peer, BaseException], None] | None = None
         """Is told of every call that failed here, and who made it."""
         agent.discard = self.discard_reply
-        agent.parts[Worker] = self
-        agent.parts[Engine] = self.engine
 
     def _learn_to_encode(self, peer: Peer) -> None:
         self._encoders[peer.id] = others.encoder(peer)
@@ -485,3 +484,15 @@ class Worker:
                 self.refuse(peer, head.references, head.context_id, head.message_id)
         except ProtocolError:
             _log.debug("a late reply of worker %r cannot be read", peer.name)
+
+
+WORKER: Slot[Worker] = Slot()
+
+
+def current_worker() -> Worker:
+    """Returns the worker of this process.
+
+    Raises:
+        NotInitialized: This process is no worker.
+    """
+    return current().slots[WORKER]

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch.autograd.graph import Node
 
-from torchweft.agent.current import current
 from torchweft.autograd.contexts import (
     Context,
     Contexts,
@@ -21,7 +20,7 @@ from torchweft.autograd.contexts import (
     current_id,
     set_current_id,
 )
-from torchweft.autograd.engine import Engine
+from torchweft.autograd.engine import current_engine
 from torchweft.compat import autograd
 from torchweft.errors import AutogradError
 from torchweft.ids import WORKER_SHIFT, scoped_id
@@ -151,7 +150,7 @@ class DistAutogradContext:
 
 
 def _contexts() -> Contexts:
-    contexts: Contexts = current().part(Engine).contexts
+    contexts: Contexts = current_engine().contexts
     return contexts
 
 
@@ -167,7 +166,7 @@ def new_context() -> DistAutogradContext:
 
 def release_context(context_id: int) -> None:
     """Ends a context that is alive here, on all workers that know it."""
-    engine: Engine = current().part(Engine)
+    engine = current_engine()
     engine.contexts.get(context_id)
     engine.release(context_id)
     if current_id() == context_id:

@@ -28,6 +28,7 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue, ReferenceKeeper
+from torchweft.agent.slots import Slot
 from torchweft.compat.rpc import owners
 from torchweft.compat.rpc.references import RRef
 from torchweft.errors import CallError
@@ -113,7 +114,7 @@ class Faults:
 
     def _replace(self) -> None:
         worker, agent = self._worker, self._agent
-        agent.parts[Faults] = self
+        agent.slots[_FAULTS] = self
         worker.reference_type = _CreatedRRef
         for holder, method in (
             (worker, self.request),
@@ -264,6 +265,9 @@ class Faults:
         return not delay_s
 
 
+_FAULTS: Slot[Faults] = Slot()
+
+
 class _CreatedRRef(RRef[Any]):
     """A reference that a lost creation can find."""
 
@@ -275,7 +279,7 @@ class _CreatedRRef(RRef[Any]):
     ) -> _CreatedRRef:
         handle = cls.__new__(cls)
         handle._bind(keeper, reference, is_new=True, maker=maker)
-        current().part(Faults).created[reference] = handle
+        current().slots[_FAULTS].created[reference] = handle
         return handle
 
     def fail_creation(self, error: Exception) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 from tests.conformance.shims.fault_plan import Plan
 from tests.conformance.shims.faults import Faults
-from torchweft.agent.current import current
 from torchweft.compat.rpc import backend_registry, constants
 from torchweft.compat.rpc.agents import TensorPipeAgent
 from torchweft.compat.rpc.options import TensorPipeRpcBackendOptions
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 
 NO_DELAYS: Mapping[str, float] = MappingProxyType({})
 
@@ -81,7 +80,7 @@ def _init(
     agent = backend_registry.BackendType.TENSORPIPE.value.init_backend_handler(
         store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=given
     )
-    Faults(current().part(Worker), plan)
+    Faults(current_worker(), plan)
     agent.__class__ = FaultyTensorPipeAgent
     return agent  # type: ignore[no-any-return]
 

@@ -23,15 +23,16 @@ from torchweft.agent.members import Members
 from torchweft.agent.peers import Peer
 from torchweft.agent.protection import Protection
 from torchweft.agent.reactor import Reactor
+from torchweft.autograd.engine import ENGINE
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.nn import owner
 from torchweft.optim import local
 from torchweft.optim.groups import GroupPart
 from torchweft.protocol.membership import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, serving
-from torchweft.rpc.gathering import Gatherings
+from torchweft.rpc.gathering.following import GATHERINGS, Gatherings
 from torchweft.rpc.requests import CompactRequest
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize.reading import make_reader
 from torchweft.serialize.registry import remotely_callable
 from torchweft.wire.frames import Buffer, Frame
@@ -92,7 +93,9 @@ class World:
         reader = make_reader(None, True, "me", options.callables)
         self.worker = Worker(self.agent, options.reference_type, reader)
         serving.install(self.worker)
-        self.gatherings = Gatherings(self.agent)
+        self.agent.slots[WORKER] = self.worker
+        self.agent.slots[ENGINE] = self.worker.engine
+        self.gatherings = self.agent.slots[GATHERINGS] = Gatherings(self.agent)
         self.agent._when_lost = self._peer_lost
         self._stop_at_the_edges()
         current_agent.install(self.agent)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from torchweft.agent.slots import Slots
 from torchweft.checkpoint import held
 from torchweft.checkpoint.held import HeldParts
 from torchweft.errors import CheckpointError
@@ -16,9 +17,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Any], None]]:
     """What is called when a worker is lost."""
     callbacks: list[Callable[[Any], None]] = []
     agent = SimpleNamespace(
-        on_lost=callbacks.append, parts={}, info=SimpleNamespace(name="worker0")
+        on_lost=callbacks.append, slots=Slots(), info=SimpleNamespace(name="worker0")
     )
-    agent.part = agent.parts.__getitem__
     monkeypatch.setattr(held, "current", lambda: agent)
     return callbacks
 

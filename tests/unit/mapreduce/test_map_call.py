@@ -21,7 +21,7 @@ from torchweft.mapreduce.map_call import MapCall
 from torchweft.mapreduce.map_future import MapFuture
 from torchweft.mapreduce.parts import Cut, Part
 from torchweft.mapreduce.plan import Manner, Plan
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 
 LIMIT_S = 20.0
 MANNER = Manner(-1.0, balance=False, rerun=None, concurrency=1)
@@ -209,7 +209,7 @@ def test_a_map_after_the_worker_has_shut_down() -> None:
 
 
 def contexts() -> Any:
-    return current().part(Worker).contexts
+    return current_worker().contexts
 
 
 def test_running_it_again_in_its_context() -> None:

@@ -16,7 +16,7 @@ from torchweft.errors import ArgumentTypeError
 from torchweft.mapreduce import shared
 from torchweft.mapreduce.shared import Shared, Slot
 from torchweft.mapreduce.turns import NOTHING
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import WORKER, current_worker
 from torchweft.serialize.objects import Packed
 
 
@@ -28,7 +28,7 @@ def alone() -> Iterator[None]:
 
 def pack(function: Any, values: list[Any]) -> Packed:
     agent = current()
-    return agent.part(Worker).pack_for([agent.me], (function, values))
+    return agent.slots[WORKER].pack_for([agent.me], (function, values))
 
 
 def made(function: Any, *values: Any) -> rpc.RRef[Shared]:
@@ -142,10 +142,10 @@ def test_what_others_have_packed_is_read_as_any_message_of_theirs(
     own = Shared(packed.payload, packed.tensors, 1, is_own=True)
     other = Shared(packed.payload, packed.tensors, 1, is_own=False)
     seen = []
-    reader = current().part(Worker).reader
+    reader = current_worker().reader
     unpack = reader.unpack
     patched = reader._replace(unpack=lambda *given: seen.append(given) or unpack(*given))
-    monkeypatch.setattr(current().part(Worker), "reader", patched)
+    monkeypatch.setattr(current_worker(), "reader", patched)
     assert (
         own.call((1,), {}, 0, NOTHING) == other.call((1,), {}, 0, NOTHING) == (collect, ((1,), {}))
     )

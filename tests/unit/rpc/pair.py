@@ -15,7 +15,7 @@ from torchweft.rpc import calls, serving
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.rref import RRef
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import WORKER, Worker
 
 LIMIT_S = 20.0
 
@@ -28,6 +28,7 @@ class Pair:
         self.peer, self.peer_of_callee = caller.peer(callee), callee.peer(caller)
         for worker in (self.caller, self.callee):
             serving.install(worker)
+            worker.agent.slots[WORKER] = worker
             worker.agent.start(
                 [worker.references.tick], when_lost=functools.partial(_peer_lost, worker)
             )

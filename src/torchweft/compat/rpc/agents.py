@@ -9,10 +9,10 @@ from typing import Any
 import torchweft.rpc
 from torchweft.agent import current as current_agent
 from torchweft.agent.agent import Agent
-from torchweft.agent.references import ReferenceKeeper
 from torchweft.errors import CallTimeout
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.node import Node
+from torchweft.rpc.node import NODE
+from torchweft.rpc.worker import current_worker
 
 _POLL_S = 0.002
 _PERIOD_S = 0.005
@@ -23,7 +23,7 @@ def reference_info() -> dict[str, str]:
 
     A value that only this worker refers to counts for nothing.
     """
-    census = current_agent.current().part(ReferenceKeeper).census()
+    census = current_worker().references.census()
     return {
         "num_owner_rrefs": str(census.shared),
         "num_forks": str(census.users),
@@ -104,7 +104,7 @@ class RpcAgent:
     @property
     def store(self) -> Any:
         """The store through which the workers found each other."""
-        return self._agent.part(Node).store
+        return self._agent.slots[NODE].store
 
     def _get_backend_options(self) -> Any:
         return self._options
@@ -176,7 +176,7 @@ class RpcAgent:
         if not shutdown:
             self._await_calls(timeout)
         else:
-            leaving = self._agent.part(Node).leaving
+            leaving = self._agent.slots[NODE].leaving
             problem = leaving.wait(timeout, notes_held=not self._may_drop_references)
             self.held_at_end = leaving.held
         if problem is not None:

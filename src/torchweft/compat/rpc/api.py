@@ -32,7 +32,8 @@ from torchweft.errors import (
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.collective import members
 from torchweft.rpc.futures import Future, fail
-from torchweft.rpc.gathering import Gathering, Gatherings, Limits, Ways
+from torchweft.rpc.gathering import Gathering, Limits, Ways
+from torchweft.rpc.gathering.following import current_gatherings
 from torchweft.serialize.registry import remotely_callable_unless_strict
 
 __all__ = [
@@ -217,7 +218,7 @@ def _all_gather(
     agent = current_agent.current()
     limits = _limits(timeout, agent.default_timeout_s)
     peers = members(agent, worker_names or None)
-    outcome = agent.part(Gatherings).gather(obj, peers, ways, limits)
+    outcome = current_gatherings().gather(obj, peers, ways, limits)
     failed = {
         name: error
         for name, call in outcome.calls.items()
@@ -256,13 +257,13 @@ def _gather_to_leader(
     sequence_id: Any, worker_name: str, obj: Any, worker_names: Any = None
 ) -> None:
     """Notes on the leader that a worker has come, and its value."""
-    current_agent.current().part(Gatherings).led.brought(sequence_id, worker_name, obj)
+    current_gatherings().led.brought(sequence_id, worker_name, obj)
 
 
 @remotely_callable_unless_strict
 def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
     """Notes on the others that all have come, and their values."""
-    current_agent.current().part(Gatherings).told(sequence_id, objects_map)
+    current_gatherings().told(sequence_id, objects_map)
 
 
 @_require_initialized

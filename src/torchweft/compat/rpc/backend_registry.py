@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
-from torchweft.agent import current as current_agent
 from torchweft.agent.peers import Peer
 from torchweft.compat.rpc import constants
 from torchweft.compat.rpc.agents import TensorPipeAgent
@@ -19,7 +18,7 @@ from torchweft.errors import AlreadyInitialized, ArgumentTypeError
 from torchweft.rpc.joining import check_device_maps, join_group
 from torchweft.rpc.options import from_tensorpipe
 from torchweft.rpc.tensorpipe import warn_of_ignored
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 from torchweft.serialize.exceptions import chain
 from torchweft.serialize.runtime_errors import as_runtime_error
 from torchweft.serialize.tracebacks import places_of, shorten
@@ -156,7 +155,7 @@ def _tensorpipe_init(
     # Whatever the environment says of a size.
     join_group(name, rank, world_size or None, options)
     check_device_maps(rpc_backend_options, world_size or None)
-    worker: Worker = current_agent.current().part(Worker)
+    worker = current_worker()
     worker.on_failure = log_failure
     worker.as_raised_here = as_runtime_error
     return TensorPipeAgent(rpc_backend_options)

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 import torchweft.rpc
-from torchweft.agent.current import current
 from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.ids import ReferenceId
 from torchweft.rpc.functions import async_execution
 from torchweft.rpc.outcomes import WhenReady
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 from torchweft.serialize.registry import remotely_callable_unless_strict
 
 
@@ -21,7 +20,7 @@ from torchweft.serialize.registry import remotely_callable_unless_strict
 def when_made(reference: tuple[int, int, int]) -> torch.futures.Future[None]:
     """Answers when a value of this worker has been made, or cannot be made."""
     made: torch.futures.Future[None] = torch.futures.Future()
-    owned = current().part(Worker).references.value_of(ReferenceId(*reference), is_use=False)
+    owned = current_worker().references.value_of(ReferenceId(*reference), is_use=False)
     owned.when_ready(lambda _: made.set_result(None))
     return made
 
@@ -29,7 +28,7 @@ def when_made(reference: tuple[int, int, int]) -> torch.futures.Future[None]:
 @remotely_callable_unless_strict
 def _rref_typeof_on_owner(reference: torchweft.rpc.RRef[Any]) -> Any:
     """Answers with the type of a value of this worker, when it has been made."""
-    owned = current().part(Worker).references.value_of(reference.id)
+    owned = current_worker().references.value_of(reference.id)
     return WhenReady(owned, lambda value: (_rref_typeof_on_owner, type(value)), reference)
 
 

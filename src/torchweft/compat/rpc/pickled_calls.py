@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from torchweft.agent.current import current
 from torchweft.autograd.contexts import current_id
 from torchweft.compat.rpc.internal import PythonUDF, deserialize, references_beside
 from torchweft.errors import CallCancelled, NotAllowed
 from torchweft.rpc.functions import async_execution, is_async_execution
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import current_worker
 
 
 def pickled_call(
@@ -42,7 +41,7 @@ def pickled_call(
 @async_execution
 def run_pickled(binary: bytes, tensors: Sequence[Tensor], references: list[Any]) -> Future[Any]:
     """Runs what ``pickled_call`` wrapped; the result is the future's."""
-    worker: Worker = current().part(Worker)
+    worker = current_worker()
     if worker.reader.is_restricted:
         name = worker.agent.info.name
         raise NotAllowed(

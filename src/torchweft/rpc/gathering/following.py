@@ -11,6 +11,7 @@ from typing import Any
 from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
+from torchweft.agent.slots import Slot
 from torchweft.agent.waits import OpenWait
 from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from torchweft.rpc.api import rpc_async, rpc_sync
@@ -44,7 +45,6 @@ class Gatherings:
         self._awaited: dict[Key, Gathering] = {}
         self._is_closed = False
         self.led = Led(agent, failed)
-        agent.parts[Gatherings] = self
 
     def __len__(self) -> int:
         return len(self._awaited) + len(self.led)
@@ -163,6 +163,18 @@ def _gone(agent: Agent) -> NotInitialized:
     return NotInitialized(f"worker {agent.info.name!r} has shut down")
 
 
+GATHERINGS: Slot[Gatherings] = Slot()
+
+
+def current_gatherings() -> Gatherings:
+    """Returns the gatherings of this process's worker.
+
+    Raises:
+        NotInitialized: This process is no worker.
+    """
+    return current().slots[GATHERINGS]
+
+
 # What workers call on one another: see ``Ways`` for the others.
 
 
@@ -170,14 +182,14 @@ def _gone(agent: Agent) -> NotInitialized:
 def failed(key: Key, error: Exception) -> None:
     """Notes on a worker that a gathering has failed."""
     _check(key, None, error)
-    current().part(Gatherings).failed(key, error)
+    current_gatherings().failed(key, error)
 
 
 @remotely_callable
 def withdrawn(key: Key, name: str, error: Exception) -> None:
     """Notes on the leader that a worker cannot bring its value."""
     _check(key, name, error)
-    current().part(Gatherings).led.withdrawn(key, name, error)
+    current_gatherings().led.withdrawn(key, name, error)
 
 
 def _check(key: Any, name: str | None, error: Any) -> None:
