@@ -15,7 +15,7 @@ import torch
 
 import torchweft.rpc
 from torchweft.agent import current as current_agent
-from torchweft.compat.rpc import agents
+from torchweft.compat.rpc import agents, profiling
 from torchweft.compat.rpc.agents import RpcAgent
 from torchweft.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from torchweft.compat.rpc.internal import _internal_rpc_pickler
@@ -122,6 +122,9 @@ def rpc_sync(
     """Runs a function on another worker and returns its result; see ``torchweft.rpc.rpc_sync``."""
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = pickled_call(_default_pickler, func, args, kwargs)
+    if profiling.is_enabled():
+        mode = profiling.RPCExecMode.SYNC
+        return profiling.call_async(to, func, args, kwargs, timeout, mode).wait()
     return torchweft.rpc.rpc_sync(to, func, args, kwargs, timeout)
 
 
@@ -133,7 +136,7 @@ def rpc_async(
         func, args, kwargs = pickled_call(_default_pickler, func, args, kwargs)
     future: torch.futures.Future[Any]
     try:
-        future = torchweft.rpc.rpc_async(to, func, args, kwargs, timeout)
+        future = profiling.call_async(to, func, args, kwargs, timeout)
     except WorkerLost as error:
         # Programs look for it where they wait, as if the worker had been lost a moment later.
         future = torch.futures.Future()
@@ -157,6 +160,8 @@ def remote(
     """
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = pickled_call(_default_pickler, func, args, kwargs)
+    if profiling.is_enabled():
+        return profiling.create(to, func, args, kwargs, timeout)
     reference: Any = torchweft.rpc.remote(to, func, args, kwargs, timeout)
     if timeout > 0:
         reference._watch_creation(timeout)

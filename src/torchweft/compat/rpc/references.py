@@ -50,7 +50,7 @@ class RRef(torchweft.rpc.RRef[T]):
         type_hint: Accepted for compatibility; Weft needs no type.
     """
 
-    __slots__ = ("_created", "_fork_id", "_local_id", "_type")
+    __slots__ = ("_created", "_fork_id", "_local_id", "_profiled", "_type")
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if not current_agent.is_set():
@@ -69,6 +69,7 @@ class RRef(torchweft.rpc.RRef[T]):
         self._fork_id = next(_local_ids) if is_user else _NOT_MADE_HERE
         self._created: AnyFuture | None = None
         self._type: AnyFuture | None = None
+        self._profiled: AnyFuture | None = None
 
     # The value
 
@@ -150,6 +151,13 @@ class RRef(torchweft.rpc.RRef[T]):
             ) from None
         except Exception:
             return  # Whatever else happened, using the value says it.
+
+    def _get_profiling_future(self) -> AnyFuture:
+        """Returns the future that ends the profiler's event of the ``remote``."""
+        return self._get_future() if self._profiled is None else self._profiled
+
+    def _set_profiling_future(self, future: AnyFuture) -> None:
+        self._profiled = future
 
     # Its type
 

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.autograd.profiler import record_function
 from torch.autograd.profiler_legacy import profile
 
-from tests.conformance.shims import profiling
+from torchweft.compat.rpc import profiling
+
+
+def test_names_of_functions() -> None:
+    scripted = torch.jit.CompilationUnit("def same(x):\n    return x\n").same
+    assert profiling.name_of(torch.add) == "aten::add"
+    assert profiling.name_of(scripted).endswith("same")
+    assert profiling.name_of(test_names_of_functions) == "test_names_of_functions"
+    assert profiling.name_of(functools.partial(len)).startswith("functools.partial(")
 
 
 def test_keys_name_the_call_and_its_ends() -> None:
