@@ -19,8 +19,9 @@ from tests.fuzz.mutating import Mutator
 from tests.fuzz.targets import load
 from tests.processes import unpickling
 from torchweft import rpc
-from torchweft.agent.connector import ATTEMPT, CAPABILITIES, REGISTRATION, SESSION, TO
+from torchweft.agent.connector import CAPABILITIES, REGISTRATION
 from torchweft.agent.current import current
+from torchweft.protocol.connecting.hello import ATTEMPT, SESSION, TO
 from torchweft.protocol.membership import Registration
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake

@@ -24,7 +24,6 @@ from torchweft.protocol.membership import Registration
 from torchweft.rpc.worker import current_worker
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Handshake
-from torchweft.transport.resumable import ResumableLink
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
 
@@ -60,9 +59,9 @@ def tcp_address() -> str:
 
 
 def session_with(name: str) -> str:
-    link = current().find(name).link
-    assert isinstance(link, ResumableLink)
-    return link.name
+    terms = current().find(name).connecting.session
+    assert terms is not None
+    return terms.name
 
 
 def state() -> State:

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from tests.simulation.session_node import Half, Limits, Node
+from tests.simulation.connections import Half, Limits, Node
 from tests.simulation.streams import Streams, Weather
 from tests.simulation.timeline import Clock, Timeline
 from torchweft.protocol.calls import CallTable
@@ -43,6 +43,7 @@ class CounterWorker:
         self.calls: CallTable[Call] = CallTable()
         self.failed = 0
         node.on_frame = self._on_frame
+        node.on_note = world.note
         node.on_lost = self._on_lost
 
     @property
@@ -88,6 +89,8 @@ class CounterWorker:
 
     def _on_lost(self, peer: int, cause: str) -> None:
         self.world.note(self.id, "loses", peer, "because", cause)
+        assert (self.id, peer) not in self.world.lost_at_s, f"{self.id} loses {peer} again"
+        self.world.causes[self.id, peer] = cause
         self.world.lost_at_s[self.id, peer] = self.world.timeline.now_s
         self.failed += len(self.calls.take_of_worker(peer))
 
@@ -104,7 +107,7 @@ class CounterWorld:
         sent: Frames sent, by sender and receiver.
         received: How many of them arrived.
         asked: How many calls were made, by caller and callee; so ``counted`` and ``answered``.
-        lost_at_s: When a worker gave another one up.
+        lost_at_s: When a worker gave another one up; ``causes`` says why.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class CounterWorld:
         self.counted: Counter[tuple[int, int]] = Counter()
         self.answered: Counter[tuple[int, int]] = Counter()
         self.lost_at_s: dict[tuple[int, int], float] = {}
+        self.causes: dict[tuple[int, int], str] = {}
         self.trace: list[tuple[Any, ...]] = []
         self.workers: dict[int, CounterWorker] = {}
         self._next_id = 0
@@ -136,8 +140,7 @@ class CounterWorld:
         worker = CounterWorker(self, node)
         for other in self.workers.values():
             node.know(other.id, other.node.place)
-            if node.id not in other.node.halves:
-                other.node.know(node.id, place)
+            other.node.know(node.id, place)
         self.workers[node.id] = worker
         self.note(node.id, "begins at", place)
         return worker

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.connections import Node
 from tests.simulation.network import Packet
 from tests.simulation.reference_world import Carrier, Homecoming
-from tests.simulation.session_node import Node
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import CallTable
 from torchweft.wire.frames import Frame

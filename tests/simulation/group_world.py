@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from tests.simulation.connections import Limits, Node
 from tests.simulation.group_member import Member, Request
 from tests.simulation.reference_world import World
-from tests.simulation.session_node import Limits, Node
 from tests.simulation.streams import Streams, Weather
 from tests.simulation.timeline import Clock, Timeline
 from torchweft.wire.frames import encode_frame
@@ -39,7 +39,7 @@ class GroupWorld:
         self.timeline = Timeline()
         weather = replace(Weather.draw(chance), largest_piece_bytes=chance.choice((20, 300, 5000)))
         self.streams = Streams(chance, self.timeline, weather)
-        self.limits = Limits(detection_s=10.0, reconnect_s=60.0)
+        self.limits = Limits(detection_s=10.0, reconnect_s=60.0, connect_s=60.0)
         self.references = World(0, self)
         self.members: dict[int, Any] = {}
         self.ran: Counter[tuple[int, int]] = Counter()
@@ -69,8 +69,7 @@ class GroupWorld:
         for other in self.members.values():
             if not other.is_gone:
                 node.know(other.id, other.node.place)
-                if node_id not in other.node.halves:
-                    other.node.know(node_id, place)
+                other.node.know(node_id, place)
         self.members[node_id] = member
         self.note(node_id, "begins at", place)
         member.start()

@@ -139,6 +139,7 @@ class Streams:
         self._dead_hosts: set[int] = set()
         self._frozen_until_s: dict[int, float] = {}
         self._cut: set[tuple[int, int]] = set()
+        self._walls: set[tuple[int, int]] = set()
         self._waiting: list[Callable[[], None]] = []
 
     # What workers do
@@ -156,7 +157,8 @@ class Streams:
         on_refused: Callable[[], None],
     ) -> None:
         """Opens a connection; one of the two functions is called, or none."""
-        if self._is_heard(place, target) and self.chance.random() >= self.weather.misses:
+        is_heard = self._is_heard(place, target) and (place, target) not in self._walls
+        if is_heard and self.chance.random() >= self.weather.misses:
             self.timeline.later(self.delay_s(), self._accept, place, target, on_open, on_refused)
 
     # What the world does
@@ -164,6 +166,10 @@ class Streams:
     def cut(self, source: int, target: int) -> None:
         """Lets nothing through from ``source`` to ``target`` until ``heal``."""
         self._cut.add((source, target))
+
+    def wall(self, source: int, target: int) -> None:
+        """Has nobody at ``target`` hear of attempts to connect from ``source``, for good."""
+        self._walls.add((source, target))
 
     def heal(self) -> None:
         """Ends all cuts; what waited goes on."""
@@ -254,8 +260,9 @@ class Streams:
             mine[:] = [other for other in mine if other.is_open]
             mine.append(end)
         # The host takes the connection, though its worker may be busy with something else.
-        self.timeline.later(self._frozen_s(target), self._hand_over, there)
-        self.timeline.later(self.delay_s(), on_open, here)
+        open_s = self.delay_s()
+        self.timeline.later(open_s, on_open, here)
+        self.timeline.later(max(self._frozen_s(target), open_s), self._hand_over, there)
 
     def _hand_over(self, end: End) -> None:
         listener = self._listeners.get(end.place)

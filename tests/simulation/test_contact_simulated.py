@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.simulation.connections import Limits
 from tests.simulation.counter_world import CounterWorld
 from tests.simulation.seeds import batches, name_of, try_seeds
-from tests.simulation.session_node import Limits
 from tests.simulation.streams import Weather
 
 TIMES_S = (8.0, 10.0, 30.0)
@@ -29,7 +29,8 @@ class Run:
     def __init__(self, seed: int) -> None:
         self.world = CounterWorld(seed, 2 + seed % 2, Limits(), Weather())
         self.chance = chance = self.world.chance
-        self.limits = Limits(chance.choice(TIMES_S), chance.choice(TIMES_S))
+        times_s = chance.choice(TIMES_S), chance.choice(TIMES_S)
+        self.limits = Limits(*times_s, connect_s=times_s[1])
         self.shorter_s = min(self.limits.detection_s, self.limits.reconnect_s)
         self.kinds = ["break", "cut", "freeze", "call"]
         self.longest_outage_s = self.shorter_s / 3

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.simulation.connections import Limits
 from tests.simulation.counter_world import CounterWorld
 from tests.simulation.seeds import batches, name_of, try_seeds
-from tests.simulation.session_node import Limits
 from tests.simulation.streams import Weather
 from torchweft.wire import session
 
@@ -23,7 +23,7 @@ OUTAGE_S = 4.0
 """Shorter than the time after which somebody suspects that a peer is lost."""
 PAUSE_S = 2.0
 """Between two outages: in this time, everybody hears of everybody."""
-LIMITS = Limits(detection_s=10.0, reconnect_s=60.0)
+LIMITS = Limits(detection_s=10.0, reconnect_s=60.0, connect_s=60.0)
 LONGEST_FREEZE_S = 100.0
 END_S = 600.0
 

@@ -11,34 +11,17 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torchweft import knobs
-from torchweft.agent.connector import (
-    ATTEMPT,
-    CROSSED,
-    DATA,
-    INTRODUCTION,
-    POSITION,
-    PROBE,
-    PURPOSE,
-    REGISTRATION,
-    RESUME,
-    SESSION,
-    SET,
-    TAKEN,
-    TO,
-    VERDICT,
-    Connector,
-    Terms,
-    position_in,
-    send_verdict,
-)
+from torchweft.agent.connector import REGISTRATION, TAKEN, VERDICT, Connector, send_verdict
 from torchweft.agent.peers import Peer
 from torchweft.agent.shared_memory import close_all, map_memory
 from torchweft.channel.capabilities import Capabilities
 from torchweft.errors import DuplicateName, ProtocolError
+from torchweft.protocol.connecting import Answer, Hello, Purpose, Terms, Verdict
+from torchweft.protocol.connecting.hello import POSITION
 from torchweft.protocol.membership import Registration
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
@@ -62,12 +45,14 @@ class Acceptor:
 
     Args:
         connector: The worker's other end.
-        lookup: Finds who it is that connects.
+        lookup: Finds the worker that connects.
+        dial: Has another thread dial a worker whose connection cannot be accepted.
     """
 
-    def __init__(self, connector: Connector, lookup: Lookup) -> None:
+    def __init__(self, connector: Connector, lookup: Lookup, dial: Callable[[Peer], None]) -> None:
         self._connector = connector
         self._lookup = lookup
+        self._dial = dial
         self._limit = knobs.STRANGER_LIMIT.get()
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, None] = {}
@@ -130,7 +115,8 @@ class Acceptor:
             raise
 
     def _take(self, connection: socket.socket, handshake: Handshake, greeting: Greeting) -> None:
-        if greeting.facts.get(TO, self._connector.worker) != self._connector.worker:
+        said = Hello.from_facts(greeting.facts)
+        if said.to not in (None, self._connector.worker):
             self._answer(connection, handshake, "the worker that was here is gone")
             return
         try:
@@ -140,15 +126,31 @@ class Acceptor:
             return
         if peer is None:
             raise ProtocolError(f"there is no other worker {greeting.worker}")
-        purpose = greeting.facts.get(PURPOSE)
-        if purpose == INTRODUCTION:
-            self._answer(connection, handshake, "")
-        elif purpose == DATA:
-            self._take_data(connection, handshake, peer, greeting.facts)
-        elif purpose in (RESUME, PROBE):
-            self._take_session(connection, handshake, peer, greeting.facts)
+        is_unix = connection.family == socket.AF_UNIX
+        if said.purpose is Purpose.LINK and (said.session is None) != is_unix:
+            raise ProtocolError("a session goes over TCP, and only there")
+        with peer.state_lock:
+            answer = peer.connecting.hello(self._connector.worker, said)
+        if answer.must_dial and not self._connector.end_attempt(peer):
+            self._dial(peer)
+        if answer.verdict is Verdict.ACCEPT:
+            self._accept_link(connection, handshake, peer, said, greeting)
+        elif answer.verdict in (Verdict.RESUME, Verdict.WELCOME_AGAIN):
+            self._resume(connection, handshake, peer, said)
+        elif said.purpose is Purpose.DATA and answer.verdict is Verdict.CONFIRM:
+            self._take_data(connection, handshake, peer, said)
         else:
-            self._take_link(connection, handshake, peer, greeting)
+            self._close(connection, handshake, peer, answer)
+
+    def _close(
+        self, connection: socket.socket, handshake: Handshake, peer: Peer, answer: Answer
+    ) -> None:
+        """Answers on a connection that is not needed."""
+        if answer.verdict is Verdict.HANG_UP:
+            raise ProtocolError(answer.text)
+        self._answer(connection, handshake, answer.text)
+        if answer.verdict is Verdict.BREAK_OFF and isinstance(peer.link, ResumableLink):
+            peer.link.break_off(f"worker {peer.name!r} says that it broke")
 
     def _answer(self, connection: socket.socket, handshake: Handshake, refusal: str) -> None:
         with connection, contextlib.suppress(OSError):
@@ -156,21 +158,15 @@ class Acceptor:
 
     # The first connection
 
-    def _take_link(
-        self, connection: socket.socket, handshake: Handshake, peer: Peer, greeting: Greeting
+    def _accept_link(
+        self,
+        connection: socket.socket,
+        handshake: Handshake,
+        peer: Peer,
+        said: Hello,
+        greeting: Greeting,
     ) -> None:
-        terms = _terms_in(greeting.facts)
-        if (terms is None) != (connection.family == socket.AF_UNIX):
-            raise ProtocolError("a session goes over TCP, and only there")
-        former = peer.link
-        if terms is not None and isinstance(former, ResumableLink) and former.name == terms.name:
-            # The dialler has not heard the answer to its first greeting.
-            self._welcome_again(connection, handshake, peer, former, terms.attempt)
-            return
-        refusal = self._refusal(peer)
-        if refusal:
-            self._answer(connection, handshake, refusal)
-            return
+        terms = None if said.session is None else Terms(said.session, False, said.attempt)
         try:
             theirs = self._connector.choose_channels(peer, connection, greeting)
             self._welcome(connection, handshake, peer)
@@ -178,8 +174,9 @@ class Acceptor:
             if with_memory:
                 self._receive_memory(peer, handshake, theirs)
             link = self._connector.install(peer, connection, terms)
-        except (OSError, ProtocolError):
-            peer.is_accepting = False
+        except BaseException:
+            with peer.state_lock:
+                peer.connecting.accept_failed()
             raise
         if with_memory:
             send_verdict(peer, link)
@@ -188,23 +185,6 @@ class Acceptor:
         facts = self._connector.facts(verdict=peer.channels.verdict())
         with self._connector.memory.descriptor_for(connection) as descriptor:
             handshake.send(Kind.WELCOME, Greeting(self._connector.worker, facts=facts), descriptor)
-
-    def _welcome_again(
-        self,
-        connection: socket.socket,
-        handshake: Handshake,
-        peer: Peer,
-        link: ResumableLink,
-        attempt: int,
-    ) -> None:
-        with self._attempt(link, attempt):
-            link.stop()
-            try:
-                self._welcome(connection, handshake, peer)
-                self._connector.shell.resume(peer, link, connection, 0)
-            except OSError as error:
-                link.report_break(str(error))
-                raise
 
     def _receive_memory(self, peer: Peer, handshake: Handshake, theirs: Capabilities) -> None:
         """Takes the dialler's memory, which comes with its verdict.
@@ -219,107 +199,43 @@ class Acceptor:
             close_all(memory)
         peer.channels.confirm(answer.facts.get(VERDICT))
 
-    def _refusal(self, peer: Peer) -> str:
-        with peer.state_lock:
-            if peer.lost is not None:
-                return _lost_before(peer)
-            if peer.link is not None or (peer.is_dialling and self._connector.worker > peer.id):
-                return CROSSED
-            peer.is_accepting = True
-            return ""
-
     # Further connections
 
-    def _take_session(
-        self, connection: socket.socket, handshake: Handshake, peer: Peer, facts: dict[str, Any]
-    ) -> None:
-        is_begun = peer.is_accepting or peer.is_dialling
-        link = peer.link
-        is_known = isinstance(link, ResumableLink) and link.name == facts.get(SESSION)
-        if peer.lost is not None:
-            self._answer(connection, handshake, _lost_before(peer))
-        elif is_begun and link is None:
-            # It has not heard yet that the session stands. The other side tries again.
-            raise ProtocolError("this side is not done yet")
-        elif not is_known:
-            self._answer(connection, handshake, "there is no such session")
-        elif facts[PURPOSE] == PROBE:
-            assert isinstance(link, ResumableLink)
-            self._answer(connection, handshake, "")
-            # Else this side has noticed, and dialled again since.
-            if link.was_dialled and link.last_attempt == facts.get(ATTEMPT):
-                link.break_off(f"worker {peer.name!r} says that it broke")
-        else:
-            assert isinstance(link, ResumableLink)
-            self._resume(connection, handshake, peer, link, facts)
-
     def _resume(
-        self,
-        connection: socket.socket,
-        handshake: Handshake,
-        peer: Peer,
-        link: ResumableLink,
-        facts: dict[str, Any],
+        self, connection: socket.socket, handshake: Handshake, peer: Peer, said: Hello
     ) -> None:
-        position = position_in(facts)
-        if link.was_dialled:
-            raise ProtocolError("a session is resumed by whoever dialled it")
-        with self._attempt(link, _number_in(facts, ATTEMPT)):
+        """Gives a session a connection, unless a later attempt has done so."""
+        link = peer.link
+        assert isinstance(link, ResumableLink)
+        with link.resuming:
+            with peer.state_lock:
+                is_latest = peer.connecting.take_attempt(said.attempt)
+            if not is_latest:
+                raise ProtocolError("a later attempt was here before")
             told = {POSITION: link.stop()}
             try:
-                handshake.send(Kind.WELCOME, Greeting(self._connector.worker, facts=told))
-                self._connector.shell.resume(peer, link, connection, position)
+                if said.purpose is Purpose.LINK:
+                    self._welcome(connection, handshake, peer)
+                else:
+                    handshake.send(Kind.WELCOME, Greeting(self._connector.worker, facts=told))
+                self._connector.shell.resume(peer, link, connection, said.position)
             except OSError as error:
                 link.report_break(str(error))
                 raise
 
-    @contextlib.contextmanager
-    def _attempt(self, link: ResumableLink, attempt: int) -> Iterator[None]:
-        """Gives a session a connection, unless a later attempt has done so."""
-        with link.resuming:
-            if attempt <= link.last_attempt:
-                raise ProtocolError("a later attempt was here before")
-            link.last_attempt = attempt
-            yield
-
     def _take_data(
-        self, connection: socket.socket, handshake: Handshake, peer: Peer, facts: dict[str, Any]
+        self, connection: socket.socket, handshake: Handshake, peer: Peer, said: Hello
     ) -> None:
-        refusal = ""
-        if peer.lost is not None:
-            refusal = _lost_before(peer)
-        elif peer.accept_data is None:
-            refusal = "this worker takes no data connections"
-        if refusal or peer.accept_data is None:
-            self._answer(connection, handshake, refusal)
+        if peer.accept_data is None:
+            self._answer(connection, handshake, "this worker takes no data connections")
         else:
             handshake.send(Kind.WELCOME, Greeting(self._connector.worker))
-            peer.accept_data(connection, _number_in(facts, SET))
-
-
-def _lost_before(peer: Peer) -> str:
-    return f"this group lost worker {peer.name!r} before"
+            peer.accept_data(connection, said.set_number)
 
 
 def _registration_in(facts: dict[str, Any]) -> Registration | None:
     told = facts.get(REGISTRATION)
     return None if told is None else Registration.decode(told)
-
-
-def _terms_in(facts: dict[str, Any]) -> Terms | None:
-    name = facts.get(SESSION)
-    if name is None:
-        return None
-    if not isinstance(name, str):
-        raise ProtocolError(f"a session is called {name!r}")
-    return Terms(name, False, _number_in(facts, ATTEMPT))
-
-
-def _number_in(facts: dict[str, Any], of: str) -> int:
-    number = facts.get(of)
-    if type(number) is not int:
-        raise ProtocolError(f"the {of} of a connection has number {number!r}")
-    return number
 
 
 def _shut(connection: socket.socket) -> None:

@@ -33,7 +33,7 @@ from torchweft.agent.members import Members
 from torchweft.agent.mishaps import log_mishap
 from torchweft.agent.open_calls import OpenCalls
 from torchweft.agent.peers import Peer, Unreachable, Unsent
-from torchweft.agent.protection import Patience, Protection
+from torchweft.agent.protection import Protection
 from torchweft.agent.reactor import Reactor
 from torchweft.agent.served_calls import Cancelling
 from torchweft.agent.slots import Slots
@@ -44,6 +44,7 @@ from torchweft.channel.cma import Nonce
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import CallTimeout, NotInitialized, ProtocolError, WorkerLost
 from torchweft.protocol.calls import ServedCall
+from torchweft.protocol.connecting import Patience
 from torchweft.protocol.membership import Registration
 from torchweft.transport.link import Link, LinkClosed
 from torchweft.transport.spinning import Spinning
@@ -120,7 +121,14 @@ class Agent:
         self._switches = ShortSwitches()
         if patience is None:
             patience = Patience(knobs.DETECTION_S.get(), knobs.RECONNECT_S.get())
-        self.links = Links(self, patience)
+        self.contacts = Contacts(
+            patience.detection_s,
+            self.reactor,
+            lambda peer, link: self._connector.redial(peer, link),
+            self.lose,
+            self._nudge,
+        )
+        self.links = Links(self, self.contacts, patience)
         self._connector = Connector(
             self.me.registration,
             members.is_open,
@@ -130,8 +138,7 @@ class Agent:
             protection.tls,
             has_secret=protection.has_secret,
         )
-        self._acceptor = Acceptor(self._connector, self._lookup)
-        self.contacts = Contacts(self, self._connector, patience)
+        self._acceptor = Acceptor(self._connector, self._lookup, self.first_contacts.connect_soon)
         self.memory = self._connector.memory
         self.housekeeper: Housekeeper | None = None
         self.on(Kind.PULLED, self._on_pulled, inline=True)
@@ -205,6 +212,10 @@ class Agent:
             self.reactor.watch_reading(
                 listener.fileno(), functools.partial(self._on_connection, listener)
             )
+
+    def _nudge(self, due_s: float) -> None:
+        if self.housekeeper is not None:
+            self.housekeeper.nudge(due_s)
 
     # Peers
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torchweft import knobs
 from torchweft.agent.peers import Peer, Unreachable
@@ -23,6 +22,23 @@ from torchweft.agent.shared_memory import MemoryExchange, close_all, map_memory
 from torchweft.channel.capabilities import Capabilities
 from torchweft.channel.choice import choose
 from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
+from torchweft.protocol.connecting import (
+    Busy,
+    Dial,
+    Done,
+    Failure,
+    Hello,
+    Lose,
+    Outcome,
+    Probe,
+    Purpose,
+    Reaching,
+    Resume,
+    Step,
+    Terms,
+)
+from torchweft.protocol.connecting.hello import position_in
+from torchweft.protocol.connecting.machine import CROSSED
 from torchweft.protocol.membership import HOST, NETWORK, Registration
 from torchweft.secret import Secret
 from torchweft.transport import addresses
@@ -34,21 +50,11 @@ from torchweft.transport.secure import TlsOptions, secure_client
 from torchweft.wire.frames import Buffer, encode_frame
 from torchweft.wire.messages import Kind
 
-CROSSED = "crossed"
 TAKEN = "taken"
-PURPOSE = "purpose"
-DATA, INTRODUCTION, RESUME, PROBE = "data", "introduction", "resume", "probe"
 REGISTRATION = "registration"
-TO = "to"
-SESSION, POSITION, ATTEMPT = "session", "position", "attempt"
-SET = "set"
 CAPABILITIES, VERDICT = "capabilities", "verdict"
-_FIRST_PAUSE_S = 0.02
 _DATA_LIMIT_S = 2.0
-"""How long a data connection may take: whoever has something to send waits for it."""
-_LONGEST_PAUSE_S = 0.5
-_CROSSING_S = 0.25
-"""How long a connection that the other side makes may take to arrive before this side dials."""
+"""How long a data connection may take: a thread that has tensors to send waits for it."""
 
 
 class Speechless(TimeoutError):
@@ -67,12 +73,20 @@ class Crossed(ConnectionError):
     """The other side makes a connection itself, which has not come yet: it lives."""
 
 
-class Terms(NamedTuple):
-    """Of a session: its name, whether this side dialled it, and at which attempt."""
+_FAILURES: tuple[tuple[tuple[type[Exception], ...], Failure], ...] = (
+    ((Gone,), Failure.GONE),
+    ((Crossed,), Failure.CROSSED),
+    ((Refused, LinkClosed, ProtocolError, ConfigurationError), Failure.REFUSED),
+    ((TimeoutError,), Failure.BUSY),
+)
 
-    name: str
-    was_dialled: bool
-    attempt: int
+
+def failure_of(error: Exception) -> Failure:
+    """Returns what the machine is told of an error; of any other one, the network is the reason."""
+    for kinds, failure in _FAILURES:
+        if isinstance(error, kinds):
+            return failure
+    return Failure.BROKEN
 
 
 class Shell(Protocol):
@@ -81,7 +95,7 @@ class Shell(Protocol):
     def make_link(self, connection: socket.socket, peer: Peer, terms: Terms | None) -> Link:
         """Wraps a connected socket; with terms, in a session."""
 
-    def adopt(self, peer: Peer, link: Link) -> None:
+    def adopt(self, peer: Peer, link: Link, terms: Terms | None) -> None:
         """Makes a new link that of a peer, and begins to read it; raises LinkClosed if too late."""
 
     def resume(
@@ -127,15 +141,14 @@ class Connector:
         self._registration = {REGISTRATION: me.as_json()} if is_open else {}
         self._capabilities = dataclasses.replace(capabilities, memory_nonce=self.memory.nonce)
         self._uses_unix = bool(knobs.UNIX_SOCKETS.get())
-        self._dialling: set[socket.socket] = set()
+        self._dialling: dict[int, socket.socket] = {}
         self._is_closed = False
 
     def close(self) -> None:
         """Lends no more memory to those who connect, and ends what is being dialled."""
         self._is_closed = True
-        for connection in list(self._dialling):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        for connection in list(self._dialling.values()):
+            _shut(connection)
         self.memory.close()
 
     # The first connection to a peer
@@ -157,143 +170,149 @@ class Connector:
         if not peer.dial_lock.acquire(timeout=patience_s):
             raise Speechless("it is being dialled already")
         try:
-            with peer.state_lock:
-                if peer.link is not None:
-                    return peer.link
-                if peer.lost is not None:
-                    raise peer.lost_error()
-            return self._connect_patiently(peer, deadline_s)
-        except Speechless:
-            raise
-        except (OSError, ProtocolError, LinkClosed, ConfigurationError) as error:
-            if peer.lost is not None:
-                raise peer.lost_error() from error
-            if isinstance(error, Gone):
-                raise Unreachable(str(error)) from error
-            raise Unreachable(f"no connection to {_where(peer)}: {error}") from error
+            return self._carry_out(peer, deadline_s)
         finally:
-            peer.is_dialling = False
+            with peer.state_lock:
+                peer.connecting.want_no_more()
             peer.dial_lock.release()
 
-    def _connect_patiently(self, peer: Peer, deadline_s: float) -> Link:
-        """Tries again where the network breaks or nobody speaks; not where the answer is no."""
-        give_up_s = time.monotonic() + self.timeout_s
-        name, pause_s = secrets.token_hex(16), _FIRST_PAUSE_S
-        for attempt in itertools.count(1):
-            limit_s = min(time.monotonic() + self.timeout_s, deadline_s)
-            try:
-                if self._may_dial(peer):
-                    return self._dial(peer, Terms(name, True, attempt), limit_s)
-                return self._await_link(peer, limit_s)
-            except (Refused, LinkClosed, ProtocolError):
-                raise
-            except (TimeoutError, Crossed) as error:
-                # Its system has accepted the connection, or it has answered: it lives.
-                give_up_s = time.monotonic() + self.timeout_s
-                if time.monotonic() + pause_s >= deadline_s:
-                    raise Speechless(str(error)) from error
-            except OSError as error:
-                if time.monotonic() + pause_s > give_up_s:
-                    raise
-                if time.monotonic() + pause_s >= deadline_s:
-                    raise Speechless(str(error)) from error
-            if self._is_closed or peer.lost is not None:
-                raise LinkClosed("it is not wanted any more")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        raise AssertionError("attempts do not end")
-
-    def _may_dial(self, peer: Peer) -> bool:
-        """Whether the other side is not making a connection already; from here on, this one is."""
+    def _carry_out(self, peer: Peer, deadline_s: float) -> Link:
+        """Does, step by step, what the machine says, until there is a link or it says no."""
+        connecting, cause = peer.connecting, None
         with peer.state_lock:
-            peer.is_dialling = peer.link is None and not peer.is_accepting
-            return peer.is_dialling
+            name = secrets.token_hex(16)
+            step = connecting.want(time.monotonic(), deadline_s, self.timeout_s, name)
+        while not isinstance(step, Done):
+            error = None
+            if isinstance(step, Busy):
+                raise Speechless(step.cause) from cause
+            if isinstance(step, Lose) or self._is_closed:
+                raise _unreachable(peer, step) from cause
+            if isinstance(step, Dial):
+                error = self._try_to_dial(peer, step)
+                cause = error or cause
+            else:
+                peer.linked.wait(max(step.until_s - time.monotonic(), 0.0))
+            with peer.state_lock:
+                now_s = time.monotonic()
+                if error is None:
+                    step = connecting.go_on(now_s)
+                else:
+                    step = connecting.dial_failed(now_s, failure_of(error), str(error))
+        if peer.lost is not None:
+            raise peer.lost_error() from cause
+        assert peer.link is not None
+        return peer.link
 
-    def _dial(self, peer: Peer, terms: Terms, deadline_s: float) -> Link:
+    def end_attempt(self, peer: Peer) -> bool:
+        """Has the attempt to make the first connection fail; returns whether there is one."""
+        connection = self._dialling.get(peer.id)
+        if connection is not None:
+            _shut(connection)
+        return connection is not None
+
+    def _try_to_dial(self, peer: Peer, step: Dial) -> Exception | None:
+        """Makes an attempt; returns why it came to nothing, if it did."""
+        try:
+            self._dial(peer, step.terms, step.limit_s)
+        except (OSError, ProtocolError, ConfigurationError) as error:
+            return error
+        return None
+
+    def _dial(self, peer: Peer, terms: Terms, deadline_s: float) -> None:
         connection = self._open(peer, deadline_s)
-        self._dialling.add(connection)
+        self._dialling[peer.id] = connection
         memory: list[int] = []
         is_unix = connection.family == socket.AF_UNIX
         try:
             handshake = self._begin(connection, deadline_s)
-            facts = self.facts(to=peer)
-            if not is_unix:
-                facts |= {SESSION: terms.name, ATTEMPT: terms.attempt}
-            handshake.send(Kind.HELLO, Greeting(self.worker, facts=facts))
-            answer = handshake.receive(Kind.WELCOME, memory)
-            if not answer.refusal:
-                theirs = self.choose_channels(peer, connection, answer)
-                map_memory(peer.channels, memory, theirs.memory_nonce)
-                peer.channels.confirm(answer.facts.get(VERDICT))
-                if is_unix and self.memory.nonce:
-                    self._send_memory(peer, connection, handshake)
-                    return self.install(peer, connection, None)
+            with peer.state_lock:
+                may_offer = peer.connecting.offer()
+            if not may_offer:
+                connection.close()
+                return
+            answer = self._offer(peer, handshake, None if is_unix else terms, memory)
+            theirs = self.choose_channels(peer, connection, answer)
+            map_memory(peer.channels, memory, theirs.memory_nonce)
+            peer.channels.confirm(answer.facts.get(VERDICT))
+            if is_unix and self.memory.nonce:
+                self._send_memory(peer, connection, handshake)
+                self.install(peer, connection, None)
+            else:
                 link = self.install(peer, connection, None if is_unix else terms)
                 send_verdict(peer, link)
-                return link
         except BaseException:
             connection.close()
             raise
         finally:
             close_all(memory)
-            self._dialling.discard(connection)
-        connection.close()
+            self._dialling.pop(peer.id)
+
+    def _offer(
+        self, peer: Peer, handshake: Handshake, terms: Terms | None, memory: list[int]
+    ) -> Greeting:
+        """Says what the connection is for; returns the answer, which is a welcome."""
+        said = Hello(Purpose.LINK, peer.id)
+        if terms is not None:
+            said = said._replace(session=terms.name, attempt=terms.attempt)
+        facts = self.facts() | self._registration | said.facts()
+        handshake.send(Kind.HELLO, Greeting(self.worker, facts=facts))
+        answer = handshake.receive(Kind.WELCOME, memory)
         if answer.refusal == CROSSED:
-            try:
-                return self._await_link(peer, deadline_s)
-            except ConnectionError as error:
-                raise Crossed(str(error)) from None
-        raise Refused(f"turned away: {answer.refusal}")
+            raise Crossed("it makes a connection itself")
+        if answer.refusal:
+            raise Refused(f"turned away: {answer.refusal}")
+        return answer
 
     def _send_memory(self, peer: Peer, connection: socket.socket, handshake: Handshake) -> None:
         verdict = Greeting(self.worker, facts={VERDICT: peer.channels.verdict()})
         with self.memory.descriptor_for(connection) as descriptor:
             handshake.send(Kind.VERDICT, verdict, descriptor)
 
-    def _await_link(self, peer: Peer, deadline_s: float) -> Link:
-        """Waits for the connection that the other side is making.
-
-        Raises:
-            ConnectionError: It came to nothing, or has not come; the other side may be dead.
-        """
-        doubtful_s = min(time.monotonic() + _CROSSING_S, deadline_s)
-        while not peer.linked.wait(_FIRST_PAUSE_S) and time.monotonic() < deadline_s:
-            if not peer.is_accepting and time.monotonic() > doubtful_s:
-                break
-        if peer.link is not None:
-            return peer.link
-        raise ConnectionError("the connection that it was making itself never came")
-
     # Further connections
 
-    def resume(self, peer: Peer, link: ResumableLink, timeout_s: float) -> None:
-        """Has a session that this side dialled go on over a new connection.
+    def redial(self, peer: Peer, link: ResumableLink) -> None:
+        """Resumes a session, or asks the side that dialled it to, as the machine says.
 
-        Args:
-            peer: The other side.
-            link: The session; its connection ends when the peer has answered.
-            timeout_s: How long it may take, in seconds.
+        Blocks for a limited time.
 
         Raises:
             Refused: The peer is not there any more, or has forgotten the session.
-            ProtocolError: Whoever answers is not the peer.
+            ProtocolError: The answer is not that of the peer.
             TimeoutError: Somebody listens there, and does not speak.
+            LinkClosed: The session has ended.
             OSError: There is no connection.
         """
-        with self._greeted(peer, timeout_s) as (connection, handshake):
+        session = peer.connecting.session
+        was_dialled = session is not None and session.was_dialled
+        with link.resuming if was_dialled else contextlib.nullcontext():
+            # Asked only now: the session may have been resumed while this waited for its turn.
+            with peer.state_lock:
+                asked = peer.connecting.redial(time.monotonic(), self.timeout_s)
+            if isinstance(asked, Resume):
+                self.resume(peer, link, asked.limit_s)
+            elif isinstance(asked, Probe):
+                self.probe(peer, asked.terms, asked.limit_s)
+                with peer.state_lock:
+                    peer.connecting.probed(time.monotonic())
+
+    def resume(self, peer: Peer, link: ResumableLink, deadline_s: float) -> None:
+        """Has a session that this side dialled go on over a new connection."""
+        with self._greeted(peer, deadline_s) as (connection, handshake):
+            with peer.state_lock:
+                terms = peer.connecting.next_attempt()
+            if terms is None:
+                raise LinkClosed("the session has ended")
             # What still comes over the old connection from here on is sent again.
             position = link.stop()
-            link.last_attempt += 1
-            facts = {SESSION: link.name, POSITION: position, ATTEMPT: link.last_attempt}
-            answer = self._ask(peer, handshake, RESUME, facts)
+            said = Hello(Purpose.RESUME, peer.id, terms.name, terms.attempt, position)
+            answer = self._ask(handshake, said)
             self.shell.resume(peer, link, connection, position_in(answer.facts))
 
-    def probe(self, peer: Peer, link: ResumableLink, timeout_s: float) -> None:
-        """Tells the side that dialled a session that it has broken. Raises as ``resume``."""
-        # Before anything that takes time: meanwhile it may be resumed, and whole again.
-        facts = {SESSION: link.name, ATTEMPT: link.last_attempt}
-        with self._greeted(peer, timeout_s) as (connection, handshake):
-            self._ask(peer, handshake, PROBE, facts)
+    def probe(self, peer: Peer, terms: Terms, deadline_s: float) -> None:
+        """Tells the side that dialled a session that its connection broke."""
+        with self._greeted(peer, deadline_s) as (connection, handshake):
+            self._ask(handshake, Hello(Purpose.PROBE, peer.id, terms.name, terms.attempt))
             connection.close()
 
     def introduce(self, peer: Peer, timeout_s: float) -> None:
@@ -304,9 +323,10 @@ class Connector:
             OSError: It does not answer, or another worker does.
             ProtocolError: What answers is none of the group.
         """
-        with self._greeted(peer, min(timeout_s, self.timeout_s)) as (connection, handshake):
+        deadline_s = time.monotonic() + min(timeout_s, self.timeout_s)
+        with self._greeted(peer, deadline_s) as (connection, handshake):
             try:
-                self._ask(peer, handshake, INTRODUCTION, {})
+                self._ask(handshake, Hello(Purpose.INTRODUCTION, peer.id))
             except Refused as error:
                 if TAKEN not in error.args:
                     raise
@@ -326,9 +346,9 @@ class Connector:
         connections: list[socket.socket] = []
         try:
             for _ in range(count):
-                limit_s = min(self.timeout_s, _DATA_LIMIT_S)
-                with self._greeted(peer, limit_s) as (connection, handshake):
-                    self._ask(peer, handshake, DATA, {SET: number})
+                deadline_s = time.monotonic() + min(self.timeout_s, _DATA_LIMIT_S)
+                with self._greeted(peer, deadline_s) as (connection, handshake):
+                    self._ask(handshake, Hello(Purpose.DATA, peer.id, set_number=number))
                     connections.append(connection)
         except BaseException:
             for connection in connections:
@@ -337,9 +357,8 @@ class Connector:
         return connections
 
     @contextlib.contextmanager
-    def _greeted(self, peer: Peer, timeout_s: float) -> Iterator[tuple[socket.socket, Handshake]]:
+    def _greeted(self, peer: Peer, deadline_s: float) -> Iterator[tuple[socket.socket, Handshake]]:
         """Connects, up to the peer's challenge; closes the connection where the block raises."""
-        deadline_s = time.monotonic() + timeout_s
         connection = self._open(peer, deadline_s)
         try:
             yield connection, self._begin(connection, deadline_s)
@@ -354,11 +373,8 @@ class Connector:
             check_user(connection)
         return handshake
 
-    def _ask(
-        self, peer: Peer, handshake: Handshake, purpose: str, facts: dict[str, Any]
-    ) -> Greeting:
-        said = {PURPOSE: purpose, TO: peer.id, **facts, **self._registration}
-        handshake.send(Kind.HELLO, Greeting(self.worker, facts=said))
+    def _ask(self, handshake: Handshake, said: Hello) -> Greeting:
+        handshake.send(Kind.HELLO, Greeting(self.worker, facts=said.facts() | self._registration))
         answer = handshake.receive(Kind.WELCOME)
         if answer.refusal == TAKEN:
             raise Refused(TAKEN)
@@ -373,8 +389,9 @@ class Connector:
             Refused: Nobody listens there, or it cannot be dialled from here.
             OSError: The network does not carry that far now.
         """
-        errors: list[str] = []
-        is_final = was_heard = True
+        network = self.me.facts.get(NETWORK)
+        is_here = bool(network) and peer.registration.facts.get(NETWORK) == network
+        reaching = Reaching(is_here=is_here)
         for text in peer.registration.addresses:
             try:
                 address = addresses.parse(text)
@@ -382,18 +399,16 @@ class Connector:
                     return self._open_at(address, deadline_s)
             except (TimeoutError, ProtocolError):
                 raise  # Somebody listens there, who does not speak, or not the same.
-            except (OSError, ConfigurationError) as error:
-                errors.append(f"{text}: {getattr(error, 'strerror', None) or error}")
-                is_final &= isinstance(error, (ConnectionRefusedError, ConfigurationError))
-                was_heard &= not isinstance(error, ConfigurationError)
-        network = self.me.facts.get(NETWORK)
-        is_here = bool(network) and peer.registration.facts.get(NETWORK) == network
-        if is_final and was_heard and errors and is_here:
-            raise Gone("its process has ended: nobody listens any more where it did")
-        # Of another host, whose Unix sockets are not here, only the others are of interest.
-        far = [error for error in errors if not error.startswith("unix:")]
-        reason = "; ".join(far or errors) or "it listens nowhere that this side reaches"
-        raise (Refused if is_final else ConnectionError)(reason + self._hint(peer))
+            except ConfigurationError as error:
+                reaching.failed(text, Outcome.UNSUITABLE, str(error))
+            except OSError as error:
+                is_refused = isinstance(error, ConnectionRefusedError)
+                outcome = Outcome.REFUSED if is_refused else Outcome.UNANSWERED
+                reaching.failed(text, outcome, error.strerror or str(error))
+        if reaching.failure is Failure.GONE:
+            raise Gone(reaching.cause)
+        is_final = reaching.failure is Failure.REFUSED
+        raise (Refused if is_final else ConnectionError)(reaching.cause + self._hint(peer))
 
     def _open_at(self, address: addresses.Address, deadline_s: float) -> socket.socket:
         remaining_s = deadline_s - time.monotonic()
@@ -436,12 +451,9 @@ class Connector:
 
     # What both ends do
 
-    def facts(self, verdict: dict[str, str] | None = None, to: Peer | None = None) -> Any:
-        """Returns what this side says of itself in a greeting."""
-        facts: dict[str, Any] = {CAPABILITIES: self._capabilities.as_json(), VERDICT: verdict}
-        if to is not None:
-            facts |= {TO: to.id, **self._registration}
-        return facts
+    def facts(self, verdict: dict[str, str] | None = None) -> dict[str, Any]:
+        """Returns what this side says of its channels in a greeting."""
+        return {CAPABILITIES: self._capabilities.as_json(), VERDICT: verdict}
 
     def choose_channels(
         self, peer: Peer, connection: socket.socket, greeting: Greeting
@@ -456,7 +468,7 @@ class Connector:
         """Makes a connection the link to a peer."""
         link = self.shell.make_link(connection, peer, terms)
         peer.dial_data = functools.partial(self._dial_data, peer)
-        self.shell.adopt(peer, link)
+        self.shell.adopt(peer, link, terms)
         peer.linked.set()
         return link
 
@@ -480,13 +492,16 @@ def verdict_in(control: Buffer) -> object:
         raise ProtocolError(f"a verdict makes no sense: {error}") from error
 
 
-def position_in(facts: dict[str, Any]) -> int:
-    """Returns the position of the other side in a session; raises ProtocolError if it is none."""
-    position = facts.get(POSITION)
-    if type(position) is not int or position < 0:
-        raise ProtocolError(f"a session goes on at byte {position!r}, which is no position")
-    return position
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
-def _where(peer: Peer) -> str:
-    return f"worker {peer.name!r} at {', '.join(peer.registration.addresses) or 'no address'}"
+def _unreachable(peer: Peer, step: Step) -> Unreachable:
+    """Returns the error where nobody answers, or this worker does not want the peer any more."""
+    if not isinstance(step, Lose):
+        return Unreachable("it is not wanted any more")
+    if step.failure is Failure.GONE:
+        return Unreachable(step.cause)
+    where = ", ".join(peer.registration.addresses) or "no address"
+    return Unreachable(f"no connection to worker {peer.name!r} at {where}: {step.cause}")

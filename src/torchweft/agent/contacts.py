@@ -1,113 +1,99 @@
-"""The shell of ``torchweft.protocol.contact``: watches and mends the sessions of one worker."""
+"""Watches and mends the sessions of one worker, as ``torchweft.protocol.connecting`` says."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from torchweft.agent.connector import Connector, Refused
+from torchweft.agent.connector import failure_of
 from torchweft.agent.peers import Peer
-from torchweft.agent.protection import Patience
+from torchweft.agent.reactor import Reactor
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.protocol.contact import Contact, Step
+from torchweft.protocol.connecting import Action, Lose, Redial
 from torchweft.transport.hearing import probe_interval_s
 from torchweft.transport.link import LinkClosed
 from torchweft.transport.resumable import ResumableLink
 
-if TYPE_CHECKING:
-    from torchweft.agent.agent import Agent
-
 _log = logging.getLogger("torchweft")
 
-_DIAL_LIMIT_S = 2.0
-"""How long one attempt may take: the kernel's own patience with a silent network grows too fast."""
-_LEAST_DIAL_LIMIT_S = 0.1
 _ACKNOWLEDGE_S = 1.0
-
-
-class _Watched:
-    """One session, and what is known of the contact with its other side."""
-
-    __slots__ = ("contact", "link", "peer")
-
-    def __init__(self, peer: Peer, link: ResumableLink, contact: Contact) -> None:
-        self.peer = peer
-        self.link = link
-        self.contact = contact
 
 
 class Contacts:
     """The sessions of one worker. Thread-safe.
 
     Args:
-        agent: The worker's agent.
-        connector: Dials.
-        patience: How long contact with another worker may be lost.
+        detection_s: How long a peer may be silent.
+        reactor: Has threads that dial.
+        redial: Makes a new connection for a session; see ``Connector.redial``.
+        lose: Declares a peer lost, with the cause.
+        nudge: Has ``tick`` called at a time at the latest.
     """
 
-    def __init__(self, agent: Agent, connector: Connector, patience: Patience) -> None:
-        self._agent = agent
-        self._connector = connector
-        self._patience = patience
-        detection_s = patience.detection_s
+    def __init__(
+        self,
+        detection_s: float,
+        reactor: Reactor,
+        redial: Callable[[Peer, ResumableLink], None],
+        lose: Callable[[Peer, str], None],
+        nudge: Callable[[float], None],
+    ) -> None:
+        self._reactor = reactor
+        self._redial = redial
+        self._lose = lose
+        self._nudge = nudge
         self._interval_s = min(float(probe_interval_s(detection_s)), detection_s / 5)
         self._lock = threading.Lock()
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, tuple[Peer, ResumableLink]] = {}
         self._acknowledge_at_s = math.inf
 
     # What happens to sessions
 
     def watch(self, peer: Peer, link: ResumableLink) -> None:
-        """Watches a new session."""
-        contact = Contact(time.monotonic(), *self._patience)
+        """Watches a new session, unless it has ended already."""
         with self._lock:
-            self._watched[peer.id] = _Watched(peer, link, contact)
+            if peer.connecting.has_session:
+                self._watched[peer.id] = peer, link
         self._nudge(time.monotonic() + self._interval_s)
 
     def forget(self, peer: Peer) -> None:
-        """Watches a session no more: it has ended."""
+        """Watches the session of a peer no more, if there is one: it has ended."""
+        with peer.state_lock:
+            peer.connecting.end()
         with self._lock:
             self._watched.pop(peer.id, None)
 
-    def on_break(self, peer: Peer, link: ResumableLink, cause: str, *, is_answer: bool) -> None:
+    def on_break(self, peer: Peer, cause: str, *, is_answer: bool) -> None:
         """Takes note that the connection of a session has ended; mends it, unless that was it."""
-        self._agent.links.pause(link)
-        watched = self._watched.get(peer.id)
-        if link.is_ending or watched is None:
-            self._agent.lose(peer, cause)
-            return
-        with self._lock:
-            is_news = not watched.contact.is_broken
-            watched.contact.broke(time.monotonic(), cause, is_answer=is_answer)
+        with peer.state_lock:
+            is_news = not peer.connecting.is_broken
+            actions = peer.connecting.broke(time.monotonic(), cause, is_answer=is_answer)
+            is_news &= peer.connecting.is_broken
         if is_news:
             _log.info("the connection to worker %r broke: %s; it is made again", peer.name, cause)
         # Not by the housekeeper: every millisecond of a break is one that somebody waits.
-        self._look_at(watched, time.monotonic())
+        for action in actions:
+            if isinstance(action, Lose):
+                self._lose(peer, action.cause)
+            else:
+                self._act(peer, [action])
 
     def on_resumed(self, peer: Peer, link: ResumableLink) -> None:
         """Takes note that a session has a connection again."""
-        watched = self._watched.get(peer.id)
-        if watched is None:
-            return
-        with self._lock:
-            watched.contact.resumed(time.monotonic())
+        with peer.state_lock:
+            peer.connecting.resumed(time.monotonic())
         _log.info("the connection to worker %r was made again", peer.name)
-        if link.is_broken:
-            # It broke before this side had noted that it stands.
-            self.on_break(peer, link, "end of file", is_answer=True)
+        link.report_break("end of file")  # If it broke before this side had noted that it stands.
 
     def silence_s(self, peer: Peer) -> float:
         """Returns for how long nothing was heard of a peer; 0 where there is no session."""
-        watched = self._watched.get(peer.id)
-        if watched is None:
-            return 0.0
         now_s = time.monotonic()
-        self._listen(watched, now_s)
-        return max(0.0, watched.contact.silence_s(now_s))
+        if peer.id in self._watched:
+            self._listen(*self._watched[peer.id], now_s)
+        return peer.connecting.silence_s(now_s)
 
     # What is due
 
@@ -116,77 +102,60 @@ class Contacts:
         with self._lock:
             watched = list(self._watched.values())
         due_s = math.inf
-        for each in watched:
-            due_s = min(due_s, self._look_at(each, now_s))
+        for peer, link in watched:
+            self._listen(peer, link, now_s)
+            due_s = min(due_s, self._look_at(peer, now_s))
         if watched and now_s >= self._acknowledge_at_s:
-            for each in watched:
-                each.link.acknowledge()
+            for _, link in watched:
+                link.acknowledge()
             self._acknowledge_at_s = now_s + _ACKNOWLEDGE_S
         elif watched and math.isinf(self._acknowledge_at_s):
             self._acknowledge_at_s = now_s + _ACKNOWLEDGE_S
         return min(due_s, self._acknowledge_at_s) if watched else math.inf
 
-    def _look_at(self, watched: _Watched, now_s: float) -> float:
+    def _look_at(self, peer: Peer, now_s: float) -> float:
         """Does what is due for one session; returns when to look again."""
-        self._listen(watched, now_s)
-        contact = watched.contact
-        with self._lock:
-            step = contact.step(now_s)
-            due_s = min(contact.due_s(), now_s + self._interval_s)
-        if step is Step.DIAL:
-            self._agent.reactor.submit(self._dial, watched)
-        elif step is Step.GIVE_UP:
-            # Not in the thread that looks at the clock: it is needed for what follows.
-            lose = functools.partial(self._agent.lose, watched.peer, contact.cause)
-            self._agent.reactor.submit(lambda *_: lose())
+        with peer.state_lock:
+            actions = peer.connecting.step(now_s)
+            due_s = min(peer.connecting.due_s(), now_s + self._interval_s)
+        self._act(peer, actions)
         return due_s
 
-    def _listen(self, watched: _Watched, now_s: float) -> None:
-        silence_s = watched.link.silence_s()
+    def _listen(self, peer: Peer, link: ResumableLink, now_s: float) -> None:
+        silence_s = link.silence_s()
         if silence_s is not None:
-            with self._lock:
-                watched.contact.heard(now_s - silence_s)
+            with peer.state_lock:
+                peer.connecting.heard(now_s - silence_s)
 
-    def _nudge(self, due_s: float) -> None:
-        housekeeper = self._agent.housekeeper
-        if housekeeper is not None:
-            housekeeper.nudge(due_s)
+    # Actions
 
-    # Dialling
+    def _act(self, peer: Peer, actions: list[Action]) -> None:
+        """Has other threads do what takes long: the one that looks at the clock must not."""
+        for action in actions:
+            if isinstance(action, Redial):
+                self._reactor.submit(self._dial, peer)
+            else:
+                self._reactor.submit(self._give_up, (peer, action.cause))
 
-    def _dial(self, watched: _Watched, _: object) -> None:
-        """Resumes a session, or asks the side that has dialled it to. Blocks for a moment."""
-        peer, link, contact = watched.peer, watched.link, watched.contact
-        is_final = is_there = False
+    def _give_up(self, peer_and_cause: tuple[Peer, str], _: object) -> None:
+        self._lose(*peer_and_cause)
+
+    def _dial(self, peer: Peer, _: object) -> None:
+        """Makes a new connection for a session, or has the other side do so; blocks for a while."""
+        link = peer.link
+        assert isinstance(link, ResumableLink)
         try:
-            with self._agent.reactor.idling():
-                # Where it is not, the session was resumed while this waited for its turn.
-                if link.was_dialled:
-                    with link.resuming:
-                        if contact.is_dialling:
-                            self._connector.resume(peer, link, self._timeout_s(link))
-                elif contact.is_dialling:
-                    self._connector.probe(peer, link, self._timeout_s(link))
-                    with self._lock:
-                        contact.dialled(time.monotonic())
-            return
-        except (Refused, ProtocolError, ConfigurationError) as error:
-            cause, is_final = str(error), True
-        except TimeoutError as error:
-            cause, is_there = str(error), True
+            with self._reactor.idling():
+                self._redial(peer, link)
         except LinkClosed:
             return
-        except OSError as error:
-            cause = str(error)
+        except (OSError, ProtocolError, ConfigurationError) as error:
+            failure, cause = failure_of(error), str(error)
+        else:
+            return
         link.report_break(cause)
         now_s = time.monotonic()
-        with self._lock:
-            contact.dial_failed(now_s, cause, is_final=is_final, is_there=is_there)
-        self._nudge(self._look_at(watched, now_s))
-
-    def _timeout_s(self, link: ResumableLink) -> float:
-        # Who listens and does not speak must be known to do so before it is given up.
-        patience = self._patience
-        patience_s = patience.reconnect_s if link.is_broken else patience.detection_s
-        limit_s = max(patience_s / 4, _LEAST_DIAL_LIMIT_S)
-        return min(self._connector.timeout_s, _DIAL_LIMIT_S, limit_s)
+        with peer.state_lock:
+            actions = peer.connecting.redial_failed(now_s, failure, cause)
+        self._act(peer, actions)
+        self._nudge(self._look_at(peer, now_s))

@@ -7,6 +7,7 @@ and sends what is kept in order. A call that is kept ends by its own time limit.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,15 @@ class FirstContacts:
             self._send_all(peer)
         except (WorkerLost, NotInitialized) as error:
             self._drop_all(peer, error)
+
+    def connect_soon(self, peer: Peer) -> None:
+        """Has a thread connect to a peer, though nothing is to be sent; never blocks."""
+        if not peer.dial_lock.locked():
+            self._agent.reactor.submit(self._connect_once, peer)
+
+    def _connect_once(self, peer: Peer, _: object) -> None:
+        with self._agent.reactor.idling(), suppress(WorkerLost, NotInitialized):
+            self._connect(peer)
 
     def _connect(self, peer: Peer) -> bool:
         try:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchweft import knobs
 from torchweft.agent.calls import PendingCall
-from torchweft.agent.connector import Terms
+from torchweft.agent.contacts import Contacts
 from torchweft.agent.open_calls import is_waiting
 from torchweft.agent.peers import Peer
-from torchweft.agent.protection import Patience
 from torchweft.errors import ProtocolError
+from torchweft.protocol.connecting import Patience, Terms
+from torchweft.protocol.connecting.machine import FAREWELL_BYTES
 from torchweft.transport.hearing import keep_alive
 from torchweft.transport.link import Link, LinkClosed
 from torchweft.transport.resumable import ResumableLink, position_in
@@ -25,9 +26,6 @@ from torchweft.wire.messages import Kind
 
 if TYPE_CHECKING:
     from torchweft.agent.agent import Agent
-
-
-_FAREWELL_BYTES = 256
 
 
 class Traffic(NamedTuple):
@@ -52,12 +50,14 @@ class Links:
 
     Args:
         agent: The worker's agent.
+        contacts: Watches and mends sessions.
         patience: How long contact with another worker may be lost.
     """
 
-    def __init__(self, agent: Agent, patience: Patience) -> None:
+    def __init__(self, agent: Agent, contacts: Contacts, patience: Patience) -> None:
         self.patience = patience
         self._agent = agent
+        self._contacts = contacts
         self._limit_bytes = knobs.SESSION_LIMIT_BYTES.get()
         self._lock = threading.Lock()
         self._links: list[Link] = []
@@ -89,15 +89,17 @@ class Links:
         if terms is None:
             return Link(connection, parser, self._when_full)
         keep_alive(connection, self.patience.detection_s)
-        on_break = functools.partial(self._agent.contacts.on_break, peer)
-        return ResumableLink(
-            connection, parser, self._when_full, on_break, *terms, self._limit_bytes
-        )
+        on_break = functools.partial(self._on_break, peer)
+        return ResumableLink(connection, parser, self._when_full, on_break, self._limit_bytes)
+
+    def _on_break(self, peer: Peer, link: ResumableLink, cause: str, *, is_answer: bool) -> None:
+        self.pause(link)
+        self._contacts.on_break(peer, cause, is_answer=is_answer)
 
     def _when_full(self, link: Link) -> None:
         self._agent.reactor.resume_writing(link.write_fd)
 
-    def adopt(self, peer: Peer, link: Link) -> None:
+    def adopt(self, peer: Peer, link: Link, terms: Terms | None) -> None:
         """Makes a new link that of a peer, and begins to read it.
 
         Raises:
@@ -106,27 +108,24 @@ class Links:
         # It may break at once, and be resumed before it is even watched.
         resuming = link.resuming if isinstance(link, ResumableLink) else contextlib.nullcontext()
         with resuming:
-            obstacle = self._give(peer, link)
+            obstacle = self._give(peer, link, terms)
             if obstacle:
                 link.close()
                 raise LinkClosed(obstacle)
             self._watch(peer, link)
 
-    def _give(self, peer: Peer, link: Link) -> str:
+    def _give(self, peer: Peer, link: Link, terms: Terms | None) -> str:
         """Makes a link that of a peer; returns why that cannot be, or nothing."""
-        with self._lock, peer.state_lock:
+        with self._lock:
             if self._is_closed:
                 return "this worker has shut down"
-            if peer.lost is not None:
-                return "the peer is lost"
-            if peer.link is not None:
-                return "an earlier greeting of the peer was slower to be taken"
             self._links.append(link)
-            if isinstance(link, ResumableLink):
-                self._agent.contacts.watch(peer, link)
-            peer.link = link
-            peer.is_accepting = False
-        return ""
+            obstacle = peer.adopt(link, terms, self.patience)
+            if obstacle:
+                self._links.pop()
+            elif isinstance(link, ResumableLink):
+                self._contacts.watch(peer, link)
+        return obstacle
 
     def resume(
         self, peer: Peer, link: ResumableLink, connection: socket.socket, position: int
@@ -144,7 +143,7 @@ class Links:
         except ProtocolError as error:
             self._agent.lose(peer, f"its session cannot go on: {error}")
             raise
-        self._agent.contacts.on_resumed(peer, link)
+        self._contacts.on_resumed(peer, link)
         self._watch(peer, link)
         link.write_held()
 
@@ -276,7 +275,7 @@ class Links:
         with self._lock:
             self._is_closed = True
         links = self.all()
-        reason = self.farewell.encode()[:_FAREWELL_BYTES]
+        reason = self.farewell.encode()[:FAREWELL_BYTES]
         for link in links:
             link.say_goodbye(reason)
         for link in links:
@@ -302,8 +301,7 @@ def _on_acknowledged(peer: Peer, frame: Frame) -> None:
 
 
 def _on_goodbye(peer: Peer, frame: Frame) -> None:
-    reason = bytes(frame.control[:_FAREWELL_BYTES]).decode(errors="replace")
-    peer.farewell = "".join(character if character.isprintable() else " " for character in reason)
+    with peer.state_lock:
+        peer.connecting.goodbye(bytes(frame.control[:FAREWELL_BYTES]))
     if isinstance(peer.link, ResumableLink):
-        peer.link.is_ending = True
         peer.link.acknowledge()  # It waits for that.

@@ -138,7 +138,7 @@ class Members:
         if not self._roster.may_have_been(worker):
             raise ProtocolError(f"a message names a worker of id {worker}; there never was one")
         peer = self._make(Registration(f"number-{worker}", worker, ()))
-        peer.is_departing = True
+        peer.depart()
         peer.declare_lost("")
         with self._lock:
             if worker not in self.by_id:

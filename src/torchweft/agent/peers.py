@@ -14,6 +14,7 @@ from torchweft.channel.choice import Channels
 from torchweft.channel.sending import HeldTensors
 from torchweft.errors import WorkerLost
 from torchweft.protocol.calls import ServedCall
+from torchweft.protocol.connecting import Connecting, Patience, State, Terms
 from torchweft.protocol.membership import Registration
 from torchweft.transport.link import Link
 
@@ -50,9 +51,9 @@ class Unreachable(ConnectionError):
 class Peer:
     """One worker of the group, seen from another (or from itself).
 
-    A connection is made when it is first needed, by whoever needs it. If both sides dial at
-    once, the connection dialled by the higher rank stays: the acceptor turns the other one away
-    with the answer ``crossed``, and its dialler waits for the one that stays.
+    Its connection is made when it is first needed, by the side that needs it; ``connecting``
+    decides all about that. What is needed for each message is a plain attribute, set as the
+    machine says: ``link`` and ``lost``.
 
     Args:
         registration: What the peer said of itself when it joined.
@@ -77,42 +78,49 @@ class Peer:
         self.accept_data: Callable[[socket.socket, int], None] | None = None
         self.dial_data: Callable[[int, int], list[socket.socket]] | None = None
         self.reach_data: Callable[[], bool] = lambda: False
-        self.is_dialling = False
-        self.is_accepting = False
-        self.is_departing = False
-        """Whether the peer has said that it leaves an open group."""
-        self.farewell = ""
-        """Why the peer said that it leaves, where it did."""
         self.served: dict[int, ServedCall] = {}
         """Calls of the peer that this worker has received and not ended, by their numbers."""
+        self.connecting = Connecting(self.id, self.name)
+        """Decides about the connection; to be used with ``state_lock``."""
         self.state_lock = threading.Lock()
         self.dial_lock = threading.Lock()
+        """Held by the thread that carries out the steps of the first connection."""
         self.linked = threading.Event()
+        """Set when there is a first connection, or never will be."""
+
+    def adopt(self, link: Link, terms: Terms | None, patience: Patience) -> str:
+        """Takes a connection as the one to the peer; returns why that cannot be, or nothing."""
+        with self.state_lock:
+            obstacle = self.connecting.adopt(time.monotonic(), terms, patience)
+            if not obstacle:
+                self.link = link
+        return obstacle
+
+    def depart(self) -> None:
+        """Notes that the peer leaves an open group: its end is no loss."""
+        with self.state_lock:
+            self.connecting.depart()
 
     def declare_lost(self, cause: str) -> WorkerLost | None:
         """Marks the peer as lost; returns the error for those who wait, None if it was already.
 
         Where the launcher may know better why, this waits for that, a few milliseconds.
         """
-        if self.lost is None and not self.is_departing:
-            cause = self.farewell or cause_of(self.registration.facts, cause)
+        connecting = self.connecting
+        if not connecting.knows_cause:
+            cause = cause_of(self.registration.facts, cause)
         with self.state_lock:
-            if self.lost is not None:
+            known = connecting.lose(cause)
+            if known is None:
                 return None
             since = time.time()
             clock = time.strftime("%H:%M:%S", time.localtime(since))
             who = f"worker {self.name!r} (rank {self.info.id})"
-            if self.is_departing:
-                cause = "left the group"
+            if connecting.state is State.LEFT:
                 text = f"{who} has left the group at {clock}"
             else:
-                text = f"{who} is lost since {clock}: {cause}"
-            self.lost = WorkerLost(
-                text,
-                worker=self.name,
-                since=since,
-                cause=cause,
-            )
+                text = f"{who} is lost since {clock}: {known}"
+            self.lost = WorkerLost(text, worker=self.name, since=since, cause=known)
             self.linked.set()
             return self.lost
 

@@ -29,10 +29,3 @@ class Protection(NamedTuple):
         """Returns the protection of the run with a token, by a secret if there is one."""
         key = Secret(token.encode()) if secret is None else secret.derive(token)
         return cls(key, secret is not None, tls)
-
-
-class Patience(NamedTuple):
-    """How long contact with another worker may be lost: see ``docs/protocols/sessions.md``."""
-
-    detection_s: float
-    reconnect_s: float

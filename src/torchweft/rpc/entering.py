@@ -19,12 +19,13 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.bounded_store import BoundedStore, host_of
 from torchweft.agent.members import Members
 from torchweft.agent.peers import Peer
-from torchweft.agent.protection import Patience, Protection
+from torchweft.agent.protection import Protection
 from torchweft.agent.rendezvous import carry_out, enter, join, note_left, perform
 from torchweft.agent.signed_store import SignedStore
 from torchweft.agent.waits import names_of
 from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
 from torchweft.probe import network_id
+from torchweft.protocol.connecting import Patience
 from torchweft.protocol.membership import (
     HAS_SECRET,
     HOST,

@@ -186,7 +186,7 @@ class Leaving:
                 agent.housekeeper.nudge(self._probe_at_s)
         elif isinstance(action, Retire):
             peer = agent.peers[action.worker]
-            peer.is_departing = True
+            peer.depart()
             agent.members.retire(peer)
         elif isinstance(action, Watch):
             agent.reactor.submit(self._watch)

@@ -55,9 +55,6 @@ class ResumableLink(Link):
         parser: Cuts what arrives into frames.
         when_full: As of ``Link``.
         on_break: Told when a connection has ended, once for each.
-        name: Of the session; both sides know it.
-        was_dialled: Whether this side dialled it, and so resumes it.
-        attempt: At which attempt to dial it.
         limit_bytes: How much may be kept before those who may block wait.
     """
 
@@ -67,18 +64,9 @@ class ResumableLink(Link):
         parser: FrameParser,
         when_full: Callable[[Link], None],
         on_break: BreakListener,
-        name: str,
-        was_dialled: bool,
-        attempt: int,
         limit_bytes: int,
     ) -> None:
         super().__init__(connection, parser, when_full)
-        self.name = name
-        self.was_dialled = was_dialled
-        self.is_ending = False
-        """Whether the peer has said that it ends the session."""
-        self.last_attempt = attempt
-        """The last attempt, of the side that dialled, to give the session a connection."""
         self.resuming = threading.Lock()
         """Held by who gives it one."""
         self.resumption_count = 0

@@ -12,8 +12,9 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.members import Members
 from torchweft.agent.parcels import ParcelService
 from torchweft.agent.peers import Peer
-from torchweft.agent.protection import Patience, Protection
+from torchweft.agent.protection import Protection
 from torchweft.agent.references import ReferenceKeeper
+from torchweft.protocol.connecting import Patience, Terms
 from torchweft.protocol.membership import Registration
 from torchweft.transport.addresses import Address, listen_tcp, listen_unix
 from torchweft.transport.resumable import ResumableLink
@@ -42,6 +43,12 @@ class Member:
         link = self.peer(other).link
         assert isinstance(link, ResumableLink)
         return link
+
+    def terms(self, other: Member) -> Terms:
+        """Returns those of the session with another member, which there must be."""
+        terms = self.peer(other).connecting.session
+        assert terms is not None
+        return terms
 
     def cut(self, other: Member) -> None:
         """Ends the connection with another member, without telling this one's link."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tests.unit.agent.group import Member, group_of, wait_until
 from torchweft.agent.peers import Peer
-from torchweft.agent.protection import Patience
+from torchweft.protocol.connecting import Patience, Terms
 from torchweft.transport.resumable import ResumableLink
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind
@@ -62,10 +62,15 @@ class Pair:
         return self.dialler.session(self.acceptor), self.acceptor.session(self.dialler)
 
     @property
+    def terms(self) -> tuple[Terms, Terms]:
+        """Those of the session, as each side has them."""
+        return self.dialler.terms(self.acceptor), self.acceptor.terms(self.dialler)
+
+    @property
     def is_sound(self) -> bool:
         """Whether both are connected, by the same connection."""
         one, other = self.links
-        is_one = one.last_attempt == other.last_attempt
+        is_one = self.terms[0].attempt == self.terms[1].attempt
         return is_one and not one.is_broken and not other.is_broken
 
     def lost(self) -> list[str]:

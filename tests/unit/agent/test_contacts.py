@@ -16,7 +16,7 @@ from tests.unit.agent.sessions import HEAD, Pair, content, pair_of, send
 from torchweft import knobs
 from torchweft.agent import contacts
 from torchweft.agent.connector import Connector
-from torchweft.agent.protection import Patience
+from torchweft.protocol.connecting import Patience, Terms
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.transport.resumable import ResumableLink
@@ -129,7 +129,7 @@ def test_a_dialler_whose_first_welcome_was_lost_gets_in_with_the_same_session(
     def break_first(handshake: Handshake, kind: Kind, *arguments: Any) -> Greeting:
         if kind == Kind.WELCOME and not lost_names:
             wait_until(lambda: second.peer(first).link)
-            lost_names.append(second.session(first).name)
+            lost_names.append(second.terms(first).name)
             handshake._connection.close()
             raise ConnectionResetError("the welcome was lost")
         return receive(handshake, kind, *arguments)
@@ -138,8 +138,8 @@ def test_a_dialler_whose_first_welcome_was_lost_gets_in_with_the_same_session(
     with group_of(2, over="tcp") as members:
         first, second = members
         pair = Pair(members)
-        assert [link.name for link in pair.links] == lost_names * 2
-        assert pair.links[0].last_attempt == 2
+        assert [terms.name for terms in pair.terms] == lost_names * 2
+        assert pair.terms[0].attempt == 2
         pair.check()
         assert len(second.agent.links.all()) == 1
         # What was counted differently by the two sides must not matter later.
@@ -166,25 +166,29 @@ def test_a_resumption_whose_welcome_was_lost_is_tried_again(
     wait_until(lambda: lost and pair.is_sound)
     pair.check(3)
     one, other = pair.links
-    assert one.last_attempt >= 3
+    assert pair.terms[0].attempt >= 3
     assert one.resumption_count < other.resumption_count
     # Which of the connections it is that stands, both know nevertheless.
     count = one.resumption_count
-    pair.acceptor.agent._connector.probe(pair.acceptor.peer(pair.dialler), other, LIMIT_S)
+    probe(pair, pair.terms[1])
     wait_until(lambda: one.resumption_count > count and pair.is_sound)
     pair.check(6)
 
 
+def probe(pair: Pair, terms: Terms) -> None:
+    """Has the side that did not dial say that the connection of an attempt broke."""
+    peer = pair.acceptor.peer(pair.dialler)
+    pair.acceptor.agent._connector.probe(peer, terms, time.monotonic() + LIMIT_S)
+
+
 def test_a_question_about_an_earlier_connection_disturbs_nobody(pair: Pair) -> None:
-    one, other = pair.links
+    one, _ = pair.links
     pair.dialler.cut(pair.acceptor)
     wait_until(lambda: one.resumption_count and pair.is_sound)
-    probe, peer = pair.acceptor.agent._connector.probe, pair.acceptor.peer(pair.dialler)
-    probe(peer, other, LIMIT_S)
+    probe(pair, pair.terms[1])
     wait_until(lambda: one.resumption_count >= 2 and pair.is_sound)
-    count, other.last_attempt = one.resumption_count, other.last_attempt - 1
-    probe(peer, other, LIMIT_S)
-    other.last_attempt += 1
+    count, latest = one.resumption_count, pair.terms[1]
+    probe(pair, latest._replace(attempt=latest.attempt - 1))
     pair.check()
     assert one.resumption_count == count
 
@@ -312,7 +316,8 @@ def test_a_peer_that_listens_no_more_is_lost_at_once(pair: Pair, gone: int) -> N
 def test_a_peer_that_has_forgotten_the_session_is_lost_at_once_and_on_both_sides(
     pair: Pair,
 ) -> None:
-    pair.links[1].name = "another session"
+    connecting = pair.acceptor.peer(pair.dialler).connecting
+    connecting.session = pair.terms[1]._replace(name="another session")
     began_s = time.monotonic()
     pair.dialler.cut(pair.acceptor)
     wait_until(lambda: len(pair.lost()) == 2)
@@ -410,7 +415,9 @@ def test_how_long_nothing_was_heard_is_told(pair: Pair) -> None:
     member, other = pair.dialler, pair.acceptor
     assert member.agent.contacts.silence_s(member.peer(other)) < AT_ONCE_S
     assert member.agent.contacts.silence_s(member.agent.me) == 0.0
-    member.agent.contacts._watched[other.agent.info.id].contact._heard_s -= 100.0
+    contact = member.peer(other).connecting._contact
+    assert contact is not None
+    contact._heard_s -= 100.0
     link = pair.links[0]
     with link._room:
         link._is_broken = True  # Of a broken one the kernel knows nothing.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -12,8 +13,9 @@ import pytest
 from tests.unit.agent.group import KEY, LIMIT_S, Member, group_of, wait_until
 from tests.unit.agent.sessions import Pair, pair_of
 from torchweft.agent import acceptor, connector
-from torchweft.agent.connector import Terms
 from torchweft.agent.links import Links
+from torchweft.agent.peers import Peer
+from torchweft.protocol.connecting import Connecting, Hello, Purpose, State, Verdict
 from torchweft.transport import addresses, handshake
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.transport.link import LinkClosed
@@ -122,8 +124,11 @@ def test_a_worker_that_answers_that_it_dials_itself_is_not_lost(over: str) -> No
         first.start()
         second.start()
         first.agent._connector.timeout_s = 0.1
-        second.peer(first).is_dialling = True
-        gives_up = threading.Timer(0.6, setattr, (second.peer(first), "is_dialling", False))
+        connecting = second.peer(first).connecting
+        connecting.want(time.monotonic(), math.inf, LIMIT_S, "a session")
+        assert connecting.offer()
+        assert connecting.state is State.DIALLING
+        gives_up = threading.Timer(0.6, make_offer_void, (second.peer(first),))
         gives_up.start()
         link = first.agent.connect(first.peer(second), time.monotonic() + LIMIT_S)
         gives_up.join()
@@ -131,12 +136,18 @@ def test_a_worker_that_answers_that_it_dials_itself_is_not_lost(over: str) -> No
         assert first.peer(second).lost is None
 
 
+def make_offer_void(peer: Peer) -> None:
+    """Has a worker give up to dial, as if it had never got so far as to offer a connection."""
+    with peer.state_lock:
+        peer.connecting = Connecting(peer.id, peer.name)
+
+
 @pytest.mark.parametrize("attempt", [-1, 0, 1, None, "2", True, 1.5])
 def test_an_attempt_that_is_not_the_latest_does_not_disturb(pair: Pair, attempt: object) -> None:
     pair.check()
     facts = {
         "purpose": "resume",
-        "session": pair.links[1].name,
+        "session": pair.terms[1].name,
         "position": 0,
         "attempt": attempt,
     }
@@ -149,7 +160,7 @@ def test_an_attempt_that_is_not_the_latest_does_not_disturb(pair: Pair, attempt:
 def test_a_position_that_is_none_does_not_disturb(pair: Pair, position: object) -> None:
     facts = {
         "purpose": "resume",
-        "session": pair.links[1].name,
+        "session": pair.terms[1].name,
         "position": position,
         "attempt": 2,
     }
@@ -159,20 +170,20 @@ def test_a_position_that_is_none_does_not_disturb(pair: Pair, position: object) 
 
 
 def test_a_position_at_which_nothing_was_sent_is_the_loss(pair: Pair) -> None:
-    facts = {"purpose": "resume", "session": pair.links[1].name, "position": 1 << 40, "attempt": 2}
+    facts = {"purpose": "resume", "session": pair.terms[1].name, "position": 1 << 40, "attempt": 2}
     greet(pair, facts)
     wait_until(lambda: pair.acceptor.peer(pair.dialler).lost)
     assert "cannot go on" in pair.lost()[-1]
 
 
 def test_only_the_side_that_dialled_resumes(pair: Pair) -> None:
-    link = pair.links[1]
-    link.was_dialled = True
-    facts = {"purpose": "resume", "session": link.name, "position": 0, "attempt": 2}
+    connecting, terms = pair.acceptor.peer(pair.dialler).connecting, pair.terms[1]
+    connecting.session = terms._replace(was_dialled=True)
+    facts = {"purpose": "resume", "session": terms.name, "position": 0, "attempt": 2}
     assert greet(pair, facts) is None
-    link.was_dialled = False
+    connecting.session = terms
     pair.check()
-    assert link.resumption_count == 0
+    assert pair.links[1].resumption_count == 0
 
 
 @pytest.mark.parametrize("purpose", ["resume", "probe"])
@@ -189,9 +200,10 @@ def test_an_earlier_greeting_that_is_slow_does_not_replace_the_session(pair: Pai
     link = pair.links[1]
     ours, theirs = socket.socketpair()
     with theirs:
-        late = agent.links.make_link(ours, peer, Terms(link.name, False, 0))
+        terms = pair.terms[1]._replace(attempt=0)
+        late = agent.links.make_link(ours, peer, terms)
         with pytest.raises(LinkClosed, match="slower"):
-            agent.links.adopt(peer, late)
+            agent.links.adopt(peer, late, terms)
         assert ours.fileno() == -1
     assert peer.link is link
     pair.check()
@@ -203,7 +215,7 @@ def test_a_connection_to_a_worker_that_was_lost_meanwhile_is_closed(pair: Pair) 
     ours, theirs = socket.socketpair()
     with theirs:
         with pytest.raises(LinkClosed, match="lost"):
-            agent.links.adopt(peer, agent.links.make_link(ours, peer, None))
+            agent.links.adopt(peer, agent.links.make_link(ours, peer, None), None)
         assert ours.fileno() == -1
 
 
@@ -214,10 +226,11 @@ def test_a_session_that_is_only_being_made_is_to_be_tried_again(purpose: str) ->
         for member in members:
             member.start()
         peer = members[1].peer(members[0])
-        peer.is_accepting = True
+        offered = peer.connecting.hello(1, Hello(Purpose.LINK, session="?", attempt=1))
+        assert offered.verdict is Verdict.ACCEPT
         facts = {"purpose": purpose, "session": "?", "position": 0, "attempt": 2}
         assert greet_at(members[1], facts) is None
-        peer.is_accepting = False
+        peer.connecting.accept_failed()
         answer = greet_at(members[1], facts)
         assert answer is not None
         assert answer.refusal == "there is no such session"

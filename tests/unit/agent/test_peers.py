@@ -12,11 +12,12 @@ import pytest
 from tests.unit.transport.reading import not_main, reading  # noqa: F401
 from torchweft import knobs
 from torchweft.agent.acceptor import Acceptor
-from torchweft.agent.connector import Connector, Speechless, Terms
+from torchweft.agent.connector import Connector, Speechless
 from torchweft.agent.peers import Peer, Unreachable
 from torchweft.channel.choice import Capabilities, describe
 from torchweft.channel.cma import Nonce
 from torchweft.errors import ProtocolError, WorkerLost
+from torchweft.protocol.connecting import Hello, Patience, Purpose, State, Terms, Verdict
 from torchweft.protocol.membership import Registration
 from torchweft.secret import Secret
 from torchweft.transport.addresses import UnixAddress, dial, listen_unix
@@ -44,7 +45,7 @@ class Side:
         me = Registration(f"worker{rank}", rank, (str(self.address),), facts={"host": "here"})
         with knobs.CONNECT_TIMEOUT_S.override(timeout_s):
             self.connector = Connector(me, False, KEY, capabilities, self, None, has_secret=False)
-        self.acceptor = Acceptor(self.connector, self._lookup)
+        self.acceptor = Acceptor(self.connector, self._lookup, lambda peer: None)
         self.refusals = 0
 
     def know(self, sides: list[Side]) -> None:
@@ -62,11 +63,9 @@ class Side:
         parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 1 << 20, 1 << 20)
         return Link(connection, parser, lambda link: None)
 
-    def adopt(self, peer: Peer, link: Link) -> None:
-        with peer.state_lock:
-            assert peer.link is None
-            self.links.append(link)
-            peer.link = link
+    def adopt(self, peer: Peer, link: Link, terms: Terms | None) -> None:
+        self.links.append(link)
+        assert not peer.adopt(link, terms, Patience(LIMIT_S, LIMIT_S))
 
     def resume(
         self, peer: Peer, link: ResumableLink, connection: socket.socket, position: int
@@ -232,7 +231,7 @@ def test_a_peer_that_listens_and_does_not_speak_is_waited_for_and_not_lost(
         sides[0].connector.connect(sides[0].peers[1], began_s + 0.3)
     assert time.monotonic() - began_s < 0.3 + LIMIT_S / 2
     assert sides[0].peers[1].lost is None
-    assert not sides[0].peers[1].is_dialling
+    assert sides[0].peers[1].connecting.state is State.IDLE
 
 
 def test_a_lost_peer_is_not_dialled_and_not_accepted(make_sides: Make) -> None:
@@ -250,10 +249,16 @@ def test_a_lost_peer_is_not_dialled_and_not_accepted(make_sides: Make) -> None:
     assert sides[0].links == sides[1].links == []
 
 
+def be_accepting(peer: Peer) -> None:
+    """Has a peer make a connection that does not come, as far as its machine knows."""
+    offered = peer.connecting.hello(0, Hello(Purpose.LINK))
+    assert offered.verdict is Verdict.ACCEPT
+
+
 def test_who_waits_for_a_connection_learns_of_the_loss(make_sides: Make) -> None:
     sides = make_sides()
     peer = sides[0].peers[1]
-    peer.is_accepting = True
+    be_accepting(peer)
     with running(lambda: peer.declare_lost("killed")), pytest.raises(WorkerLost, match="killed"):
         sides[0].connector.connect(peer, math.inf)
 
@@ -264,11 +269,11 @@ def test_a_connection_of_the_other_side_that_comes_to_nothing_is_made_here(
     """The other side may have died in its greeting: whoever dials it, too, finds that out."""
     sides = make_sides()
     peer = sides[0].peers[1]
-    peer.is_accepting = True
+    be_accepting(peer)
     waits = peer.linked.wait
 
     def fail(timeout: float | None = None) -> bool:
-        peer.is_accepting = False
+        peer.connecting.accept_failed()
         return waits(timeout)
 
     peer.linked.wait = fail  # type: ignore[method-assign]
@@ -294,7 +299,7 @@ def test_a_member_that_makes_no_sense_is_hung_up_on(make_sides: Make, said: Gree
         with pytest.raises(ConnectionError):
             handshake.receive(Kind.WELCOME)
     assert side.links == []
-    assert not side.peers[1].is_accepting
+    assert side.peers[1].connecting.state is State.IDLE
 
 
 def test_a_peer_of_another_run_is_no_peer(make_sides: Make) -> None:

@@ -45,9 +45,6 @@ class End:
             parser,
             lambda link: self.is_full.set(),
             self._on_break,
-            name="a session",
-            was_dialled=True,
-            attempt=1,
             limit_bytes=LIMIT_BYTES,
         )
 

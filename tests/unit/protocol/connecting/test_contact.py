@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchweft.protocol.contact import FIRST_PAUSE_S, LONGEST_PAUSE_S, Contact, Step
+from torchweft.protocol.connecting.contact import FIRST_PAUSE_S, LONGEST_PAUSE_S, Contact, Step
 
 DETECTION_S, RECONNECT_S = 10.0, 20.0
 

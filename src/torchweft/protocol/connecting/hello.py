@@ -1,0 +1,90 @@
+"""The greeting of a worker that dials: for which worker and for what the connection is."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple
+
+from torchweft.errors import ProtocolError
+
+PURPOSE, TO = "purpose", "to"
+SESSION, POSITION, ATTEMPT, SET = "session", "position", "attempt", "set"
+
+
+class Purpose(enum.Enum):
+    """What a connection is for; the names on the wire."""
+
+    LINK = ""
+    """The first connection for messages."""
+    RESUME = "resume"
+    PROBE = "probe"
+    DATA = "data"
+    INTRODUCTION = "introduction"
+
+
+class Hello(NamedTuple):
+    """What one side says of a connection that it has dialled.
+
+    Attributes:
+        purpose: What it is for.
+        to: The id of the worker that is meant; None where the dialler leaves that open.
+        session: The name of the session; None where there is none.
+        attempt: The number of the attempt to give the session a connection.
+        position: How many bytes of the session the dialler has received.
+        set_number: The set of data connections that it belongs to.
+    """
+
+    purpose: Purpose
+    to: int | None = None
+    session: str | None = None
+    attempt: int = 0
+    position: int = 0
+    set_number: int = 0
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what goes into the greeting."""
+        facts: dict[str, Any] = {TO: self.to}
+        if self.purpose is not Purpose.LINK:
+            facts[PURPOSE] = self.purpose.value
+        if self.session is not None:
+            facts |= {SESSION: self.session, ATTEMPT: self.attempt}
+        if self.purpose is Purpose.RESUME:
+            facts[POSITION] = self.position
+        elif self.purpose is Purpose.DATA:
+            facts[SET] = self.set_number
+        return facts
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> Hello:
+        """Reads a greeting; raises ProtocolError where a field is missing or wrong."""
+        try:
+            purpose = Purpose(facts.get(PURPOSE, ""))
+        except ValueError:
+            raise ProtocolError(f"a connection is for {facts[PURPOSE]!r}") from None
+        to, session = facts.get(TO), facts.get(SESSION)
+        if session is not None and not isinstance(session, str):
+            raise ProtocolError(f"a session is called {session!r}")
+        has_attempt = purpose is Purpose.RESUME or session is not None
+        return cls(
+            purpose,
+            None if to is None else _number(facts, TO),
+            session,
+            _number(facts, ATTEMPT) if has_attempt else 0,
+            position_in(facts) if purpose is Purpose.RESUME else 0,
+            _number(facts, SET) if purpose is Purpose.DATA else 0,
+        )
+
+
+def position_in(facts: dict[str, Any]) -> int:
+    """Returns the position of the other side in a session; raises ProtocolError if it is none."""
+    position = facts.get(POSITION)
+    if type(position) is not int or position < 0:
+        raise ProtocolError(f"a session goes on at byte {position!r}, which is no position")
+    return position
+
+
+def _number(facts: dict[str, Any], name: str) -> int:
+    number = facts.get(name)
+    if type(number) is not int:
+        raise ProtocolError(f"the {name} of a connection has number {number!r}")
+    return number

@@ -1,0 +1,360 @@
+"""The machine of one connection: all events of both sides of a pair come here."""
+
+from __future__ import annotations
+
+import math
+
+from torchweft.protocol.connecting.actions import (
+    Action,
+    Answer,
+    Dial,
+    Done,
+    Failure,
+    Lose,
+    Patience,
+    Probe,
+    Redial,
+    Resume,
+    State,
+    Step,
+    Terms,
+    Verdict,
+)
+from torchweft.protocol.connecting.contact import Contact
+from torchweft.protocol.connecting.contact import Step as ContactStep
+from torchweft.protocol.connecting.first_dial import FirstDial
+from torchweft.protocol.connecting.hello import Hello, Purpose
+
+CROSSED = "crossed"
+"""The refusal of a connection that is not needed: the other one stays."""
+LEFT_CAUSE = "left the group"
+FAREWELL_BYTES = 256
+REDIAL_LIMIT_S = 2.0
+"""How long one attempt may take: the kernel's own patience with a silent network grows too fast."""
+LEAST_REDIAL_LIMIT_S = 0.1
+_FINAL = frozenset({Failure.REFUSED, Failure.GONE})
+
+
+class Connecting:
+    """One worker's connection to another: what there is, and what has to be done for it.
+
+    Methods take events and the time, and return what the shell has to do. The time is any that
+    does not run backwards. Not thread-safe: the shell reports events under a lock.
+
+    Args:
+        peer: The id of the other worker.
+        name: Its name, for answers to it.
+    """
+
+    def __init__(self, peer: int, name: str) -> None:
+        self.peer = peer
+        self._name = name
+        self._first: FirstDial | None = None
+        self._offer: Terms | None = None
+        self._is_offered = False
+        self._accepts = 0
+        self._is_linked = False
+        self._contact: Contact | None = None
+        self._patience = Patience(math.inf, math.inf)
+        self._is_ending = self._has_ended = False
+        self.session: Terms | None = None
+        """The session that there is, with its latest attempt; None over a Unix socket."""
+        self.is_departing = False
+        """Whether the peer has said that it leaves an open group."""
+        self.farewell = ""
+        """Why the peer said that it leaves, where it did."""
+        self.cause: str | None = None
+        """Why the peer is lost; None while it is not."""
+
+    @property
+    def state(self) -> State:
+        """The state; see ``docs/protocols/connecting.md``."""
+        if self.cause is not None:
+            return State.LEFT if self.is_departing else State.LOST
+        if self._has_ended:
+            return State.LEFT
+        if self._is_linked:
+            if self._contact is not None and self._contact.is_dialling:
+                return State.RESUMING
+            return State.BROKEN if self.is_broken else State.LINKED
+        if self._first is not None:
+            is_crossing = self._accepts or self._first.is_awaiting
+            return State.CROSSING if is_crossing else State.DIALLING
+        return State.ACCEPTING if self._accepts else State.IDLE
+
+    @property
+    def has_session(self) -> bool:
+        """Whether there is a session that has not ended."""
+        return self._contact is not None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether there is a session, and no connection for it."""
+        return self._contact is not None and self._contact.is_broken
+
+    # The first connection: a thread needs one
+
+    def want(self, now_s: float, deadline_s: float, timeout_s: float, name: str) -> Step:
+        """A thread needs a connection, and carries out the steps; one thread at a time.
+
+        Args:
+            now_s: The time now.
+            deadline_s: The time at which the thread gives up; may be infinite.
+            timeout_s: How long an attempt may take, and how long a silent peer is tried.
+            name: A new name for a session. It is not used where this side has one that the peer
+                may have heard of.
+        """
+        if self._is_decided:
+            return Done()
+        if self._offer is None:
+            self._offer = Terms(name, True, 0)
+        self._first = FirstDial(now_s, deadline_s, timeout_s)
+        return self._dial_or_wait(now_s)
+
+    def want_no_more(self) -> None:
+        """The thread does not carry out steps any more."""
+        self._first = None
+
+    def offer(self) -> bool:
+        """A connection is open: returns whether to say ``HELLO``, or else to close it.
+
+        From here on the offer stands: the peer may have heard it, whatever this side hears.
+        """
+        if self._is_decided or self._accepts:
+            return False
+        self._is_offered = True
+        return True
+
+    def dial_failed(self, now_s: float, failure: Failure, cause: str) -> Step:
+        """The connection that ``Dial`` asked for came to nothing."""
+        if self._first is None or self._is_decided:
+            return Done()
+        if failure is Failure.CROSSED:
+            return self._first.await_peer(now_s, was_told=True)
+        return self._first.failed(now_s, failure, cause)
+
+    def go_on(self, now_s: float) -> Step:
+        """The wait that ``Wait`` asked for is over."""
+        if self._first is None or self._is_decided:
+            return Done()
+        step = self._first.go_on(now_s, is_accepting=bool(self._accepts))
+        return self._dial_or_wait(now_s) if step is None else step
+
+    @property
+    def _is_decided(self) -> bool:
+        return self._is_linked or self.cause is not None
+
+    def _dial_or_wait(self, now_s: float) -> Step:
+        assert self._first is not None
+        assert self._offer is not None
+        if self._accepts:
+            return self._first.await_peer(now_s, was_told=False)
+        self._offer = self._offer._replace(attempt=self._offer.attempt + 1)
+        return Dial(self._offer, self._first.limit_s(now_s))
+
+    # The first connection: it is made
+
+    def adopt(self, now_s: float, terms: Terms | None, patience: Patience) -> str:
+        """Makes a connection the one to the peer; returns why that cannot be, or nothing.
+
+        Args:
+            now_s: The time now.
+            terms: Those of its session; None where it has none, and ends with the peer.
+            patience: How long contact may be lost.
+        """
+        if self.cause is not None:
+            return "the peer is lost"
+        if self._is_linked:
+            return "an earlier greeting of the peer was slower to be taken"
+        self._is_linked, self._accepts = True, 0
+        self.session = terms
+        if terms is not None:
+            self._patience = patience
+            self._contact = Contact(now_s, *patience)
+        return ""
+
+    def accept_failed(self) -> None:
+        """A connection that was to be accepted came to nothing."""
+        self._accepts = max(0, self._accepts - 1)
+
+    # The other side has dialled
+
+    def hello(self, me: int, said: Hello) -> Answer:
+        """The other side has made a connection, and proved who it is.
+
+        Args:
+            me: The id of this worker.
+            said: What the other side says.
+        """
+        if self._first is not None:
+            self._first.heard()
+        if said.purpose is Purpose.INTRODUCTION:
+            return Answer(Verdict.CONFIRM)
+        if self.cause is not None:
+            return Answer(Verdict.REFUSE, f"this group lost worker {self._name!r} before")
+        if said.purpose is Purpose.DATA:
+            return Answer(Verdict.CONFIRM)
+        if said.purpose is Purpose.LINK:
+            return self._answer_offer(me, said)
+        if not self._is_linked:
+            return self._answer_early(said)
+        if self.session is None or self.session.name != said.session:
+            return Answer(Verdict.REFUSE, "there is no such session")
+        if said.purpose is Purpose.PROBE:
+            # An earlier attempt has been replaced since: this side has noticed itself.
+            is_news = self.session.was_dialled and self.session.attempt == said.attempt
+            return Answer(Verdict.BREAK_OFF if is_news else Verdict.CONFIRM)
+        if self.session.was_dialled:
+            return Answer(Verdict.HANG_UP, "a session is resumed by the side that dialled it")
+        return Answer(Verdict.RESUME)
+
+    def _answer_offer(self, me: int, said: Hello) -> Answer:
+        """Answers to a first connection.
+
+        The offer of the worker with the higher id stands as soon as it may have been heard: the
+        peer may have accepted it already, and both would have another connection.
+        """
+        if self._is_linked:
+            session = self.session
+            if session is None or session.was_dialled or session.name != said.session:
+                return Answer(Verdict.REFUSE, CROSSED)
+            return Answer(Verdict.WELCOME_AGAIN)
+        if self._is_offered and me > self.peer:
+            return Answer(Verdict.REFUSE, CROSSED, must_dial=self._first is None)
+        self._accepts += 1
+        return Answer(Verdict.ACCEPT)
+
+    def _answer_early(self, said: Hello) -> Answer:
+        """Answers to a session that does not stand here; the other side may be ahead.
+
+        It has accepted an offer of this side, if it names it, and the answer got lost. An attempt
+        that waits for an answer may do so in vain, and a repeated one does no harm.
+        """
+        offered = self._offer.name if self._is_offered and self._offer is not None else None
+        is_own = offered is not None and offered == said.session
+        if self._accepts or self._first is not None or is_own:
+            return Answer(Verdict.HANG_UP, "this side is not done yet", must_dial=is_own)
+        return Answer(Verdict.REFUSE, "there is no such session")
+
+    def take_attempt(self, attempt: int) -> bool:
+        """Returns whether a connection of the other side may replace that of the session.
+
+        Asked when it is its turn, one connection at a time.
+        """
+        if self.cause is not None or self.session is None or attempt <= self.session.attempt:
+            return False
+        self.session = self.session._replace(attempt=attempt)
+        return True
+
+    # Sessions break and go on
+
+    def broke(self, now_s: float, cause: str, *, is_answer: bool) -> list[Action]:
+        """The connection has ended; ``is_answer`` as of ``Contact.broke``."""
+        if self._contact is None or self._is_ending:
+            return [Lose(cause)]
+        self._contact.broke(now_s, cause, is_answer=is_answer)
+        return self.step(now_s)
+
+    def heard(self, at_s: float) -> None:
+        """The peer, or the system that it runs on, said something at ``at_s``."""
+        if self._contact is not None:
+            self._contact.heard(at_s)
+
+    def silence_s(self, now_s: float) -> float:
+        """Returns for how long nothing was heard; 0 where there is no session."""
+        return 0.0 if self._contact is None else max(0.0, self._contact.silence_s(now_s))
+
+    def step(self, now_s: float) -> list[Action]:
+        """Time has passed; due at ``due_s`` at the latest."""
+        step = ContactStep.NOTHING if self._contact is None else self._contact.step(now_s)
+        if step is ContactStep.DIAL:
+            return [Redial()]
+        if step is ContactStep.GIVE_UP:
+            assert self._contact is not None
+            return [Lose(self._contact.cause)]
+        return []
+
+    def due_s(self) -> float:
+        """Returns when ``step`` has something to say at the latest; infinite without a session."""
+        return math.inf if self._contact is None else self._contact.due_s()
+
+    def redial(self, now_s: float, timeout_s: float) -> Resume | Probe | None:
+        """A thread is ready to dial; returns None where that is not needed any more.
+
+        Only the side that dialled a session resumes it: two that do would exchange connections
+        for ever.
+
+        Args:
+            now_s: The time now.
+            timeout_s: How long a connection may take at most.
+        """
+        contact, session = self._contact, self.session
+        if contact is None or session is None or not contact.is_dialling:
+            return None
+        # A peer that listens and does not speak must be known to do so before it is given up.
+        patience_s = self._patience[int(contact.is_broken)]
+        limit_s = max(patience_s / 4, LEAST_REDIAL_LIMIT_S)
+        limit_s = now_s + min(timeout_s, REDIAL_LIMIT_S, limit_s)
+        return Resume(limit_s) if session.was_dialled else Probe(session, limit_s)
+
+    def next_attempt(self) -> Terms | None:
+        """A connection is open for a session of this side; returns None if it has ended.
+
+        The connection before is no more: what comes over it from here on is sent again.
+        """
+        if self._contact is None or self.session is None:
+            return None
+        self.session = self.session._replace(attempt=self.session.attempt + 1)
+        return self.session
+
+    def resumed(self, now_s: float) -> None:
+        """The session goes on over a new connection, whichever side has made it."""
+        if self._contact is not None:
+            self._contact.resumed(now_s)
+
+    def probed(self, now_s: float) -> None:
+        """The other side was reached, and is going to resume the session itself."""
+        if self._contact is not None:
+            self._contact.dialled(now_s)
+
+    def redial_failed(self, now_s: float, failure: Failure, cause: str) -> list[Action]:
+        """What ``redial`` asked for came to nothing."""
+        if self._contact is None:
+            return []
+        is_final, is_there = failure in _FINAL, failure is Failure.BUSY
+        self._contact.dial_failed(now_s, cause, is_final=is_final, is_there=is_there)
+        return self.step(now_s)
+
+    # The end
+
+    def goodbye(self, reason: bytes) -> None:
+        """The peer says that it ends the connection, and perhaps why; that is no break."""
+        self._is_ending = True
+        text = reason[:FAREWELL_BYTES].decode(errors="replace")
+        self.farewell = "".join(each if each.isprintable() else " " for each in text)
+
+    def depart(self) -> None:
+        """The peer leaves an open group: its end is expected."""
+        self.is_departing = True
+
+    @property
+    def knows_cause(self) -> bool:
+        """Whether ``lose`` has a better cause than any that it is told."""
+        return self.cause is not None or self.is_departing or bool(self.farewell)
+
+    def end(self) -> None:
+        """The whole group is leaving, or this worker: the end of a connection is no loss."""
+        self._has_ended = self._is_linked
+        self._contact = None
+
+    def lose(self, cause: str) -> str | None:
+        """The peer is lost; returns why, in the words for users, or None if it was before.
+
+        Args:
+            cause: What was noticed. The reason that the peer gave itself is the better one.
+        """
+        if self.cause is not None:
+            return None
+        self.cause = LEFT_CAUSE if self.is_departing else self.farewell or cause
+        self._contact = self._first = None
+        return self.cause

@@ -1,0 +1,194 @@
+"""The simulation of connections finds faults that are put into the machine of connections.
+
+``test_connecting_simulated`` tries the same programs with at least the same seeds, unmutated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.simulation.connections import Node
+from tests.simulation.test_connecting_simulated import PROGRAMS, SEED_COUNT, Run
+from torchweft.protocol.connecting import (
+    Action,
+    Answer,
+    Connecting,
+    Failure,
+    Hello,
+    Probe,
+    Purpose,
+    Resume,
+    Step,
+    Verdict,
+)
+from torchweft.protocol.connecting.machine import CROSSED
+
+SEEDS = 60
+"""A fault must be found within so many runs of each program."""
+assert SEEDS <= SEED_COUNT
+
+
+class AcceptsWhileItsOfferStands(Connecting):
+    """Accepts the other side's connection although its own may have been accepted."""
+
+    def hello(self, me: int, said: Hello) -> Answer:
+        return super().hello(-1, said)
+
+
+class NeverGivesWay(Connecting):
+    """Turns the other side away whenever it dials itself, whichever id is the higher one."""
+
+    def hello(self, me: int, said: Hello) -> Answer:
+        return super().hello(1 << 60, said)
+
+
+class RenamesItsOffer(Connecting):
+    """Gives each caller's offer a name of its own."""
+
+    def want(self, now_s: float, deadline_s: float, timeout_s: float, name: str) -> Step:
+        self._offer = None
+        return super().want(now_s, deadline_s, timeout_s, name)
+
+
+class TurnsTheDiallerAway(Connecting):
+    """Does not know the offer again that it has accepted."""
+
+    def hello(self, me: int, said: Hello) -> Answer:
+        answer = super().hello(me, said)
+        is_again = answer.verdict is Verdict.WELCOME_AGAIN
+        return Answer(Verdict.REFUSE, "there is a connection") if is_again else answer
+
+
+class GivesUpTheBusy(Connecting):
+    """Takes a peer that accepts connections and does not speak for one that is gone."""
+
+    def dial_failed(self, now_s: float, failure: Failure, cause: str) -> Step:
+        failure = Failure.REFUSED if failure is Failure.BUSY else failure
+        return super().dial_failed(now_s, failure, cause)
+
+
+class WaitsForTheGone(Connecting):
+    """Takes a refused connection for a network that does not carry that far."""
+
+    def dial_failed(self, now_s: float, failure: Failure, cause: str) -> Step:
+        failure = Failure.BROKEN if failure is Failure.REFUSED else failure
+        return super().dial_failed(now_s, failure, cause)
+
+
+class WaitsForTheGoneInASession(Connecting):
+    """The same, where there is a session."""
+
+    def redial_failed(self, now_s: float, failure: Failure, cause: str) -> list[Action]:
+        failure = Failure.BROKEN if failure is Failure.REFUSED else failure
+        return super().redial_failed(now_s, failure, cause)
+
+
+class BothResume(Connecting):
+    """Resumes a session whichever side has dialled it."""
+
+    def redial(self, now_s: float, timeout_s: float) -> Resume | Probe | None:
+        asked = super().redial(now_s, timeout_s)
+        return Resume(asked.limit_s) if isinstance(asked, Probe) else asked
+
+
+class KnowsNoOffer(Connecting):
+    """Says that there is no such session where its own offer was accepted, unknown to it."""
+
+    def hello(self, me: int, said: Hello) -> Answer:
+        if said.purpose is Purpose.PROBE and not self._is_linked:
+            return Answer(Verdict.REFUSE, "there is no such session")
+        return super().hello(me, said)
+
+
+class LetsItsOfferLie(Connecting):
+    """Does not repeat an offer when it hears that the answer to it was lost."""
+
+    def hello(self, me: int, said: Hello) -> Answer:
+        return super().hello(me, said)._replace(must_dial=False)
+
+
+class LosesAgain(Connecting):
+    """Declares a worker lost each time that something is noticed."""
+
+    def lose(self, cause: str) -> str | None:
+        return super().lose(cause) or cause
+
+
+class IgnoresFarewells(Connecting):
+    """Dials a worker again that has said that it leaves."""
+
+    def goodbye(self, reason: bytes) -> None:
+        pass
+
+
+class OffersBesideAnAccept(Connecting):
+    """Says hello although the other side's connection is being accepted."""
+
+    def offer(self) -> bool:
+        self._is_offered = True
+        return not self._is_linked and self.cause is None
+
+
+class AwaitsForEver(Connecting):
+    """Waits for the other side's connection without an end."""
+
+    def go_on(self, now_s: float) -> Step:
+        if self._first is not None and self._first.is_awaiting:
+            self._first._arrival_s = self._first._doubtful_s = math.inf
+        return super().go_on(now_s)
+
+
+class TakesCrossedForANo(Connecting):
+    """Gives a peer up that makes a connection itself."""
+
+    def dial_failed(self, now_s: float, failure: Failure, cause: str) -> Step:
+        failure = Failure.REFUSED if failure is Failure.CROSSED else failure
+        return super().dial_failed(now_s, failure, cause)
+
+
+class CrossesEverything(Connecting):
+    """Turns the other side away before it has offered anything itself."""
+
+    def _answer_offer(self, me: int, said: Hello) -> Answer:
+        if self._first is not None and not self._is_linked and me > self.peer:
+            return Answer(Verdict.REFUSE, CROSSED)
+        return super()._answer_offer(me, said)
+
+
+MUTANTS = [
+    AcceptsWhileItsOfferStands,
+    NeverGivesWay,
+    RenamesItsOffer,
+    TurnsTheDiallerAway,
+    GivesUpTheBusy,
+    WaitsForTheGone,
+    WaitsForTheGoneInASession,
+    BothResume,
+    KnowsNoOffer,
+    LetsItsOfferLie,
+    LosesAgain,
+    IgnoresFarewells,
+    OffersBesideAnAccept,
+    AwaitsForEver,
+    TakesCrossedForANo,
+    CrossesEverything,
+]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, mutant: type[Connecting]) -> None:
+    monkeypatch.setattr(Node, "machine_type", mutant)
+    assert any(fails(program, seed) for seed in range(SEEDS) for program in PROGRAMS)
+
+
+def fails(program: Callable[[Run], Any], seed: int) -> bool:
+    try:
+        program(Run(seed))
+    except AssertionError:
+        return True
+    return False
