@@ -20,7 +20,7 @@ from tests.simulation.streams import Weather
 from torchweft.protocol.connecting import State
 
 LIMITS = Limits(detection_s=10.0, reconnect_s=60.0, connect_s=20.0)
-SEED_COUNT = 60
+SEED_COUNT = 600
 SLACK_S = 3.0
 LONGEST_CUT_S = 4.0
 PAUSE_S = 2.0
