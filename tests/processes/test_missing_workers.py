@@ -25,7 +25,13 @@ TIMEOUT_S = 1.0
 LATE_S = 2.0
 """So long an answer of the store may take when the time is up."""
 SLACK_S = 0.5
-"""For a machine that has other things to do; a few milliseconds are usual."""
+"""For what joining itself takes; a few milliseconds are usual."""
+
+
+def waited_for_core_s(pid: int) -> float:
+    """Returns how long the threads of a process were ready to run while others had the cores."""
+    times = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(int(waited_ns) for _, waited_ns, _ in times) / 1e9
 
 
 class Joiners:
@@ -53,6 +59,10 @@ class Joiners:
         elapsed_s, error = self._warm.result(name)
         print(f"after {elapsed_s:.3f} s: {error}")
         return elapsed_s, error
+
+    def slack_s(self) -> float:
+        """What any of them may take longer, on a machine that has other things to do as well."""
+        return SLACK_S + sum(waited_for_core_s(self.pids[name]) for name in self._names)
 
     def others(self, name: str) -> dict[str, str]:
         states: dict[str, str] = self._warm.do(name, states_of_others)
@@ -101,14 +111,14 @@ def test_who_is_missing_is_named_in_time(
         assert isinstance(error, RendezvousTimeout)
         assert error.missing == (missing,)
         assert f"rank {missing}" in str(error)
-        assert TIMEOUT_S * 0.9 < elapsed_s < TIMEOUT_S + SLACK_S
+        assert TIMEOUT_S * 0.9 < elapsed_s < TIMEOUT_S + joiners.slack_s()
 
 
 def test_an_open_group_whose_host_is_missing(joiners: Joiners, tmp_path: Path) -> None:
     elapsed_s, error = joiners.result(joiners.begin(1, None, method_of("tcp", tmp_path)))
     assert isinstance(error, RendezvousTimeout)
     assert error.missing == (0,)
-    assert elapsed_s < TIMEOUT_S + SLACK_S
+    assert elapsed_s < TIMEOUT_S + joiners.slack_s()
 
 
 @pytest.mark.parametrize("size", [3, None])
@@ -125,7 +135,7 @@ def test_the_host_of_the_store_is_stopped(
     elapsed_s, error = joiners.result(joiners.begin(1, size, method))
     assert isinstance(error, RendezvousTimeout)
     assert f"at {address.netloc} does not answer" in str(error)
-    assert elapsed_s < TIMEOUT_S + LATE_S + SLACK_S
+    assert elapsed_s < TIMEOUT_S + LATE_S + joiners.slack_s()
 
 
 def is_heard(stack: contextlib.ExitStack, address: SplitResult) -> bool:
@@ -150,7 +160,7 @@ def test_hosts_that_do_not_hear_each_other(joiners: Joiners, hosts: list[Host]) 
         elapsed_s, error = joiners.result(name)
         assert isinstance(error, RendezvousTimeout)
         assert error.missing == (1 - rank,)
-        assert elapsed_s < TIMEOUT_S + SLACK_S
+        assert elapsed_s < TIMEOUT_S + joiners.slack_s()
 
 
 def test_a_newcomer_does_not_wait_for_each_member_that_is_gone(
@@ -168,6 +178,6 @@ def test_a_newcomer_does_not_wait_for_each_member_that_is_gone(
     newcomer = joiners.begin(4, None, method, hosts[1])
     elapsed_s, error = joiners.result(newcomer)
     assert error is None
-    assert elapsed_s <= time.monotonic() - start_s < TIMEOUT_S + 2 * SLACK_S
+    assert elapsed_s <= time.monotonic() - start_s < TIMEOUT_S + SLACK_S + joiners.slack_s()
     lost = dict.fromkeys(("worker0", "worker1", "worker2"), "LOST")
     assert joiners.others(newcomer) == {**lost, "worker3": "UNUSED"}
