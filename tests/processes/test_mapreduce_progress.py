@@ -29,6 +29,10 @@ def await_line(out: io.StringIO, line: str) -> None:
     wait_until(lambda: line in out.getvalue(), lambda: f"no {line!r} in {out.getvalue()!r}")
 
 
+def behind(shown: mapreduce.progress) -> list[int]:
+    return [found.part for found in shown.stragglers() if found.worker == "worker1"]
+
+
 def test_a_slow_worker_is_named_and_then_its_loss(
     nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +54,8 @@ def test_a_slow_worker_is_named_and_then_its_loss(
         shown.step()
         slow = run("worker1")
         await_line(out, "worker1 is behind: part 1 of never_on for ")
-        assert [found.part for found in shown.stragglers() if found.worker == "worker1"] == [1]
+        # The line may be of the first map, in which a busy machine kept the worker waiting.
+        wait_until(lambda: behind(shown) == [1], lambda: f"behind: {behind(shown)}")
         os.kill(group.pids["worker1"], signal.SIGKILL)
         assert slow.wait() == ["worker0", "worker0"]
         await_line(out, "worker1 was lost; part 1 runs again on another\n")
