@@ -109,7 +109,7 @@ def _merge(spans: list[_Span]) -> Iterator[list[_Span]]:
 def _is_worth_a_union(cluster: list[_Span]) -> bool:
     union_bytes = max(span.end for span in cluster) - cluster[0].start
     wanted_bytes = sum(_distinct(span.tensor) * span.tensor.element_size() for span in cluster)
-    return union_bytes <= max(UNION_FLOOR_BYTES, _UNION_FACTOR * wanted_bytes)
+    return bool(union_bytes <= max(UNION_FLOOR_BYTES, _UNION_FACTOR * wanted_bytes))
 
 
 def _place_union(cluster: list[_Span], placements: list[Placement], buffers: list[Tensor]) -> None:
@@ -119,7 +119,7 @@ def _place_union(cluster: list[_Span], placements: list[Placement], buffers: lis
     union = torch.empty(0, dtype=torch.uint8, device=first.device)
     union.set_(first.untyped_storage(), start, (end - start,), (1,))
     for span in cluster:
-        offset = (span.start - start) // span.tensor.element_size()
+        offset = int((span.start - start) // span.tensor.element_size())
         strides = span.tensor.stride()
         placements[span.index] = Placement(len(buffers), strides, offset, shared=True)
     buffers.append(union)
