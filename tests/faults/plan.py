@@ -252,8 +252,6 @@ def _fault(chance: random.Random, kind: str, point: str, ranks: dict[str, int]) 
     leader = min(ranks, key=ranks.__getitem__)
     if point == "closing":
         candidates = (leader,)
-    elif point == "welcome":
-        candidates = (*candidates, leader)
     elif kind == MEMORY and point != "optimizer":
         candidates = tuple(name for name in candidates if name != TRAINER)
     seconds = {
