@@ -215,7 +215,7 @@ class Joiners:
                 if life.roster.is_replaced(other):
                     self.later(lambda n=number: answered(n, ConnectionError("replaced"), None))
                     continue
-                if life.roster.arrival(other).known is None:
+                if life.roster.arrival(other)[0] is None:
                     life.roster.admit(target)
 
             def tell(
@@ -233,7 +233,7 @@ class Joiners:
             target.kept.append(lambda: self._hear(target, newcomer, tell))
         else:
             try:
-                if target.roster.arrival(newcomer.registration).known is None:
+                if target.roster.arrival(newcomer.registration)[0] is None:
                     target.roster.admit(newcomer, is_introduced=True)
             except Exception as error:
                 tell(None, error)

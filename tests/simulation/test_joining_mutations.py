@@ -11,7 +11,7 @@ import pytest
 from tests.simulation.test_joining_simulated import ClosedRun, OpenRun, Run
 from torchweft.protocol.membership import Directory, Registration, joining
 from torchweft.protocol.membership.joining import Get, Introduce, Set, Steps, Wait
-from torchweft.protocol.membership.roster import Arrival, Roster
+from torchweft.protocol.membership.roster import Roster
 
 SEEDS = 3000
 """A fault must be found within so many runs."""
@@ -150,11 +150,11 @@ def admits_its_own_name(patch: pytest.MonkeyPatch) -> None:
     """A member takes up newcomers of its own name."""
     arrival = Roster.arrival
 
-    def mutant(roster: Roster[Any], registration: Registration) -> Arrival[Any]:
+    def mutant(roster: Roster[Any], registration: Registration) -> tuple[Any, tuple[Any, ...]]:
         try:
             return arrival(roster, registration)
         except joining.DuplicateName:
-            return Arrival(None)
+            return None, ()
 
     patch.setattr(Roster, "arrival", mutant)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from torchweft.errors import DuplicateName, ProtocolError
 from torchweft.protocol.membership.registration import ID_LIMIT, Registration
@@ -18,18 +18,6 @@ class Life(Protocol):
 
 
 L = TypeVar("L", bound=Life)
-
-
-class Arrival(NamedTuple, Generic[L]):
-    """What a registration means to a worker that hears of it.
-
-    Attributes:
-        known: The life that has registered so before; None for a new one.
-        former: The lives that had the name or the rank of a new one before, and are over.
-    """
-
-    known: L | None
-    former: tuple[L, ...] = ()
 
 
 class Roster(Generic[L]):
@@ -60,8 +48,12 @@ class Roster(Generic[L]):
         for life in (me, *others):
             self.admit(life)
 
-    def arrival(self, registration: Registration) -> Arrival[L]:
+    def arrival(self, registration: Registration) -> tuple[L | None, tuple[L, ...]]:
         """Returns what a registration means; a new life is to be given to ``admit``.
+
+        Returns:
+            The life that has registered so before, or None for a new one; and the lives that had
+            the name or the rank of a new one before, and are over.
 
         Raises:
             ProtocolError: The group is closed, or there is no such id.
@@ -69,14 +61,14 @@ class Roster(Generic[L]):
         """
         known = self.by_id.get(registration.id)
         if known is not None:
-            return Arrival(known)
+            return known, ()
         if not self.is_open or not 0 <= registration.id < ID_LIMIT:
             raise ProtocolError(f"there is no worker of id {registration.id}")
         former = self._namesakes(registration)
         if self._me in former:
             me = self._me.registration
             raise DuplicateName(f"worker {me.name!r} (rank {me.rank}) lives")
-        return Arrival(None, former)
+        return None, former
 
     def _namesakes(self, registration: Registration) -> tuple[L, ...]:
         of_name = self.by_name.get(registration.name)
