@@ -312,3 +312,16 @@ def test_a_reducer_that_fails(group: Cluster) -> None:
     with pytest.raises(torchweft.errors.ReduceError) as caught:
         mapreduce.remote_sync_call(parts.where, args=(torch.ones(4),), reducer=torch.stack)
     assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_nothing_is_left_of_maps_whose_reducer_fails(group: Cluster) -> None:
+    """The fixture looks for references: frames in the error must not keep any."""
+
+    def picky(results: list[torch.Tensor]) -> None:
+        raise ValueError(f"not {len(results)} results")
+
+    for _ in range(20):
+        with pytest.raises(torchweft.errors.ReduceError) as caught:
+            mapreduce.remote_sync_call(parts.where, args=(torch.ones(4),), reducer=picky)
+        (note,) = caught.value.__cause__.__notes__  # type: ignore[union-attr]
+        assert "in picky" in note
