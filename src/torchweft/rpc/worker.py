@@ -84,6 +84,8 @@ class Worker:
         self.parcels = ParcelService(agent)
         self.references = ReferenceKeeper(agent)
         self.engine = Engine(agent, self.parcels, reader)
+        # Not a function of Python: each call with tensors makes one.
+        self._new_request = partial(Request, self.parcels, self.references, self.engine.outside)
         self.contexts: Contexts = self.engine.contexts
         self.arrivals = Arrivals(self.engine.outside, warns_of_lost_gradients)
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
@@ -176,16 +178,7 @@ class Worker:
         head = encode_call_head(
             CallHead(timeout_s, creation, context_id, message_id, name or b"", references)
         )
-        return Request(
-            self.parcels,
-            self.references,
-            self.engine.outside,
-            peer,
-            head,
-            packed,
-            references,
-            message_id,
-        )
+        return self._new_request(peer, head, packed, references, message_id)
 
     def pack_for(self, peers: Collection[Peer], value: object) -> Packed:
         """Packs a value once so that each of some workers can read it, now or later.
@@ -391,17 +384,7 @@ class Worker:
             self.reply_error(peer, number, error)
             return
         head = encode_reply_head(ReplyHead(context_id, message_id, references))
-        reply = Request(
-            self.parcels,
-            self.references,
-            self.engine.outside,
-            peer,
-            head,
-            packed,
-            references,
-            message_id,
-            Kind.REPLY,
-        )
+        reply = self._new_request(peer, head, packed, references, message_id, Kind.REPLY)
         try:
             self.agent.send(peer, reply.message(number))
         except ConnectionError:

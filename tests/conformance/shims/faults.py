@@ -31,7 +31,7 @@ from torchweft.agent.references import OwnedValue, ReferenceKeeper
 from torchweft.agent.slots import Slot
 from torchweft.compat.rpc import owners
 from torchweft.compat.rpc.references import RRef
-from torchweft.errors import CallError
+from torchweft.errors import CallError, CallTimeout
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import function_name
 from torchweft.rpc.calls import BACKWARD_FROM, FETCH
@@ -273,6 +273,8 @@ class _CreatedRRef(RRef[Any]):
 
     __slots__ = ()
 
+    _of_creation = (CallTimeout, InjectedFault)
+
     @classmethod
     def from_created(
         cls, keeper: ReferenceKeeper, reference: ReferenceId, maker: str = ""
@@ -286,19 +288,3 @@ class _CreatedRRef(RRef[Any]):
         """Notes that the call that was to make the value was not sent."""
         self._created = torch.futures.Future()
         fail(self._created, error)
-
-    def _check_created(self) -> None:
-        try:
-            if self._created is not None and self._created.done():
-                self._created.wait()
-        except InjectedFault as error:
-            raise InjectedFault(
-                f"RRef creation on worker {self.owner_name()!r} was given up, and there may be no "
-                f"value: {error}",
-                worker=error.worker,
-                call=error.call,
-                elapsed_s=error.elapsed_s,
-            ) from None
-        except Exception:
-            pass  # Whatever else happened is for the usual check.
-        super()._check_created()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from torchweft.compat.rpc import owners
 from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.compat.rpc.rref_proxy import RRefProxy
 from torchweft.errors import (
+    CallError,
     CallTimeout,
     NotInitialized,
     NotOwner,
@@ -51,6 +52,9 @@ class RRef(torchweft.rpc.RRef[T]):
     """
 
     __slots__ = ("_created", "_fork_id", "_local_id", "_profiled", "_type")
+
+    _of_creation: ClassVar[tuple[type[CallError], ...]] = (CallTimeout,)
+    """Errors that say that there may be no value; a back-end that injects faults has more."""
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if not current_agent.is_set():
@@ -141,8 +145,8 @@ class RRef(torchweft.rpc.RRef[T]):
             return
         try:
             self._created.wait()
-        except CallTimeout as error:
-            raise CallTimeout(
+        except self._of_creation as error:
+            raise type(error)(
                 f"RRef creation on worker {self.owner_name()!r} was given up, and there may be no "
                 f"value: {error}",
                 worker=error.worker,
