@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from torchweft.agent.current import current
 from torchweft.errors import AutogradError
 from torchweft.mapreduce.execution import Execution
 from torchweft.mapreduce.map_future import MapFuture, wait_for
-from torchweft.mapreduce.notes import with_note
 from torchweft.mapreduce.parts import Cut
 from torchweft.mapreduce.plan import Manner, make_plan
 from torchweft.mapreduce.reducers import Reducer, reduce
@@ -20,23 +18,6 @@ from torchweft.mapreduce.replay import Results
 from torchweft.mapreduce.sharing import may_have_graph
 from torchweft.mapreduce.surroundings import surroundings
 from torchweft.rpc.worker import WORKER
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """Returns an error whose causes keep their tracebacks as text.
-
-    The frames lead back to the future that keeps the error, and no collector looks into futures.
-    """
-    cause = error.__cause__ or error.__context__
-    seen = {id(error)}
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        lines = traceback.format_tb(cause.__traceback__)
-        if lines:
-            with_note(cause, "Traceback (most recent call last):\n" + "".join(lines).rstrip())
-        cause.__traceback__ = None
-        cause = cause.__cause__ or cause.__context__
-    return error
 
 
 class MapCall:
@@ -69,7 +50,7 @@ class MapCall:
                 self._keep(results)
                 reduced = self._reduced(reducer, results)
             except BaseException as failure:
-                future.fail(_without_frames(failure))
+                future.fail(failure)
             else:
                 future.complete(reduced)
 

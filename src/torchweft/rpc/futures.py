@@ -15,7 +15,7 @@ from torchweft.protocol.calls import failures
 from torchweft.rpc.unseen import Guard
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.exceptions import fresh_copy
-from torchweft.serialize.tracebacks import shorten
+from torchweft.serialize.tracebacks import drop_frames, shorten
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -74,9 +74,10 @@ class Future(torch.futures.Future[T]):
         if guard is None:
             fail(self, error)
             return
+        drop_frames(error)
         self._guard = guard
         self._set_unwrap_func(guard.raise_copy)
-        self.set_result(error.with_traceback(None))  # type: ignore[arg-type]
+        self.set_result(error)  # type: ignore[arg-type]
 
     def _watch(self) -> None:
         """Notes that somebody is told of an error."""
@@ -168,10 +169,9 @@ class Future(torch.futures.Future[T]):
 
 def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
     """Completes any future with an error; each who waits is raised a copy of it."""
-    # No collector looks into a future of PyTorch. A traceback in it would lead to frames that
-    # hold the future itself, and all of it would stay for good.
+    drop_frames(error)
     future._set_unwrap_func(_raise_copy)
-    future.set_result(error.with_traceback(None))
+    future.set_result(error)
 
 
 def ignore_errors(future: Future[Any]) -> None:

@@ -10,6 +10,7 @@ that is no ``WeftError`` is a bug, and keeps all frames.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import traceback
@@ -27,6 +28,7 @@ PRINTS_NOTES = sys.version_info >= (3, 11) or "exceptiongroup" in sys.modules
 
 _PACKAGE = __name__.partition(".")[0]
 _PLACE = 'On worker "'
+_HEADING = "Traceback (most recent call last):"
 _FULL = "full"
 _TEXT_LIMIT = 200_000
 # They call functions of the program: what goes wrong in such a frame is the call itself.
@@ -73,6 +75,27 @@ def shorten(error: BaseException) -> None:
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
 
 
+def drop_frames(error: BaseException) -> None:
+    """Takes all frames out of an error that a future is to keep, and out of its causes.
+
+    Frames lead back to the future, and no collector looks into futures of PyTorch: all that the
+    frames refer to would stay for good. Causes keep the frames of the program as a note.
+    """
+    BaseException.with_traceback(error, None)
+    seen, rest = {id(error)}, _led_by(error)
+    while rest:
+        part = rest.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            rest += _led_by(part)
+            text = _frames_text(part)
+            if text:
+                # Some errors take no attributes: those of frozen dataclasses, for instance.
+                with contextlib.suppress(Exception):
+                    part.__notes__ = [*_notes(part), f"{_HEADING}\n{text}"]  # type: ignore[attr-defined]
+            BaseException.with_traceback(part, None)
+
+
 def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
     """Returns a function that does the same, and shortens the errors that it raises."""
 
@@ -85,6 +108,12 @@ def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return call
+
+
+def _led_by(error: BaseException) -> list[BaseException]:
+    """Returns what led to an error, also where that is not shown."""
+    led = _attribute(error, "__cause__"), _attribute(error, "__context__")
+    return [part for part in led if part is not None]
 
 
 def _frames_text(error: BaseException) -> str:
