@@ -23,8 +23,9 @@ from torchweft import knobs
 from torchweft.agent.acceptor import Acceptor
 from torchweft.agent.answers import Answers
 from torchweft.agent.calls import PendingCall
-from torchweft.agent.connector import Connector, Speechless, verdict_in
+from torchweft.agent.connector import Connector, verdict_in
 from torchweft.agent.contacts import Contacts
+from torchweft.agent.dial_errors import Speechless
 from torchweft.agent.first_contacts import FirstContacts
 from torchweft.agent.housekeeper import Housekeeper, Job
 from torchweft.agent.lanes import OWN, Lanes
@@ -32,7 +33,7 @@ from torchweft.agent.links import Links, Traffic
 from torchweft.agent.members import Members
 from torchweft.agent.mishaps import log_mishap
 from torchweft.agent.open_calls import OpenCalls
-from torchweft.agent.peers import Peer, Unreachable, Unsent
+from torchweft.agent.peers import Outgoing, Peer, Unreachable, Unsent
 from torchweft.agent.protection import Protection
 from torchweft.agent.reactor import Reactor
 from torchweft.agent.served_calls import Cancelling
@@ -48,7 +49,7 @@ from torchweft.protocol.connecting import Patience
 from torchweft.protocol.membership import Registration
 from torchweft.transport.link import Link, LinkClosed
 from torchweft.transport.spinning import Spinning
-from torchweft.wire.frames import Buffer, Frame, encode_frame
+from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind, encode_ints
 
 _log = logging.getLogger("torchweft")
@@ -56,8 +57,6 @@ _log = logging.getLogger("torchweft")
 Handler = Callable[[Peer, Frame], None]
 CallHandler = Callable[[Peer, Any], None]
 PeerCallback = Callable[[Peer], None]
-Outgoing = list[Buffer] | Frame
-"""What to send: bytes to write, or, to oneself, a frame as it will be received."""
 _CLOSE_TIMEOUT_S = 5.0
 _LEAST_CLOSE_S = 0.5
 # Looking up a member of an enumeration takes longer than comparing it.

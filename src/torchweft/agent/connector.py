@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torchweft import knobs
+from torchweft.agent.dial_errors import Crossed, Gone, Refused, Speechless, failure_of
 from torchweft.agent.peers import Peer, Unreachable
 from torchweft.agent.shared_memory import MemoryExchange, close_all, map_memory
 from torchweft.channel.capabilities import Capabilities
@@ -55,38 +56,6 @@ REGISTRATION = "registration"
 CAPABILITIES, VERDICT = "capabilities", "verdict"
 _DATA_LIMIT_S = 2.0
 """How long a data connection may take: a thread that has tensors to send waits for it."""
-
-
-class Speechless(TimeoutError):
-    """A worker did not speak in time. It may be busy, or stopped: it is not lost."""
-
-
-class Refused(ConnectionRefusedError):
-    """Nobody listens there, or whoever does turns this worker away: trying again is no use."""
-
-
-class Gone(Refused):
-    """Nobody listens any more where a worker of this host did."""
-
-
-class Crossed(ConnectionError):
-    """The other side makes a connection itself, which has not come yet: it lives."""
-
-
-_FAILURES: tuple[tuple[tuple[type[Exception], ...], Failure], ...] = (
-    ((Gone,), Failure.GONE),
-    ((Crossed,), Failure.CROSSED),
-    ((Refused, LinkClosed, ProtocolError, ConfigurationError), Failure.REFUSED),
-    ((TimeoutError,), Failure.BUSY),
-)
-
-
-def failure_of(error: Exception) -> Failure:
-    """Returns what the machine is told of an error; of any other one, the network is the reason."""
-    for kinds, failure in _FAILURES:
-        if isinstance(error, kinds):
-            return failure
-    return Failure.BROKEN
 
 
 class Shell(Protocol):

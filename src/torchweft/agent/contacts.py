@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchweft.agent.connector import failure_of
+from torchweft.agent.dial_errors import failure_of
 from torchweft.agent.peers import Peer
 from torchweft.agent.reactor import Reactor
 from torchweft.errors import ConfigurationError, ProtocolError

@@ -12,13 +12,13 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from torchweft import knobs
-from torchweft.agent.peers import Peer, Unsent
+from torchweft.agent.peers import Outgoing, Peer, Unsent
 from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
 from torchweft.transport.link import LinkClosed
 from torchweft.wire.frames import Frame
 
 if TYPE_CHECKING:
-    from torchweft.agent.agent import Agent, Outgoing
+    from torchweft.agent.agent import Agent
 
 
 class FirstContacts:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from torchweft.agent.calls import PendingCall
-from torchweft.agent.peers import Peer, Unsent
+from torchweft.agent.peers import Outgoing, Peer, Unsent
 from torchweft.errors import NotInitialized
 from torchweft.protocol.calls import Action, CallClient, Complete, Completion, ServedCall
 from torchweft.transport import interrupts
@@ -24,7 +24,7 @@ from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
 
 if TYPE_CHECKING:
-    from torchweft.agent.agent import Agent, Outgoing
+    from torchweft.agent.agent import Agent
 
 
 class Request(Protocol):

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchweft import knobs
-from torchweft.agent.agent import Agent, Outgoing
+from torchweft.agent.agent import Agent
 from torchweft.agent.data_connections import DataConnections
-from torchweft.agent.peers import Peer
+from torchweft.agent.peers import Outgoing, Peer
 from torchweft.agent.pulling import Borrowing, Pulling, Source
 from torchweft.agent.supplying import read_request
 from torchweft.channel.copying import Copier

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torchweft.agent.deaths import cause_of
 from torchweft.channel.choice import Channels
@@ -17,9 +16,10 @@ from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.connecting import Connecting, Patience, State, Terms
 from torchweft.protocol.membership import Registration
 from torchweft.transport.link import Link
+from torchweft.wire.frames import Buffer, Frame
 
-if TYPE_CHECKING:
-    from torchweft.agent.agent import Outgoing
+Outgoing = list[Buffer] | Frame
+"""What to send: bytes to write, or, to oneself, a frame as it will be received."""
 
 
 class Unsent:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torchweft.agent.agent import Outgoing
 from torchweft.agent.parcels import ParcelService
-from torchweft.agent.peers import Peer
+from torchweft.agent.peers import Outgoing, Peer
 from torchweft.agent.references import ReferenceKeeper
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.serialize.objects import Packed

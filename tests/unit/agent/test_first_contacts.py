@@ -11,10 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.agent.group import Member, group_of, wait_until
-from torchweft.agent.agent import Outgoing
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.open_calls import SimpleRequest
-from torchweft.agent.peers import Peer
+from torchweft.agent.peers import Outgoing, Peer
 from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind

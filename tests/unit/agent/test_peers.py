@@ -12,7 +12,8 @@ import pytest
 from tests.unit.transport.reading import not_main, reading  # noqa: F401
 from torchweft import knobs
 from torchweft.agent.acceptor import Acceptor
-from torchweft.agent.connector import Connector, Speechless
+from torchweft.agent.connector import Connector
+from torchweft.agent.dial_errors import Speechless
 from torchweft.agent.peers import Peer, Unreachable
 from torchweft.channel.choice import Capabilities, describe
 from torchweft.channel.cma import Nonce
