@@ -25,13 +25,13 @@ from torchweft import rpc
 from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
-from torchweft.agent.lanes import Lanes
 from torchweft.agent.peers import Peer
-from torchweft.agent.reactor import Reactor
 from torchweft.protocol.calls import CallTable
 from torchweft.rpc import serving
 from torchweft.rpc.outcomes import Call
 from torchweft.rpc.worker import WORKER, Worker
+from torchweft.runtime.fair_queue import FairQueue
+from torchweft.runtime.reactor import Reactor
 from torchweft.serialize import compact
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.wire.frames import FrameParser
@@ -152,7 +152,7 @@ def _sending(sent: bytes) -> Callable[[], object]:
 def _serving(worker: Worker, peer: Peer, sent: bytes, tensor: torch.Tensor) -> list[Part]:
     parse = _parsing(sent)
     [frame] = parse()
-    reactor = Reactor("anatomy", 1, Lanes(100, 1 << 20))
+    reactor = Reactor("anatomy", 1, FairQueue(100, 1 << 20))
 
     def queue_and_run() -> None:
         reactor.tasks.append((_nothing, None, None), 1)

@@ -40,7 +40,7 @@ FIGURES = {
 
 TARGETS: dict[tuple[str, int], Target] = {
     ("start", COMPARED): no_slower(),
-    # 16 that run user functions and one that reads; the housekeeper, the event loop, the one that
+    # 16 that run user functions and one that reads; the timer thread, the event loop, the one that
     # helps with large tensors; the main thread.
     ("threads", COMPARED): at_most(21.0, "21, whatever the size"),
     ("idle", COMPARED): at_most(0.01, "1 % of a core"),

@@ -127,7 +127,10 @@ def _amid_sending() -> None:
 
 
 def _send_half(link: Link, parts: list[Any]) -> None:
-    data = b"".join(bytes(part) for part in parts)
+    # Kept until this process ends: another thread's frame behind half a frame would be nonsense.
+    link._writing.acquire()
+    link._take_begun()
+    data = b"".join(bytes(part) for part in [*link._queue, *parts])
     with contextlib.suppress(OSError):
         link._socket.send(data[: len(data) // 2])
 

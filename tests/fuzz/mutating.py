@@ -37,8 +37,8 @@ class Mutator:
             self._write_edge,
             self._write_length,
             self._write_length,
-            self._nudge,
-            self._nudge,
+            self._wake_by,
+            self._wake_by,
             self._cut,
             self._remove,
             self._repeat,
@@ -87,7 +87,7 @@ class Mutator:
         unit = self._chance.choice((1, 1, 1, 4, 8, 9, 25, 32))
         self._write(data, place, width, rest // unit + self._chance.choice((0, 0, -1, 1, -8, 8)))
 
-    def _nudge(self, data: bytearray, _: bytes) -> None:
+    def _wake_by(self, data: bytearray, _: bytes) -> None:
         """Adds a little to a number that is there."""
         width = self._chance.choice(_WIDTHS)
         place = self._place(data, width)

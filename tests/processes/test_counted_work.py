@@ -66,7 +66,7 @@ BYTES_THROUGH_SOCKETS = {
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What was counted, by kind of call."""
     store = tmp_path_factory.mktemp("counting") / "store"
-    # How often a spinning thread looks, and the housekeeper ticks, are matters of time.
+    # How often a spinning thread looks, and the timer thread ticks, are matters of time.
     still = overridden(SPIN_S=0, REARM_S=60, STALL_S=60)
     environment = {**os.environ, **still, "OMP_NUM_THREADS": "1"}
     workers = [

@@ -100,13 +100,13 @@ def test_what_waited_for_too_long_is_not_begun(
     group: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if this worker had been stopped, and could not say that it gives up.
-    post_ints = current().post_ints
+    post_ints = current().sender.post_ints
 
     def post_all_else(peer: Peer, kind: Kind, *values: int) -> None:
         if kind != Kind.CANCEL:
             post_ints(peer, kind, *values)
 
-    monkeypatch.setattr(current(), "post_ints", post_all_else)
+    monkeypatch.setattr(current().sender, "post_ints", post_all_else)
     holding = [
         rpc.rpc_async("worker0", timing.hold_until_one_waits, args=("hold", 0.1))
         for _ in range(WORKER_THREADS)

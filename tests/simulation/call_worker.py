@@ -2,7 +2,7 @@
 
 Each step that another thread may precede is an event of its own, after a pause that is drawn. So a
 call may end between the moment at which it is in the table and that at which its request is
-written, a ``CANCEL`` may arrive while a call is taken from its lane, and so on.
+written, a ``CANCEL`` may arrive while a call is taken from its queue, and so on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.simulation.timeline import Clock
-from torchweft.agent.lanes import Lanes
 from torchweft.errors import (
     CallCancelled,
     CallTimeout,
@@ -37,6 +36,7 @@ from torchweft.protocol.calls import (
 )
 from torchweft.protocol.membership.leader import Report, Send, Step
 from torchweft.protocol.membership.leaving import BeginSettling, Left, OpenLeaving, Retire, Stage
+from torchweft.runtime.fair_queue import FairQueue
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import NO_CREATION, Kind
 
@@ -219,7 +219,7 @@ class Worker:
         self.client: CallClient[Asked] = CallClient()
         self.server = CallServer()
         self.leaving = OpenLeaving()
-        self.lanes = Lanes(world.queue_limit, 1 << 30)
+        self.tasks = FairQueue(world.queue_limit, 1 << 30)
         self.running = 0
         self.making: set[AnsweredCall] = set()
         self.writing: set[Record] = set()
@@ -367,7 +367,7 @@ class Worker:
             # The main thread waits for this one by itself.
             delay_s = max(call.deadline_s - self.now_s, 0.0) + 1e-9
             self.clock.later(delay_s, self._time_out, call)
-        self._nudge(call.deadline_s)
+        self._wake_by(call.deadline_s)
 
     def _time_out(self, call: Asked) -> None:
         if self.now_s >= call.deadline_s:
@@ -481,9 +481,9 @@ class Worker:
         if request.record is not None:
             request.record.arrived_s = self.now_s
             self.arrived[peer.id, request.number] = served
-        waiting = self.lanes._lanes.get(peer.id)
+        waiting = self.tasks._queues.get(peer.id)
         waits = len(waiting.tasks) if waiting is not None else 0
-        if self.lanes.offer((self._begin, served, request), peer.id, 1):
+        if self.tasks.offer((self._begin, served, request), peer.id, 1):
             self.soon(self._pump)
         else:
             assert waits >= self.world.queue_limit
@@ -517,7 +517,7 @@ class Worker:
         self.world.ends(call, call.error if call.error is not None else call.outcome, self.now_s)
         call.on_end()
 
-    def _nudge(self, due_s: float) -> None:
+    def _wake_by(self, due_s: float) -> None:
         if due_s < self._next_s:
             self._next_s = due_s
             self.clock.later(max(due_s - self.now_s, 0.0) + 1e-9, self._look, due_s)
@@ -527,7 +527,7 @@ class Worker:
             self._next_s = math.inf
             actions, next_s = self.client.expire(self.now_s)
             self._act(actions)
-            self._nudge(max(next_s, self.now_s + 1e-6))
+            self._wake_by(max(next_s, self.now_s + 1e-6))
 
     # What the server says
 
@@ -565,8 +565,8 @@ class Worker:
     # Running
 
     def _pump(self) -> None:
-        while self.running < self.world.slots and self.lanes.turns:
-            begin, served, request = self.lanes.popleft()
+        while self.running < self.world.slots and self.tasks.ready:
+            begin, served, request = self.tasks.popleft()
             self.running += 1
             served.has_slot = True
             self.soon(begin, served, request)
@@ -673,7 +673,7 @@ class Worker:
         is_idle = not (
             len(self.client)
             or self.running
-            or self.lanes.turns
+            or self.tasks.ready
             or self.making
             or self.writing
             or has_awaited(self.peers.values())
@@ -701,7 +701,7 @@ class Worker:
         assert not len(self.client), f"worker {self.id} waits for {len(self.client)} calls"
         assert not self.client._unsent, f"worker {self.id} keeps numbers of calls that have ended"
         assert not self.running, f"{self.running} functions of worker {self.id} do not end"
-        assert not self.lanes.turns, f"calls of worker {self.id} never had their turn"
+        assert not self.tasks.ready, f"calls of worker {self.id} never had their turn"
         assert not self.writing
         for peer in self.peers.values():
             assert not peer.served, f"calls of {peer.name} are still served at {self.id}"

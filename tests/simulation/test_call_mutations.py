@@ -140,7 +140,7 @@ class RunsTwice(Served):
 
 
 class BeginsCancelledCalls(Served):
-    """Runs calls that were cancelled in their lane."""
+    """Runs calls that were cancelled in their queue."""
 
     def begins(self, *arguments: Any) -> bool:
         was_cancelled, self.was_cancelled = self.was_cancelled, False
@@ -150,7 +150,7 @@ class BeginsCancelledCalls(Served):
 
 
 class BeginsLateCalls(Served):
-    """Runs calls whose time was up in their lane."""
+    """Runs calls whose time was up in their queue."""
 
     def begins(self, creation: int, remaining_s: float, now_s: float) -> bool:
         return super().begins(creation, remaining_s, min(now_s, self.arrived_s))

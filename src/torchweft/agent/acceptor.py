@@ -84,11 +84,13 @@ class Acceptor:
         with self._lock:
             if self._is_closed:
                 raise ConnectionAbortedError("this worker has shut down")
+            oldest = None
             if len(self._strangers) >= self._limit:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
-                _shut(oldest)
             self._strangers[connection] = None
+            if oldest is not None:
+                _shut(oldest)
         try:
             yield
         finally:

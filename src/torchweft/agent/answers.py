@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from torchweft.agent.lifetime import Lifetime
 from torchweft.agent.peers import Peer
+from torchweft.agent.sending import Sender
+from torchweft.runtime.reactor import Reactor
 from torchweft.transport.link import LinkClosed
 from torchweft.wire.frames import Buffer
-
-if TYPE_CHECKING:
-    from torchweft.agent.agent import Agent
 
 _MOST_HELD = 64
 
@@ -22,11 +22,27 @@ class Answers:
     after ``knobs.REARM_S`` in any case.
 
     Args:
-        agent: The worker's agent.
+        reactor: Runs the calls; it says when answers may not be held any longer.
+        arm_soon: Has the timers see to the reactor, and to what it holds, soon.
+        sender: Sends where there is no connection.
+        lifetime: Whether the worker still takes part.
+        lose: Declares a peer lost, with the cause.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        reactor: Reactor,
+        arm_soon: Callable[[], None],
+        sender: Sender,
+        lifetime: Lifetime,
+        lose: Callable[[Peer, str], None],
+    ) -> None:
+        self._reactor = reactor
+        self._arm_soon = arm_soon
+        self._sender = sender
+        self._lifetime = lifetime
+        self._lose = lose
+        reactor.on_pause = self.write_held
 
     def send(self, peer: Peer, part: Buffer) -> None:
         """Sends an answer, a whole frame, now or together with the next ones.
@@ -35,13 +51,13 @@ class Answers:
             WorkerLost: The peer cannot be reached.
             NotInitialized: This worker has shut down.
         """
-        agent, link = self._agent, peer.link
+        link = peer.link
         if link is None:
-            agent.send(peer, [part])
+            self._sender.send(peer, [part])
             return
-        reactor = agent.reactor
+        reactor = self._reactor
         try:
-            if not reactor.tasks.turns:
+            if not reactor.tasks.ready:
                 link.send([part], may_block=True)
                 return
             count = link.hold(part)
@@ -49,14 +65,14 @@ class Answers:
             if count >= _MOST_HELD:
                 link.write_held()
             elif count == 1:
-                agent.upkeep.arm_soon()  # The housekeeper writes it, too.
+                self._arm_soon()  # The timers write it, too.
         except LinkClosed as error:
-            agent.lose(peer, str(error))
-            raise agent.closed_error(peer) from error
+            self._lose(peer, str(error))
+            raise self._lifetime.error_of(peer) from error
 
     def write_held(self) -> None:
         """Writes all that is held; never blocks."""
-        held = self._agent.reactor.held
+        held = self._reactor.held
         while held:
             try:
                 link, peer = held.popitem()
@@ -65,4 +81,4 @@ class Answers:
             try:
                 link.write_held()
             except LinkClosed as error:
-                self._agent.lose(peer, str(error))
+                self._lose(peer, str(error))

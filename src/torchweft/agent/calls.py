@@ -10,7 +10,7 @@ from functools import partial
 from itertools import takewhile
 
 from torchweft.protocol.calls import Named, OpenCall, ServedCall
-from torchweft.transport.interrupts import call as run
+from torchweft.runtime.interrupts import call as run
 from torchweft.wire.frames import Frame
 
 
@@ -67,5 +67,5 @@ class PendingCall(OpenCall):
         """Blocks until done or for ``timeout_s``; returns whether it is done."""
         bounded_s = -1 if timeout_s > threading.TIMEOUT_MAX else max(timeout_s, 0)
         acquire = partial(self._done.acquire, True, bounded_s)
-        # Both in one step: see torchweft.transport.interrupts.
+        # Both in one step: see torchweft.runtime.interrupts.
         return [*takewhile(bool, map(run, (acquire, self._done.release)))] != []

@@ -111,12 +111,15 @@ class Connector:
         self._capabilities = dataclasses.replace(capabilities, memory_nonce=self.memory.nonce)
         self._uses_unix = bool(knobs.UNIX_SOCKETS.get())
         self._dialling: dict[int, socket.socket] = {}
+        """By peer, the first connections to them that are being made."""
+        self._greeting: set[socket.socket] = set()
+        """The further connections that are being made."""
         self._is_closed = False
 
     def close(self) -> None:
         """Lends no more memory to those who connect, and ends what is being dialled."""
         self._is_closed = True
-        for connection in list(self._dialling.values()):
+        for connection in [*self._dialling.values(), *self._greeting]:
             _shut(connection)
         self.memory.close()
 
@@ -194,6 +197,7 @@ class Connector:
         memory: list[int] = []
         is_unix = connection.family == socket.AF_UNIX
         try:
+            self._check_open()
             handshake = self._begin(connection, deadline_s)
             with peer.state_lock:
                 may_offer = peer.connecting.offer()
@@ -329,11 +333,20 @@ class Connector:
     def _greeted(self, peer: Peer, deadline_s: float) -> Iterator[tuple[socket.socket, Handshake]]:
         """Connects, up to the peer's challenge; closes the connection where the block raises."""
         connection = self._open(peer, deadline_s)
+        self._greeting.add(connection)
         try:
+            self._check_open()
             yield connection, self._begin(connection, deadline_s)
         except BaseException:
             connection.close()
             raise
+        finally:
+            self._greeting.discard(connection)
+
+    def _check_open(self) -> None:
+        """Is asked once ``close`` can find the connection, which it may have been too early for."""
+        if self._is_closed:
+            raise ConnectionAbortedError("this worker has shut down")
 
     def _begin(self, connection: socket.socket, deadline_s: float) -> Handshake:
         """Waits for the challenge; without a secret, from one of this user only."""

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from torchweft.agent.dial_errors import failure_of
 from torchweft.agent.peers import Peer
-from torchweft.agent.reactor import Reactor
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.protocol.connecting import Action, Lose, Redial
+from torchweft.runtime.reactor import Reactor
 from torchweft.transport.hearing import probe_interval_s
 from torchweft.transport.link import LinkClosed
 from torchweft.transport.resumable import ResumableLink
@@ -30,7 +30,7 @@ class Contacts:
         reactor: Has threads that dial.
         redial: Makes a new connection for a session; see ``Connector.redial``.
         lose: Declares a peer lost, with the cause.
-        nudge: Has ``tick`` called at a time at the latest.
+        wake_by: Has ``tick`` called at a time at the latest.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Contacts:
         reactor: Reactor,
         redial: Callable[[Peer, ResumableLink], None],
         lose: Callable[[Peer, str], None],
-        nudge: Callable[[float], None],
+        wake_by: Callable[[float], None],
     ) -> None:
         self._reactor = reactor
         self._redial = redial
         self._lose = lose
-        self._nudge = nudge
+        self._wake_by = wake_by
         self._interval_s = min(float(probe_interval_s(detection_s)), detection_s / 5)
         self._lock = threading.Lock()
         self._watched: dict[int, tuple[Peer, ResumableLink]] = {}
@@ -57,7 +57,7 @@ class Contacts:
         with self._lock:
             if peer.connecting.has_session:
                 self._watched[peer.id] = peer, link
-        self._nudge(time.monotonic() + self._interval_s)
+        self._wake_by(time.monotonic() + self._interval_s)
 
     def forget(self, peer: Peer) -> None:
         """Watches the session of a peer no more, if there is one: it has ended."""
@@ -74,7 +74,7 @@ class Contacts:
             is_news &= peer.connecting.is_broken
         if is_news:
             _log.info("the connection to worker %r broke: %s; it is made again", peer.name, cause)
-        # Not by the housekeeper: every millisecond of a break is one that somebody waits.
+        # Not by the timer thread: every millisecond of a break is one that somebody waits.
         for action in actions:
             if isinstance(action, Lose):
                 self._lose(peer, action.cause)
@@ -98,7 +98,7 @@ class Contacts:
     # What is due
 
     def tick(self, now_s: float) -> float:
-        """Listens to all peers, and does what is due; a job of the housekeeper."""
+        """Listens to all peers, and does what is due; a job of the timers."""
         with self._lock:
             watched = list(self._watched.values())
         due_s = math.inf
@@ -158,4 +158,4 @@ class Contacts:
         with peer.state_lock:
             actions = peer.connecting.redial_failed(now_s, failure, cause)
         self._act(peer, actions)
-        self._nudge(self._look_at(peer, now_s))
+        self._wake_by(self._look_at(peer, now_s))

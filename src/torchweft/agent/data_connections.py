@@ -25,10 +25,10 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.supplying import ask_for_supply
 from torchweft.channel.table import STRIPED, BufferTable
 from torchweft.errors import NotInitialized, ProtocolError, WeftError
+from torchweft.runtime.transfer_loop import READABLE, WRITABLE, TransferLoop
 from torchweft.transport.hearing import keep_alive
 from torchweft.transport.striped.arriving import Arrivals, NotComing, ReceivingConnection
 from torchweft.transport.striped.outgoing import Outbox, SendingConnection
-from torchweft.transport.striped.pump import READABLE, WRITABLE, Pump
 from torchweft.transport.striped.stripes import TransferKey
 from torchweft.wire.frames import Buffer, Frame
 from torchweft.wire.messages import Kind, decode_ints
@@ -86,7 +86,7 @@ class DataConnections:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._pump = Pump(f"weft-{agent.info.name}-data", knobs.STRIPE_THREADS.get())
+        self._pump = TransferLoop(f"weft-{agent.info.name}-data", knobs.STRIPE_THREADS.get())
         self._stripe_bytes = knobs.STRIPE_BYTES.get()
         self._connection_count = knobs.STRIPE_CONNECTIONS.get()
         self._stall_s = knobs.STRIPE_STALL_S.get()
@@ -94,9 +94,9 @@ class DataConnections:
         self._lock = threading.Lock()
         self._data: dict[int, _PeerData] = {}
         self._spare_waits = threading.Semaphore(_SPARE_WAITS)
-        agent.on(Kind.ARRIVED, self._on_arrived, inline=True)
-        agent.on(Kind.DATA_BROKEN, self._on_data_broken, inline=True)
-        agent.on(Kind.UNSENT, self._on_unsent, inline=True)
+        agent.receiver.on(Kind.ARRIVED, self._on_arrived, inline=True)
+        agent.receiver.on(Kind.DATA_BROKEN, self._on_data_broken, inline=True)
+        agent.receiver.on(Kind.UNSENT, self._on_unsent, inline=True)
         agent.members.on_joined(self._offer)
 
     def _offer(self, peer: Peer) -> None:
@@ -155,7 +155,7 @@ class DataConnections:
                 started = sending.outbox.put(token, buffers)
         if sending is None:
             # They broke after it was chosen to go over them.
-            self._agent.post_ints(peer, Kind.UNSENT, 0, token)
+            self._agent.sender.post_ints(peer, Kind.UNSENT, 0, token)
         for connection in started[1:]:
             self._pump.arm(connection.fd, WRITABLE)
         # The first share leaves from this thread: the others would have to be woken first.
@@ -189,7 +189,7 @@ class DataConnections:
         _log.info("data connections to worker %r are made again: %s", peer.name, cause)
         self._close_all(sending.connections)
         sending.outbox.close()
-        self._agent.post_ints(peer, Kind.UNSENT, number, *unsent)
+        self._agent.sender.post_ints(peer, Kind.UNSENT, number, *unsent)
 
     # Receiving
 
@@ -229,7 +229,7 @@ class DataConnections:
         finally:
             arrivals.forget(sizes)
         self._agent.pulled_bytes += sum(sizes.values())
-        self._agent.post_ints(peer, Kind.ARRIVED, token)
+        self._agent.sender.post_ints(peer, Kind.ARRIVED, token)
         return buffers
 
     def _await(
@@ -247,7 +247,7 @@ class DataConnections:
                     numbers = {each.number for each in data.receiving}
                 for number in sorted(numbers):
                     self._end_receiving(peer, number)
-                    self._agent.post_ints(peer, Kind.DATA_BROKEN, number)
+                    self._agent.sender.post_ints(peer, Kind.DATA_BROKEN, number)
 
     def drop(self, peer: Peer, table: BufferTable) -> None:
         """Notes that nobody will fetch the transfers of a message: they go when they are here."""
@@ -255,7 +255,7 @@ class DataConnections:
         sizes = _transfers(table)
         for key, size_bytes in sizes.items():
             arrivals.discard(key, size_bytes)
-        self._agent.post_ints(peer, Kind.ARRIVED, next(iter(sizes)).token)
+        self._agent.sender.post_ints(peer, Kind.ARRIVED, next(iter(sizes)).token)
 
     def _on_unsent(self, peer: Peer, frame: Frame) -> None:
         number, *tokens = decode_ints(frame.control) or (0,)
@@ -337,7 +337,7 @@ class DataConnections:
         self._end_receiving(peer, number)
         self._close_all([receiving])
         if not self._of(peer).is_closed:
-            self._agent.post_ints(peer, Kind.DATA_BROKEN, number)
+            self._agent.sender.post_ints(peer, Kind.DATA_BROKEN, number)
 
     # The end
 

@@ -7,29 +7,40 @@ and sends what is kept in order. A call that is kept ends by its own time limit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from torchweft import knobs
+from torchweft.agent.lifetime import Lifetime
 from torchweft.agent.peers import Outgoing, Peer, Unsent
 from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
+from torchweft.runtime.reactor import Reactor
 from torchweft.transport.link import LinkClosed
 from torchweft.wire.frames import Frame
-
-if TYPE_CHECKING:
-    from torchweft.agent.agent import Agent
 
 
 class FirstContacts:
     """Keeps messages until there is a connection to their receivers. Thread-safe.
 
     Args:
-        agent: The worker's agent.
+        reactor: Has threads that connect.
+        lifetime: Whether the worker still takes part.
+        connect: Connects to a peer, at the latest at a time; see ``Agent.connect``.
+        lose: Declares a peer lost, with the cause.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        reactor: Reactor,
+        lifetime: Lifetime,
+        connect: Callable[[Peer, float], object],
+        lose: Callable[[Peer, str], None],
+    ) -> None:
+        self._reactor = reactor
+        self._lifetime = lifetime
+        self._connect_by = connect
+        self._lose = lose
         self._attempt_s = knobs.CONNECT_TIMEOUT_S.get()
 
     def keep(self, peer: Peer, unsent: Unsent) -> bool:
@@ -42,7 +53,7 @@ class FirstContacts:
             WorkerLost: The peer is lost.
             NotInitialized: This worker has shut down.
         """
-        self._agent.check_open()
+        self._lifetime.check_open()
         with peer.state_lock:
             if peer.link is not None and not peer.unsent:
                 return False
@@ -51,13 +62,13 @@ class FirstContacts:
             peer.unsent.append(unsent)
             is_first = len(peer.unsent) == 1
         if is_first:
-            self._agent.reactor.submit(self._open, peer)
+            self._reactor.submit(self._open, peer)
         return True
 
     def _open(self, peer: Peer, _: object) -> None:
         """Connects, and sends what is kept; ends when nothing is kept any more."""
         try:
-            with self._agent.reactor.idling():
+            with self._reactor.idling():
                 while not self._connect(peer):
                     if not self._drop_unwanted(peer):
                         return
@@ -68,15 +79,15 @@ class FirstContacts:
     def connect_soon(self, peer: Peer) -> None:
         """Has a thread connect to a peer, though nothing is to be sent; never blocks."""
         if not peer.dial_lock.locked():
-            self._agent.reactor.submit(self._connect_once, peer)
+            self._reactor.submit(self._connect_once, peer)
 
     def _connect_once(self, peer: Peer, _: object) -> None:
-        with self._agent.reactor.idling(), suppress(WorkerLost, NotInitialized):
+        with self._reactor.idling(), suppress(WorkerLost, NotInitialized):
             self._connect(peer)
 
     def _connect(self, peer: Peer) -> bool:
         try:
-            self._agent.connect(peer, monotonic() + self._attempt_s)
+            self._connect_by(peer, monotonic() + self._attempt_s)
         except CallTimeout:
             return False
         return True
@@ -110,8 +121,8 @@ class FirstContacts:
         try:
             link.send(message, may_block=True)
         except LinkClosed as error:
-            self._agent.lose(peer, str(error))
-            raise self._agent.closed_error(peer) from error
+            self._lose(peer, str(error))
+            raise self._lifetime.error_of(peer) from error
 
     def _drop_unwanted(self, peer: Peer) -> bool:
         """Drops what nobody waits for any more; returns whether anything is left."""

@@ -7,25 +7,23 @@ import functools
 import socket
 import threading
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from torchweft import knobs
-from torchweft.agent.calls import PendingCall
 from torchweft.agent.contacts import Contacts
-from torchweft.agent.open_calls import is_waiting
 from torchweft.agent.peers import Peer
+from torchweft.agent.receiving import Receiver
+from torchweft.channel.memory import BufferPool
 from torchweft.errors import ProtocolError
 from torchweft.protocol.connecting import Patience, Terms
 from torchweft.protocol.connecting.machine import FAREWELL_BYTES
+from torchweft.runtime.reactor import Reactor
 from torchweft.transport.hearing import keep_alive
 from torchweft.transport.link import Link, LinkClosed
 from torchweft.transport.resumable import ResumableLink, position_in
 from torchweft.wire.frames import Frame, FrameParser
 from torchweft.wire.messages import Kind
-
-if TYPE_CHECKING:
-    from torchweft.agent.agent import Agent
 
 
 class Traffic(NamedTuple):
@@ -49,14 +47,28 @@ class Links:
     """All connections for messages of one worker. Thread-safe.
 
     Args:
-        agent: The worker's agent.
+        reactor: Says which connections can be read and written.
+        receiver: Reads them.
+        pool: Memory for messages that are received.
         contacts: Watches and mends sessions.
         patience: How long contact with another worker may be lost.
+        lose: Declares a peer lost, with the cause.
     """
 
-    def __init__(self, agent: Agent, contacts: Contacts, patience: Patience) -> None:
+    def __init__(
+        self,
+        reactor: Reactor,
+        receiver: Receiver,
+        pool: BufferPool,
+        contacts: Contacts,
+        patience: Patience,
+        lose: Callable[[Peer, str], None],
+    ) -> None:
         self.patience = patience
-        self._agent = agent
+        self._reactor = reactor
+        self._receiver = receiver
+        self._pool = pool
+        self._lose = lose
         self._contacts = contacts
         self._limit_bytes = knobs.SESSION_LIMIT_BYTES.get()
         self._lock = threading.Lock()
@@ -65,8 +77,8 @@ class Links:
         self._is_closed = False
         self.farewell = ""
         """What the others are told of why this worker leaves, where they may not expect it."""
-        agent.on(Kind.ACKNOWLEDGED, _on_acknowledged, inline=True)
-        agent.on(Kind.GOODBYE, _on_goodbye, inline=True)
+        receiver.on(Kind.ACKNOWLEDGED, _on_acknowledged, inline=True)
+        receiver.on(Kind.GOODBYE, _on_goodbye, inline=True)
 
     def all(self) -> list[Link]:
         """Returns those that have not ended."""
@@ -81,7 +93,7 @@ class Links:
     def make_link(self, connection: socket.socket, peer: Peer, terms: Terms | None) -> Link:
         """Wraps a connected socket; with terms, in a session."""
         parser = FrameParser(
-            self._agent.pool.lease,
+            self._pool.lease,
             knobs.RECEIVE_BUFFER_BYTES.get(),
             knobs.CONTROL_LIMIT_BYTES.get(),
             knobs.FRAME_LIMIT_BYTES.get(),
@@ -97,7 +109,7 @@ class Links:
         self._contacts.on_break(peer, cause, is_answer=is_answer)
 
     def _when_full(self, link: Link) -> None:
-        self._agent.reactor.resume_writing(link.write_fd)
+        self._reactor.resume_writing(link.write_fd)
 
     def adopt(self, peer: Peer, link: Link, terms: Terms | None) -> None:
         """Makes a new link that of a peer, and begins to read it.
@@ -141,128 +153,44 @@ class Links:
         try:
             link.resume(connection, position)
         except ProtocolError as error:
-            self._agent.lose(peer, f"its session cannot go on: {error}")
+            self._lose(peer, f"its session cannot go on: {error}")
             raise
         self._contacts.on_resumed(peer, link)
         self._watch(peer, link)
         link.write_held()
 
     def _watch(self, peer: Peer, link: Link) -> None:
-        bound, agent = functools.partial, self._agent
-        agent.reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link))
-        agent.reactor.watch_reading(
+        bound, receiver = functools.partial, self._receiver
+        self._reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link))
+        self._reactor.watch_reading(
             link.read_fd,
-            bound(self._on_readable, peer, link),
-            bound(self._after_tasks, peer, link),
+            bound(receiver.on_readable, peer, link),
+            bound(receiver.after_tasks, peer, link),
         )
         if link.is_broken:
             self.pause(link)  # It broke at once, and was paused before it was watched.
-
-    def _on_readable(self, peer: Peer, link: Link) -> None:
-        me = object()
-        if link.readers.setdefault(0, me) is not me:
-            return  # A caller reads this link itself, and arms it again when it is done.
-        reactor = self._agent.reactor
-        try:
-            self._agent.read(peer, link, may_block=False)
-        finally:
-            link.readers.pop(0)
-            link.brought_tasks = bool(reactor.tasks.turns)
-            if link.brought_tasks or reactor.urgent:
-                reactor.leave_unarmed(link.read_fd)
-            else:
-                reactor.resume_reading(link.read_fd)
-
-    def give_back(self, peer: Peer, link: Link, reader: object) -> None:
-        """Leaves a link to other threads that ``reader`` has taken in the main thread.
-
-        May be interrupted anywhere, and done again, also by another thread: the last step is to
-        note that it is done.
-        """
-        if link.taken_by is reader:
-            if link.readers.get(0) is reader:
-                link.readers.pop(0)
-            if link.pending:
-                self.read_pending(peer, link)
-            else:
-                self._agent.reactor.resume_reading(link.read_fd)
-            link.taken_by = None
-        elif link.readers.get(0) is reader:
-            link.readers.pop(0)  # Interrupted at once; it is still armed, or nobody reads it yet.
-            self._agent.reactor.resume_reading(link.read_fd)
-
-    def read_pending(self, peer: Peer, link: Link) -> None:
-        """Has another thread read on where the main thread has received what is not its own."""
-        self._agent.reactor.submit(self._read_pending, peer, link)
-
-    def _read_pending(self, peer: Peer, link: Link) -> None:
-        me = object()
-        if link.readers.setdefault(0, me) is not me:
-            return  # That one does.
-        try:
-            self._agent.read(peer, link, may_block=False)
-        finally:
-            link.readers.pop(0)
-            self._agent.reactor.resume_reading(link.read_fd)
-        if self._agent.reactor.tasks.turns:
-            self._agent.reactor.wake()
-
-    def mend(self) -> None:
-        """Goes on where the main thread was interrupted while it had a link."""
-        for peer in list(self._agent.peers.values()):
-            link = peer.link
-            if link is None:
-                continue
-            reader = link.taken_by or link.readers.get(0)
-            if isinstance(reader, PendingCall) and not is_waiting(reader):
-                self.give_back(peer, link, reader)
-            link.wake_writer()
 
     def _on_writable(self, peer: Peer, link: Link) -> None:
         try:
             link.flush()
         except LinkClosed as error:
-            self._agent.lose(peer, str(error))
-
-    def _after_tasks(self, peer: Peer, link: Link, may_look: bool) -> bool:
-        """Looks, after a request, whether the next one comes at once; returns whether it did."""
-        reactor, fd = self._agent.reactor, link.read_fd
-        if not reactor.take_unarmed(fd):
-            return False  # Armed meanwhile: another thread may be reading it.
-        # After answers only, others of this worker go on meanwhile, and need the interpreter.
-        may_look = may_look and link.brought_tasks
-        me = object()
-        if (
-            may_look
-            and link.request_spinning.is_worthwhile()
-            and link.readers.setdefault(0, me) is me
-        ):
-            try:
-                self._agent.read(peer, link, may_block=False, spinning=link.request_spinning)
-            finally:
-                link.readers.pop(0)
-            link.brought_tasks = bool(reactor.tasks.turns)
-            if link.brought_tasks or reactor.urgent:
-                reactor.leave_unarmed(fd)
-                return True
-        reactor.resume_reading(fd)
-        return False
+            self._lose(peer, str(error))
 
     def pause(self, link: Link) -> None:
         """Waits no more for events of a link, which has no connection now."""
-        self._agent.reactor.forget(link.read_fd)
-        self._agent.reactor.forget(link.write_fd)
+        self._reactor.forget(link.read_fd)
+        self._reactor.forget(link.write_fd)
 
     def end(self, link: Link) -> None:
         """Ends a link for good; whoever reads it comes to an end."""
         self.pause(link)
         link.hang_up()
         # Not here: this thread may be the one that reads it.
-        self._agent.reactor.submit(self._free, link)
+        self._reactor.submit(self._free, link)
 
     def _free(self, link: Link, _: object) -> None:
         """Frees what a link that has ended still has, once nobody uses it."""
-        with self._agent.reactor.idling():
+        with self._reactor.idling():
             is_free = link.free()
         with self._lock:
             if is_free and link in self._links:

@@ -10,21 +10,23 @@ import math
 import sys
 import time
 from _thread import get_ident
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torchweft.agent.calls import PendingCall
+from torchweft.agent.first_contacts import FirstContacts
 from torchweft.agent.peers import Outgoing, Peer, Unsent
+from torchweft.agent.receiving import Receiver
+from torchweft.agent.sending import Sender
 from torchweft.errors import NotInitialized
 from torchweft.protocol.calls import Action, CallClient, Complete, Completion, ServedCall
-from torchweft.transport import interrupts
+from torchweft.runtime import interrupts
+from torchweft.runtime.reactor import Reactor
+from torchweft.runtime.timers import Timers
 from torchweft.transport.link import READ_TICK_S, Link
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
-
-if TYPE_CHECKING:
-    from torchweft.agent.agent import Agent
 
 
 class Request(Protocol):
@@ -58,11 +60,30 @@ class OpenCalls:
     """The open calls of one worker. Thread-safe.
 
     Args:
-        agent: The worker's agent.
+        peers: The workers of the group, by id.
+        reactor: Its threads complete calls.
+        timers: End the calls whose time is up, by ``expire``.
+        first_contacts: Keeps requests to peers to which there is no connection yet.
+        sender: Sends the requests.
+        receiver: Reads the answers, and hands them over from here on.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        peers: Mapping[int, Peer],
+        reactor: Reactor,
+        timers: Timers,
+        first_contacts: FirstContacts,
+        sender: Sender,
+        receiver: Receiver,
+    ) -> None:
+        self._peers = peers
+        self._reactor = reactor
+        self._timers = timers
+        self._first_contacts = first_contacts
+        self._sender = sender
+        self._receiver = receiver
+        receiver.on_replies(self.take_reply)
         self._client: CallClient[PendingCall] = CallClient()
 
     def __len__(self) -> int:
@@ -91,7 +112,7 @@ class OpenCalls:
             call: The call.
             request: Makes the frame. It is taken back, later, if this has returned and the frame is
                 never sent.
-            may_block: Whether to wait until the socket has room; see ``Agent.send``.
+            may_block: Whether to wait until the socket has room; see ``Sender.send``.
 
         Raises:
             WorkerLost: The peer is lost; the call is closed again.
@@ -100,7 +121,7 @@ class OpenCalls:
         try:
             if is_sent:
                 number = self._client.add(call)
-                self._agent.send(peer, request.message(number), may_block=may_block)
+                self._sender.send(peer, request.message(number), may_block=may_block)
             else:
                 self._client.keep(call)
                 self._ask_later(peer, _UnsentCall(self, call, request))
@@ -113,13 +134,12 @@ class OpenCalls:
         parent = call.parent
         if call.error is not None or (parent is not None and parent.was_cancelled):
             self._act(self._client.opened(call, was_sent=is_sent))
-        housekeeper = self._agent.housekeeper
-        if housekeeper is not None and call.deadline_s < housekeeper.next_s:
-            housekeeper.nudge(call.deadline_s)
+        if call.deadline_s < self._timers.next_s:
+            self._timers.wake_by(call.deadline_s)
 
     def _ask_later(self, peer: Peer, unsent: _UnsentCall) -> None:
-        if not self._agent.first_contacts.keep(peer, unsent):
-            self._agent.send(peer, unsent.make())  # There is a connection by now.
+        if not self._first_contacts.keep(peer, unsent):
+            self._sender.send(peer, unsent.make())  # There is a connection by now.
 
     def ask_and_wait(self, peer: Peer, call: PendingCall, request: Request) -> None:
         """Like ``ask`` and ``wait``, with the answer read by this thread wherever possible."""
@@ -136,13 +156,13 @@ class OpenCalls:
             return
         # From here on this thread is the reader. Paused before the request goes out, the link
         # wakes no other thread when the answer comes.
-        self._agent.reactor.pause_reading(link.read_fd)
+        self._reactor.pause_reading(link.read_fd)
         try:
             self.ask(peer, call, request, may_block=False)
             self._read_until_done(peer, link, call)
         finally:
             link.readers.pop(0)
-            self._agent.reactor.resume_reading(link.read_fd)
+            self._reactor.resume_reading(link.read_fd)
         # Done as well as outcome: whoever looks at the outcome takes it away.
         if not (call.frame or call.error or call.is_done):
             self.wait(call)
@@ -172,24 +192,24 @@ class OpenCalls:
 
     def _read_for(self, call: PendingCall) -> None:
         """Reads the link on which the answer will come, unless another thread does so already."""
-        peer = self._agent.peers[call.worker]
+        peer = self._peers[call.worker]
         link = peer.link
         me = object()  # Not the call: several threads may wait for one future.
         if link is None or link.readers.setdefault(0, me) is not me:
             return
-        self._agent.reactor.pause_reading(link.read_fd)
+        self._reactor.pause_reading(link.read_fd)
         try:
             self._read_until_done(peer, link, call)
         finally:
             link.readers.pop(0)
-            self._agent.reactor.resume_reading(link.read_fd)
+            self._reactor.resume_reading(link.read_fd)
 
     def _complete_in_main(self, call: PendingCall) -> None:
         """Does what ``wait`` does, in steps of which each may be the last.
 
         The future of a call outlives an interrupted wait: another thread then completes it.
         """
-        peer, on_done = self._agent.peers[call.worker], call.on_done
+        peer, on_done = self._peers[call.worker], call.on_done
         if on_done is None:
             self._wait_in_main(call)
             return
@@ -210,7 +230,7 @@ class OpenCalls:
     def _leave_completion(self, completion: Completion[PendingCall]) -> None:
         """Leaves a call to another thread. May be interrupted anywhere, and done again."""
         if self._client.interrupted(completion):
-            self._agent.reactor.submit(self._complete_interrupted, completion)
+            self._reactor.submit(self._complete_interrupted, completion)
 
     def _complete_interrupted(self, completion: Completion[PendingCall], _: object) -> None:
         call = self._client.resume(completion)
@@ -220,10 +240,18 @@ class OpenCalls:
             completion.on_done(call)
 
     def mend(self) -> None:
-        """Goes on where the main thread was interrupted while it completed a call."""
+        """Goes on where the main thread was interrupted with a call or a link."""
         for completion in list(self._client.completions.values()):
             if not is_waiting(completion.call):
                 self._leave_completion(completion)
+        for peer in list(self._peers.values()):
+            link = peer.link
+            if link is None:
+                continue
+            reader = link.taken_by or link.readers.get(0)
+            if isinstance(reader, PendingCall) and not is_waiting(reader):
+                self._receiver.give_back(peer, link, reader)
+            link.wake_writer()
 
     def _ask_and_wait_in_main(
         self,
@@ -249,7 +277,7 @@ class OpenCalls:
                 self.ask(peer, call, request)
             self._wait_in_main(call)
             return
-        reactor, is_reader = self._agent.reactor, False
+        reactor, is_reader = self._reactor, False
         try:
             is_reader = link.readers.setdefault(0, call) is call
             if is_reader:
@@ -262,12 +290,12 @@ class OpenCalls:
                 # As ``give_back``, without calling it.
                 link.readers.pop(0)
                 if link.pending:
-                    self._agent.links.read_pending(peer, link)
+                    self._receiver.read_pending(peer, link)
                 else:
                     reactor.resume_reading(link.read_fd)
                 link.taken_by = None
         except BaseException:
-            self._agent.links.give_back(peer, link, call)
+            self._receiver.give_back(peer, link, call)
             link.wake_writer()
             raise
         if not (consumed or call.error or call.is_done):
@@ -277,8 +305,8 @@ class OpenCalls:
         """Reads until ``call`` is answered, or there is something else to read."""
         spinning = link.answer_spinning
         look = spinning.begin() if spinning.is_worthwhile() else None
-        if self._agent.reactor.unarmed:
-            self._agent.reactor.arm_unarmed()
+        if self._reactor.unarmed:
+            self._reactor.arm_unarmed()
         while not (call.error or call.is_done or peer.lost):
             frames = link.receive_own(may_block=look is None)
             if not frames:
@@ -306,9 +334,9 @@ class OpenCalls:
     def _wait_in_main(self, call: PendingCall) -> None:
         """Waits for other threads to complete ``call``, which ends here when its time is up.
 
-        One that a future waits for is left to the housekeeper: an interrupt must not lose it.
+        One that a future waits for is left to the timer thread: an interrupt must not lose it.
         """
-        self._agent.reactor.arm_unarmed()
+        self._reactor.arm_unarmed()
         is_late = not call.wait(call.deadline_s - time.monotonic())
         if is_late and call.on_done is None:
             self._act(self._client.timed_out(call, time.monotonic()))
@@ -316,11 +344,11 @@ class OpenCalls:
 
     def _read_until_done(self, peer: Peer, link: Link, call: PendingCall) -> None:
         """Reads a link, whose ``reading`` this thread has, until ``call`` is answered."""
-        agent, spinning = self._agent, link.answer_spinning
-        reactor = agent.reactor
+        receiver, spinning = self._receiver, link.answer_spinning
+        reactor = self._reactor
         if spinning.is_worthwhile():
-            agent.read(peer, link, may_block=False, awaited=call, spinning=spinning)
-            if reactor.tasks.turns or reactor.urgent:
+            receiver.read(peer, link, may_block=False, awaited=call, spinning=spinning)
+            if reactor.tasks.ready or reactor.urgent:
                 reactor.wake()
             if call.frame:
                 return
@@ -331,8 +359,8 @@ class OpenCalls:
             while not (call.frame or call.error or call.is_done or peer.lost):
                 if time.monotonic() > limit_s:
                     return
-                agent.read(peer, link, may_block=True, awaited=call)
-                if reactor.tasks.turns or reactor.urgent:
+                receiver.read(peer, link, may_block=True, awaited=call)
+                if reactor.tasks.ready or reactor.urgent:
                     reactor.wake()
         finally:
             if is_counted:
@@ -340,7 +368,7 @@ class OpenCalls:
 
     def _wait_for_others(self, call: PendingCall) -> None:
         """Waits for another thread to complete ``call``, at most until its deadline."""
-        is_counted = self._agent.reactor.begin_wait()
+        is_counted = self._reactor.begin_wait()
         try:
             if not call.wait(call.deadline_s - time.monotonic()):
                 # Either it is taken here, and fails, or somebody took it and completes it now.
@@ -348,10 +376,10 @@ class OpenCalls:
                 call.wait(math.inf)
         finally:
             if is_counted:
-                self._agent.reactor.end_wait()
+                self._reactor.end_wait()
 
     def expire(self, now_s: float) -> float:
-        """Fails the calls whose time is up; a job of the housekeeper."""
+        """Fails the calls whose time is up; a job of the timers."""
         actions, earliest_s = self._client.expire(now_s)
         self._act(actions)
         return earliest_s
@@ -374,12 +402,12 @@ class OpenCalls:
     def _act(self, actions: list[Action[PendingCall]]) -> None:
         for action in actions:
             if not isinstance(action, Complete):
-                peer = self._agent.peers[action.worker]
-                self._agent.post_ints(peer, Kind.CANCEL, *action.numbers)
+                peer = self._peers[action.worker]
+                self._sender.post_ints(peer, Kind.CANCEL, *action.numbers)
             elif action.call.on_done is None:
                 action.call.finish()
             else:
-                self._agent.reactor.submit(_run_on_done, action.call)
+                self._reactor.submit(_run_on_done, action.call)
 
     def take_reply(self, frame: Frame, awaited: PendingCall | None) -> bool:
         """Gives an answer to the call that waits for it; returns False where none does any more.
@@ -398,7 +426,7 @@ class OpenCalls:
         elif call.on_done is None:
             call.finish()
         else:
-            self._agent.reactor.urgent.append((_run_on_done, call, None))
+            self._reactor.urgent.append((_run_on_done, call, None))
         return True
 
     def fail_of_worker(self, peer: Peer) -> None:

@@ -150,7 +150,7 @@ class ParcelService:
         self._memory = agent.memory
         self._idle_s = knobs.POOL_IDLE_S.get()
         self._next_trim_s = 0.0
-        agent.on(Kind.SUPPLY, self._on_supply, inline=True)
+        agent.receiver.on(Kind.SUPPLY, self._on_supply, inline=True)
 
     def peer_lost(self, peer: Peer) -> None:
         """Fails the waits for tensors of a lost worker; takes back memory that it was lent."""
@@ -168,7 +168,7 @@ class ParcelService:
         self._copier.close()
 
     def tick(self, now_s: float) -> float:
-        """Gives warm memory back that has not been used for a while; a job of the housekeeper."""
+        """Gives warm memory back that has not been used for a while; a job of the timers."""
         if now_s >= self._next_trim_s:
             self._next_trim_s = now_s + self._idle_s / 2
             self._agent.pool.trim(self._idle_s)
@@ -296,7 +296,7 @@ class ParcelService:
             buffers = peer.held.release(token) or ()
             reason = f"worker {peer.name!r} cannot read this process's memory"
             peer.channels.disable(CMA, reason)
-        self._agent.post(peer, encode_frame(Kind.REPLY, 0, frame.id, b"", buffers))
+        self._agent.sender.post(peer, encode_frame(Kind.REPLY, 0, frame.id, b"", buffers))
 
     def _source(self, peer: Peer, kind: ChannelKind) -> Source:
         source = self.sources.get(kind)

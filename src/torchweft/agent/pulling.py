@@ -80,4 +80,4 @@ class Pulling:
         return pulled
 
     def drop(self, peer: Peer, table: BufferTable) -> None:
-        self._agent.post_ints(peer, Kind.PULLED, table.token)
+        self._agent.sender.post_ints(peer, Kind.PULLED, table.token)

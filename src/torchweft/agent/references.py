@@ -1,7 +1,7 @@
 """The shell of the reference protocol: the owned values, and the machine's events and actions.
 
 See ``docs/protocols/references.md`` for the protocol. A finalizer may run at any point of any
-thread, also inside the lock of this module; so it only appends to a queue, which the housekeeper
+thread, also inside the lock of this module; so it only appends to a queue, which the timer thread
 empties a little later. Messages of the protocol are collected for the same short while and go
 out as one frame a peer.
 """
@@ -133,7 +133,7 @@ class ReferenceKeeper:
         self._remind_s = math.inf
         self.before_flush: Callable[[], None] = lambda: None
         """Sends what others must hear before the messages of the protocol."""
-        agent.on(Kind.REFERENCES, self._on_message, inline=True)
+        agent.receiver.on(Kind.REFERENCES, self._on_message, inline=True)
 
     # Values of this worker
 
@@ -222,7 +222,7 @@ class ReferenceKeeper:
     def end_handle(self, reference: ReferenceId) -> None:
         """Notes that a handle is gone. For finalizers: it only enqueues."""
         self._ended.append(reference)
-        self._nudge()
+        self._wake_by()
 
     def hand_on(self, reference: ReferenceId, to: Peer) -> HandedReference:
         """Begins to hand ``reference`` to worker ``to``; the result travels in the message."""
@@ -378,7 +378,7 @@ class ReferenceKeeper:
             owned.resolve(None, peer.lost_error())
 
     def tick(self, now_s: float) -> float:
-        """Does what is due; a job of the housekeeper."""
+        """Does what is due; a job of the timers."""
         if min(self._due_s, self._remind_s) > now_s:
             return min(self._due_s, self._remind_s)
         # First: a handle that ends from here on has it called again.
@@ -419,7 +419,7 @@ class ReferenceKeeper:
             has_outgoing = bool(self._outgoing)
             orphans, self._orphans = self._orphans, []
         if has_outgoing:
-            self._nudge()
+            self._wake_by()
         for owned, error in orphans:
             owned.resolve(None, error)
         # Outside the lock: the end of a value may run any code.
@@ -456,12 +456,12 @@ class ReferenceKeeper:
             cause=lost.cause,
         )
 
-    def _nudge(self) -> None:
+    def _wake_by(self) -> None:
         due_s = time.monotonic() + self._batch_s
         if due_s < self._due_s:
             self._due_s = due_s
-            if self.agent.housekeeper is not None:
-                self.agent.housekeeper.nudge(self._due_s)
+            if self.agent.timers is not None:
+                self.agent.timers.wake_by(self._due_s)
 
     def flush(self) -> None:
         """Sends the messages collected so far."""
@@ -470,4 +470,4 @@ class ReferenceKeeper:
             outgoing, self._outgoing = self._outgoing, defaultdict(list)
         for to, messages in outgoing.items():
             frame = encode_frame(Kind.REFERENCES, 0, 0, encode(messages))
-            self.agent.post(self.agent.peers[to], frame)
+            self.agent.sender.post(self.agent.peers[to], frame)

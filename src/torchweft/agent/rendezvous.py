@@ -25,7 +25,6 @@ from torchweft.agent.bounded_store import BoundedStore, within
 from torchweft.agent.launcher_store import SCHEME as OF_LAUNCHER
 from torchweft.agent.launcher_store import open_launcher_store
 from torchweft.agent.store_host import await_host, name_of
-from torchweft.agent.waits import Notice, subject_of
 from torchweft.errors import (
     ConfigurationError,
     RendezvousError,
@@ -44,6 +43,7 @@ from torchweft.protocol.membership.joining import (
     Steps,
     Wait,
 )
+from torchweft.runtime.long_waits import Notice, subject_of
 
 _log = logging.getLogger("torchweft")
 T = TypeVar("T")

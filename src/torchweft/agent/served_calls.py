@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
+from torchweft.agent.open_calls import OpenCalls
 from torchweft.agent.peers import Peer
+from torchweft.agent.receiving import Receiver
 from torchweft.protocol.calls import AnsweredCall, CallServer, CancelNested, ServedCall
+from torchweft.runtime.reactor import Reactor
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torchweft.agent.agent import Agent
 
 current_call: ContextVar[ServedCall | None] = ContextVar("weft_served_call", default=None)
 """The call that the running code serves. Tasks of asyncio have that of who started them."""
@@ -23,13 +21,16 @@ class Cancelling:
     """Ends what other workers have given up.
 
     Args:
-        agent: The worker's agent.
+        reactor: Has threads that cancel.
+        calls: The calls that this worker has open, some of them in the course of those it serves.
+        receiver: Hands over the messages that cancel calls.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, reactor: Reactor, calls: OpenCalls, receiver: Receiver) -> None:
+        self._reactor = reactor
+        self._calls = calls
         self._server = CallServer()
-        agent.on(Kind.CANCEL, self._on_message, inline=True)
+        receiver.on(Kind.CANCEL, self._on_message, inline=True)
 
     def end_creations(self, making: Iterable[AnsweredCall], peer: Peer) -> None:
         """Cancels what makes values for a lost worker, where nobody else refers to them."""
@@ -44,9 +45,9 @@ class Cancelling:
 
     def _act(self, actions: list[CancelNested]) -> None:
         if actions:
-            self._agent.reactor.submit(self._cancel_nested)
+            self._reactor.submit(self._cancel_nested)
 
     def _cancel_nested(self, _: object, __: object) -> None:
         parents = self._server.take_cancelled_parents()
         if parents:
-            self._agent.calls.cancel_nested(parents)
+            self._calls.cancel_nested(parents)

@@ -10,7 +10,7 @@ import socket
 import time
 from urllib.parse import urlsplit
 
-from torchweft.agent.waits import Notice
+from torchweft.runtime.long_waits import Notice
 
 _POLL_S = 0.05
 _LEAST_S = 0.01

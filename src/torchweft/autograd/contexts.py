@@ -108,6 +108,8 @@ class Context:
         """Receives by placeholder nodes; graph walks end at these."""
         self.maps: list[Any] = []
         """Computations of this worker that can be repeated if others are lost; see mapreduce."""
+        self.is_differentiated_twice = False
+        """Whether a pass through what was recorded has been recorded itself."""
         self._counter = itertools.count(1) if counter is None else counter
         self._lock = threading.Lock()
         self._sends: dict[int, SendRecord] = {}

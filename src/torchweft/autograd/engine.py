@@ -22,7 +22,6 @@ from torchweft.agent.current import current
 from torchweft.agent.parcels import ParcelService
 from torchweft.agent.peers import Peer
 from torchweft.agent.slots import Slot
-from torchweft.agent.waits import OpenWait, names_of
 from torchweft.autograd.captures import Captures
 from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import Contexts
@@ -51,6 +50,7 @@ from torchweft.protocol.backward import (
     Tell,
 )
 from torchweft.protocol.tombstones import Tombstones
+from torchweft.runtime.long_waits import OpenWait, names_of
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
@@ -87,10 +87,10 @@ class Engine:
         self._passes_of: dict[int, list[int]] = {}
         self._ended = Tombstones(_REMEMBERED_PASSES)
         watch()
-        agent.on(Kind.BACKWARD, self._on_message, inline=True)
-        agent.on(Kind.GRADIENTS, self._on_message, inline=True)
-        agent.on(Kind.RELEASE_CONTEXT, self._on_release, inline=True)
-        agent.on(Kind.RELEASE_MESSAGES, self._on_release_messages, inline=True)
+        agent.receiver.on(Kind.BACKWARD, self._on_message, inline=True)
+        agent.receiver.on(Kind.GRADIENTS, self._on_message, inline=True)
+        agent.receiver.on(Kind.RELEASE_CONTEXT, self._on_release, inline=True)
+        agent.receiver.on(Kind.RELEASE_MESSAGES, self._on_release_messages, inline=True)
 
     # For users of this worker
 
@@ -185,7 +185,9 @@ class Engine:
         """Lets go of a context here, and tells the workers that know it."""
         for worker in self.contexts.release(context_id):
             if worker != told_by:
-                self._agent.post_ints(self._agent.peers[worker], Kind.RELEASE_CONTEXT, context_id)
+                self._agent.sender.post_ints(
+                    self._agent.peers[worker], Kind.RELEASE_CONTEXT, context_id
+                )
         with self._lock:
             passes = self._passes_of.pop(context_id, ())
             parts = [self._parts.pop(pass_id, None) for pass_id in passes]
@@ -424,10 +426,10 @@ class Engine:
         assert part.name is not None
         buffers = self._envelopes.seal(peer, part.name, messages)
         if type(messages[0]) in (Failed, Abort):
-            self._agent.post(peer, buffers)  # Who is lost need not hear it.
+            self._agent.sender.post(peer, buffers)  # Who is lost need not hear it.
         else:
             # Who leads reads the connections meanwhile, and must not wait for the other side to.
-            self._agent.send(peer, buffers, may_block=not isinstance(part, LedPart))
+            self._agent.sender.send(peer, buffers, may_block=not isinstance(part, LedPart))
 
     # The world outside
 
@@ -442,8 +444,8 @@ class Engine:
         due_s = time.monotonic() + self._batch_s
         if due_s < self._release_due_s:
             self._release_due_s = due_s
-            if self._agent.housekeeper is not None:
-                self._agent.housekeeper.nudge(due_s)
+            if self._agent.timers is not None:
+                self._agent.timers.wake_by(due_s)
 
     def tick(self, now_s: float) -> float:
         """Tells senders of messages that nobody here can use any more; a job."""
@@ -454,7 +456,7 @@ class Engine:
         for worker, message_ids in self.outside.take_ended().items():
             peer = self._agent.peers.get(worker)
             if peer is not None and peer.lost is None:
-                self._agent.post_ints(peer, Kind.RELEASE_MESSAGES, *message_ids)
+                self._agent.sender.post_ints(peer, Kind.RELEASE_MESSAGES, *message_ids)
         return self._release_due_s
 
     def _on_release_messages(self, peer: Peer, frame: Frame) -> None:

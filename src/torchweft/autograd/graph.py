@@ -26,7 +26,7 @@ from torchweft.autograd.modes import PassMode
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.placeholders import is_without_memory
 from torchweft.autograd.roots import Roots, roots_of
-from torchweft.autograd.walk import End, Place, Reached, SentGraph, reached_by_one
+from torchweft.autograd.walk import End, Place, Reached, SentGraph, reached_by_one, writes_to_views
 from torchweft.autograd.zeros import with_zeros
 from torchweft.errors import AutogradError, ProtocolError
 from torchweft.protocol.backward import ROOTS, Progress
@@ -81,6 +81,9 @@ class LocalPass:
             self._sink = captures.sink_beside(self._sink)
         recording = functools.partial(_recorded_in, context.id)
         self._recording = recording if mode.create_graph else contextlib.nullcontext
+        self._is_of_higher_order = context.is_differentiated_twice
+        if mode.create_graph:
+            context.is_differentiated_twice = True
         self._roots: Roots | None = None
         self._reached_of: dict[int, tuple[Reached, Sequence[Live]]] | None = None
         self._component_of: dict[int, Component | LoneSend] = {}
@@ -199,13 +202,23 @@ class LocalPass:
             )
         reached, sends = self._reached_of[message_id]
         component: Component | LoneSend
+        mode = self._mode_for(sends)
         if len(sends) == 1 and not reached.cuts:
-            component = LoneSend(sends[0], reached, self._ends, self._sink, self._mode)
+            component = LoneSend(sends[0], reached, self._ends, self._sink, mode)
         else:
-            component = Component(sends, reached, self._ends, self._sink, self._mode)
+            component = Component(sends, reached, self._ends, self._sink, mode)
         for send in sends:
             self._component_of[send.message_id] = component
         return component
+
+    def _mode_for(self, sends: Sequence[Live]) -> PassMode:
+        """Returns how a component is run; see docs/protocols/autograd.md on its graphs' memory."""
+        mode = self._mode
+        if self._is_of_higher_order and not mode.retain_graph:
+            edges = [edge for send in sends for edge in send.edges]
+            if writes_to_views(edges, self._ends):
+                return mode._replace(retain_graph=True)
+        return mode
 
     def _find_averaging(self, components: Iterable[tuple[Reached, Sequence[Live]]]) -> None:
         self._averaging = find_averaging(components, self._gradients, self._sink)

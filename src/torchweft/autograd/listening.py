@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
-from torchweft.transport import interrupts
+from torchweft.runtime import interrupts
 from torchweft.transport.link import READ_TICK_S, Link
 from torchweft.transport.spinning import Spinning
 
@@ -91,7 +91,7 @@ class Listener:
 
     def _wake_for_tasks(self) -> None:
         reactor = self._agent.reactor
-        if reactor.tasks.turns or reactor.urgent:
+        if reactor.tasks.ready or reactor.urgent:
             reactor.wake()
 
     def _spinning_of(self, peer: Peer) -> Spinning:
@@ -103,7 +103,7 @@ class Listener:
 
     def _read_one(self, peer: Peer, link: Link) -> Callable[[Spinning | None], object]:
         """Returns what reads one connection: spinning, or blocking for a moment."""
-        read = self._agent.read
+        read = self._agent.receiver.read
         return lambda spinning: read(peer, link, may_block=spinning is None, spinning=spinning)
 
     def _read_any(self, reading: Reading) -> Callable[[Spinning | None], object]:
@@ -118,7 +118,7 @@ class Listener:
             for fd, _ in ready:
                 peer, link = by_fd[fd]
                 # A session without a connection is always ready, and has nothing.
-                self._agent.read(peer, link, may_block=link.is_broken)
+                self._agent.receiver.read(peer, link, may_block=link.is_broken)
 
         return read
 

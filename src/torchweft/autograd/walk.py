@@ -179,6 +179,23 @@ class SentGraph:
         return list(by_root.values())
 
 
+def writes_to_views(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> bool:
+    """Whether in-place operations on views are among what edges reach."""
+    seen = {edge.node for edge in edges}
+    stack = list(seen)
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "CopySlices":
+            return True
+        if node in ends:
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return False
+
+
 def reached_by_one(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> Reached:
     """Walks from the edges of a send that is the only one."""
     leaves: dict[Node, Leaf] = {}

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torchweft.errors import RendezvousTimeout, ShutdownError
 from torchweft.launch.logs import configure, logging_here
 from torchweft.launch.seeds import seed_generators
+from torchweft.launch.signals import AwaitedSignal
 
 if TYPE_CHECKING:
     from torchweft.rpc import RpcBackendOptions
@@ -196,15 +197,14 @@ def _serve(job: dict[str, Any], own_path: Sequence[str]) -> None:
 
 
 def _serve_open(job: dict[str, Any], own_path: Sequence[str]) -> None:
-    is_told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: is_told.set())
+    end = AwaitedSignal(signal.SIGTERM)
     options = _prepare_to_serve(job)
     from torchweft import rpc
     from torchweft.rpc.joining import join_group
 
     options.init_method = job["init_method"]
     join_group(job["name"], job["rank"], None, options)
-    is_told.wait()
+    end.wait()
     rpc.shutdown()
     _end_at_once()
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from torchweft.launch.report import describe_duration
 
 if TYPE_CHECKING:
-    from torchweft.agent.waits import Lacking
     from torchweft.rpc import WorkerStacks
+    from torchweft.runtime.long_waits import Lacking
 
 SAY_S = 5.0
 """How often it is said for whom a cluster waits that is being left."""

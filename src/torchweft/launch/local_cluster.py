@@ -164,7 +164,7 @@ class Cluster:
             LaunchError: It is not coming any more.
             RendezvousTimeout: It did not come in time.
         """
-        from torchweft.agent.waits import Notice
+        from torchweft.runtime.long_waits import Notice
 
         deadline_s = time.monotonic() + timeout_s
         notice = Notice("the cluster", lambda: f"for worker {name!r} to join")

@@ -1,4 +1,10 @@
-"""Hands signals to the loop of a run, so that nothing is done in the middle of something else."""
+"""Signals that ask a process to end, heard where it waits and not in the middle of something else.
+
+A handler in Python is run by the main thread, between two of its steps. A signal that comes just
+as that thread begins to wait for a lock, or that another thread gets, does not end the wait. So
+the waits here are for a descriptor, to which the interpreter itself writes, whichever thread the
+signal reaches and whenever.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +38,46 @@ def watched_signals(
         while signals:
             on_signal(signals.popleft())
 
+    with _wakeups() as wake_read:
+        wake_read.setblocking(False)
+        watch(wake_read.fileno(), handle)
+        handlers = {number: signal.signal(number, note) for number in NUMBERS}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+class AwaitedSignal:
+    """A signal for which the main thread waits when it has nothing else to do.
+
+    Args:
+        number: The signal. From now on it does nothing else.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._has_come = False
+        signal.signal(number, self._note)
+
+    def wait(self) -> None:
+        """Blocks until the signal comes; returns at once where it has come already."""
+        with _wakeups() as wake_read:
+            while not self._has_come:
+                wake_read.recv(4096)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._has_come = True
+
+
+@contextmanager
+def _wakeups() -> Iterator[socket.socket]:
+    """Makes a socket that becomes readable whenever a signal has come."""
     wake_read, wake_write = socket.socketpair()
-    wake_read.setblocking(False)
-    wake_write.setblocking(False)
-    watch(wake_read.fileno(), handle)
-    handlers = {number: signal.signal(number, note) for number in NUMBERS}
-    wake_fd = signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(wake_fd)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        wake_read.close()
-        wake_write.close()
+    with wake_read, wake_write:
+        wake_write.setblocking(False)
+        former = signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        try:
+            yield wake_read
+        finally:
+            signal.set_wakeup_fd(former)

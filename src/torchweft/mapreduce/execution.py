@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from torchweft.agent.mishaps import log_mishap
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
 from torchweft.mapreduce import shared
@@ -48,6 +47,7 @@ from torchweft.rpc.calls import create, start
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.worker import Worker
+from torchweft.runtime.exception_log import log_exception
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]
 """Takes the results in the order of the parts, or an error."""
@@ -234,7 +234,7 @@ class Execution:
                 _DO[type(action)](self, action)
             except Exception as error:
                 if not self._give_up(error):
-                    log_mishap("the end of a map of %s could not be told", self._plan.name)
+                    log_exception("the end of a map of %s could not be told", self._plan.name)
             finally:
                 self._is_acting = False
 
@@ -271,7 +271,7 @@ class Execution:
                 return
             except BaseException as error:
                 if not self._give_up(error):
-                    log_mishap("the end of a map of %s could not be told", self._plan.name)
+                    log_exception("the end of a map of %s could not be told", self._plan.name)
 
     def _make(self, action: Make) -> None:
         peer = self._peers[action.worker]

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchweft.agent.reactor import Reactor
 from torchweft.rpc.futures import Future, fail
+from torchweft.runtime.reactor import Reactor
 
 T = TypeVar("T")
 

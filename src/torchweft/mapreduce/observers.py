@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from threading import Lock, current_thread, main_thread
 from typing import Protocol
 
-from torchweft.agent.mishaps import log_mishap
+from torchweft.runtime.exception_log import log_exception
 
 
 class Observer(Protocol):
@@ -104,7 +104,7 @@ class Observers:
             except BaseException as error:
                 # Two threads may get here with one observer: who removes it says so.
                 if self.remove(observer):
-                    log_mishap("%r raised and is told no more about maps", observer)
+                    log_exception("%r raised and is told no more about maps", observer)
                 if not isinstance(error, Exception) and current_thread() is main_thread():
                     raise  # Ctrl-C
 

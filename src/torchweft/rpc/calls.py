@@ -185,7 +185,7 @@ def create(
     try:
         request = worker.request(peer, function, args, kwargs, math.inf, reference.number)
         try:
-            worker.agent.send(peer, request.message(0))
+            worker.agent.sender.send(peer, request.message(0))
         except Exception:
             request.take_back()
             raise

@@ -11,10 +11,10 @@ from collections.abc import Callable, Coroutine, Generator
 from types import FrameType
 from typing import Any
 
-from torchweft.agent.mishaps import log_mishap
-from torchweft.agent.thread_modes import Modes, take_away, tidy
 from torchweft.autograd.contexts import set_current_id
 from torchweft.errors import CallRefused
+from torchweft.runtime.exception_log import log_exception
+from torchweft.runtime.thread_modes import Modes, take_away, tidy
 
 _log = logging.getLogger("torchweft")
 
@@ -127,7 +127,9 @@ def _go_on(run: Callable[[], object]) -> bool:
     try:
         run()
     except BaseException:
-        log_mishap("a task or callback of an async function tried to end the worker's event loop")
+        log_exception(
+            "a task or callback of an async function tried to end the worker's event loop"
+        )
         return False
     return True
 

@@ -22,7 +22,6 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.protection import Protection
 from torchweft.agent.rendezvous import carry_out, enter, join, note_left, perform
 from torchweft.agent.signed_store import SignedStore
-from torchweft.agent.waits import names_of
 from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
 from torchweft.probe import network_id
 from torchweft.protocol.connecting import Patience
@@ -48,6 +47,7 @@ from torchweft.protocol.membership.joining import (
 from torchweft.rpc import victims
 from torchweft.rpc.node import Node
 from torchweft.rpc.options import RpcBackendOptions
+from torchweft.runtime.long_waits import names_of
 from torchweft.transport.addresses import (
     LOOPBACK,
     is_far,

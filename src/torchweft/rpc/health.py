@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
-from torchweft.agent.mishaps import log_mishap
 from torchweft.agent.peers import Peer
 from torchweft.errors import WorkerLost
 from torchweft.ids import WorkerInfo
+from torchweft.runtime.exception_log import log_exception
 
 
 class WorkerState(enum.Enum):
@@ -82,7 +82,7 @@ def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]
             try:
                 callback(peer.lost_error())
             except BaseException:
-                log_mishap("a callback for the loss of worker %r failed", peer.name)
+                log_exception("a callback for the loss of worker %r failed", peer.name)
 
     agent.on_lost(tell)
     for peer in list(agent.peers.values()):

@@ -14,7 +14,6 @@ from torchweft import knobs
 from torchweft.agent import current as current_agent
 from torchweft.agent.links import Traffic
 from torchweft.agent.rendezvous import open_store
-from torchweft.agent.waits import Following
 from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.ids import WorkerInfo
@@ -22,6 +21,7 @@ from torchweft.rpc.entering import enter_closed, enter_open
 from torchweft.rpc.node import current_node
 from torchweft.rpc.options import RpcBackendOptions, from_tensorpipe
 from torchweft.rpc.tensorpipe import TensorPipeRpcBackendOptions, warn_of_ignored
+from torchweft.runtime.long_waits import Following
 from torchweft.serialize.tracebacks import without_own_frames
 
 _log = logging.getLogger("torchweft")

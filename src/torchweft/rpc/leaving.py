@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 from torchweft.agent.peers import Peer
-from torchweft.agent.waits import Following, Lacking, LongWaits, names_of
 from torchweft.errors import ShutdownError
 from torchweft.protocol.calls import has_awaited
 from torchweft.protocol.membership.leader import ProbeLater, Report, Send
@@ -26,6 +25,7 @@ from torchweft.protocol.membership.leaving import (
     Watch,
 )
 from torchweft.rpc.worker import Worker
+from torchweft.runtime.long_waits import Following, Lacking, LongWaits, names_of
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
 
@@ -62,7 +62,7 @@ class Leaving:
         self._left: Left | None = None
         self.held: list[str] = []
         """References of this worker that the program still had when they were dropped."""
-        agent.on(Kind.SHUTDOWN, self._on_message, inline=True)
+        agent.receiver.on(Kind.SHUTDOWN, self._on_message, inline=True)
         agent.members.on_joined(self._on_member)
 
     def wait(
@@ -166,7 +166,7 @@ class Leaving:
             self.peer_lost(peer)
 
     def tick(self, now_s: float) -> float:
-        """Has the leader probe again when it is time; a job of the housekeeper."""
+        """Has the leader probe again when it is time; a job of the timers."""
         if self._probe_at_s <= now_s:
             self._probe_at_s = math.inf
             self._feed(self._machine.probe_again)
@@ -182,8 +182,8 @@ class Leaving:
             self._look()
         elif isinstance(action, ProbeLater):
             self._probe_at_s = time.monotonic() + _PROBE_PAUSE_S
-            if agent.housekeeper is not None:
-                agent.housekeeper.nudge(self._probe_at_s)
+            if agent.timers is not None:
+                agent.timers.wake_by(self._probe_at_s)
         elif isinstance(action, Retire):
             peer = agent.peers[action.worker]
             peer.depart()
@@ -191,21 +191,22 @@ class Leaving:
         elif isinstance(action, Watch):
             agent.reactor.submit(self._watch)
         elif isinstance(action, ExpectEnds):
-            agent.is_leaving = True
+            agent.lifetime.is_leaving = True
         elif isinstance(action, BeginSettling):
             self._is_settling_due = True  # By the thread that waits: it may take a while.
         elif isinstance(action, Lose):
             peer = agent.peers[action.worker]
-            peer.declare_lost("end of file during shutdown")
+            agent.leave_behind(peer, "end of file during shutdown")
             self._worker.references.peer_lost(peer)
         elif isinstance(action, Left):
             known = tuple(worker for worker in action.lost if worker in agent.peers)
             for worker in known:
-                agent.peers[worker].declare_lost("rank 0 says so")
+                # Its session may be broken, and not yet given up: nobody will read the farewell.
+                agent.leave_behind(agent.peers[worker], "rank 0 says so")
             self._left = Left(known)
 
     def _tell(self, peer: Peer, action: Send) -> None:
-        self._agent.post_ints(peer, Kind.SHUTDOWN, action.step, *action.arguments)
+        self._agent.sender.post_ints(peer, Kind.SHUTDOWN, action.step, *action.arguments)
 
     def _watch(self, _: object, __: object) -> None:
         """Connects to everybody: a worker that dies before it calls shutdown is then noticed."""

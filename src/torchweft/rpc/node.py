@@ -11,18 +11,18 @@ from torch.distributed.distributed_c10d import Store
 
 from torchweft.agent import current as current_agent
 from torchweft.agent.agent import Agent
-from torchweft.agent.housekeeper import Job
-from torchweft.agent.mishaps import log_mishap
-from torchweft.agent.openmp import SpinLimit
 from torchweft.agent.peers import Peer
 from torchweft.agent.slots import Slot
-from torchweft.agent.waits import LongWaits
 from torchweft.autograd.engine import ENGINE
 from torchweft.rpc import serving, stack_report
 from torchweft.rpc.gathering.following import GATHERINGS, Gatherings
 from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.worker import WORKER, Worker
+from torchweft.runtime.exception_log import log_exception
+from torchweft.runtime.long_waits import LongWaits
+from torchweft.runtime.openmp import SpinLimit
+from torchweft.runtime.timers import Job
 from torchweft.serialize.reading import make_reader
 
 END_LIMIT_S = 5.0
@@ -126,7 +126,7 @@ class Node:
             try:
                 tell(peer)
             except BaseException:
-                log_mishap("a part of this worker failed at the loss of worker %r", peer.name)
+                log_exception("a part of this worker failed at the loss of worker %r", peer.name)
 
     def _cancel_creations(self, peer: Peer) -> None:
         serving.cancel_creations(self.worker, peer)

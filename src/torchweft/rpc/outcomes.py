@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweft.agent.mishaps import log_mishap
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue
 from torchweft.agent.served_calls import current_call
@@ -19,6 +18,7 @@ from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import AnsweredCall
 from torchweft.rpc.functions import is_async_execution
 from torchweft.rpc.worker import Worker
+from torchweft.runtime.exception_log import log_exception
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import describe
 
@@ -47,14 +47,14 @@ class Call(AnsweredCall):
     def fail(self, error: BaseException) -> None:
         """Ends it with an error that is being handled; logs that where it has ended already."""
         if self.has_ended:
-            log_mishap("a call of worker %r failed after it had ended", self.peer.name)
+            log_exception("a call of worker %r failed after it had ended", self.peer.name)
         else:
             self(None, error)
 
     def cannot_tell(self, failure: BaseException) -> None:
         """Tells that the outcome could be told neither as it is nor as an error."""
         name = self.worker.agent.info.name
-        log_mishap("the outcome of a call of worker %r could not be told", self.peer.name)
+        log_exception("the outcome of a call of worker %r could not be told", self.peer.name)
         error = SerializationError(
             f"worker {name!r} could not tell the outcome of the call: {type(failure).__name__} was "
             "raised meanwhile; its log says more"

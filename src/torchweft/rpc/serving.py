@@ -58,7 +58,7 @@ def install(worker: Worker) -> None:
             else:
                 _serve_parcel(worker, peer, call)
         except ProtocolError as error:  # What goes wrong in the function itself is its answer.
-            worker.agent.turn_away(peer, error)
+            worker.agent.receiver.turn_away(peer, error)
         except BaseException as error:  # Before the function was called, or after it has answered.
             call.fail(error)
 
@@ -66,11 +66,11 @@ def install(worker: Worker) -> None:
         try:
             _refuse(worker, peer, call)
         except ProtocolError as error:
-            worker.agent.turn_away(peer, error)
+            worker.agent.receiver.turn_away(peer, error)
         except BaseException as error:
             call.fail(error)
 
-    worker.agent.on_calls(serve, refuse, Call)
+    worker.agent.receiver.on_calls(serve, refuse, Call)
 
 
 def cancel_creations(worker: Worker, peer: Peer) -> None:

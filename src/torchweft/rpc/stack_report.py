@@ -27,7 +27,6 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.agent.open_calls import SimpleRequest
 from torchweft.agent.peers import Peer
-from torchweft.agent.reactor import Reactor
 from torchweft.errors import (
     CallTimeout,
     ConfigurationError,
@@ -38,6 +37,7 @@ from torchweft.errors import (
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import ServedCall, function_name
 from torchweft.rpc.worker import WORKER, Worker
+from torchweft.runtime.reactor import Reactor
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import (
     COMPACT,
@@ -199,7 +199,7 @@ def install(worker: Worker) -> None:
             worker.reply(peer, frame.id, told, 0)
 
     # Urgent, so that it is done whatever runs; not where it is read, as sending may block.
-    agent.on(
+    agent.receiver.on(
         Kind.STACKS, lambda peer, frame: agent.reactor.submit(answer, peer, frame), inline=True
     )
     answer_signal()

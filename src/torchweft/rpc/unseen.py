@@ -111,7 +111,7 @@ class UnseenErrors:
         self._guards: weakref.WeakSet[Guard] = weakref.WeakSet()
         self._failed: deque[Report] = deque(maxlen=_QUEUE_LIMIT)
         self._untold: deque[Report] = deque()
-        agent.on(Kind.FAILED, self._on_message, inline=True)
+        agent.receiver.on(Kind.FAILED, self._on_message, inline=True)
         references.before_flush = self._tell_creators
 
     def guard(self, error: BaseException, call: PendingCall) -> Guard | None:
@@ -138,8 +138,8 @@ class UnseenErrors:
     def _enqueue(self, report: Report) -> None:
         """Notes a report; called by finalizers."""
         (self._failed if report.creator is None else self._untold).append(report)
-        if self._agent.housekeeper is not None:
-            self._agent.housekeeper.nudge(0.0)
+        if self._agent.timers is not None:
+            self._agent.timers.wake_by(0.0)
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
         self._failed.append(Report(_VALUE.format(peer.name), bytes(frame.control)))
@@ -150,10 +150,10 @@ class UnseenErrors:
         for _, content, creator in _taken(self._untold):
             assert creator is not None
             assert isinstance(content, bytes)
-            self._agent.post(creator, encode_frame(Kind.FAILED, 0, 0, content))
+            self._agent.sender.post(creator, encode_frame(Kind.FAILED, 0, 0, content))
 
     def tick(self, now_s: float) -> float:
-        """Sees to the queues; a job of the housekeeper."""
+        """Sees to the queues; a job of the timers."""
         self._tell_creators()
         if self._failed:
             # Not here: handlers of the program's logging may block.

@@ -15,7 +15,6 @@ from torch import Tensor
 from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
-from torchweft.agent.mishaps import log_mishap
 from torchweft.agent.parcels import Parcel, ParcelService
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
@@ -32,6 +31,7 @@ from torchweft.rpc.handles import Handle
 from torchweft.rpc.own_tensors import own_copy
 from torchweft.rpc.requests import CompactRequest, Request
 from torchweft.rpc.unseen import UnseenErrors
+from torchweft.runtime.exception_log import log_exception
 from torchweft.serialize import compact
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import name_of
@@ -104,7 +104,7 @@ class Worker:
         self.unseen = UnseenErrors(agent, self.references, reader.unpack_error, self.pack_error)
         self.on_failure: Callable[[Peer, BaseException], None] | None = None
         """Is told of every call that failed here, and who made it."""
-        agent.discard = self.discard_reply
+        agent.receiver.discard = self.discard_reply
 
     def _learn_to_encode(self, peer: Peer) -> None:
         self._encoders[peer.id] = others.encoder(peer)
@@ -386,7 +386,7 @@ class Worker:
         head = encode_reply_head(ReplyHead(context_id, message_id, references))
         reply = self._new_request(peer, head, packed, references, message_id, Kind.REPLY)
         try:
-            self.agent.send(peer, reply.message(number))
+            self.agent.sender.send(peer, reply.message(number))
         except ConnectionError:
             reply.take_back()  # The caller is lost, and nobody waits.
         except BaseException as error:
@@ -402,7 +402,7 @@ class Worker:
         head = encode_reply_head(ReplyHead(0, 0, ()))
         message = self.parcels.seal(peer, Kind.REPLY, ERROR_REPLY, number, head, payload, ())
         try:
-            self.agent.send(peer, message)
+            self.agent.sender.send(peer, message)
         except (ConnectionError, NotInitialized):
             _log.debug("the error of call %d goes nowhere: caller or this worker has left", number)
 
@@ -421,7 +421,7 @@ class Worker:
             try:
                 self.on_failure(peer, error)
             except BaseException:  # It shows the error, whose own code may raise.
-                log_mishap("the error of a call of worker %r could not be shown", peer.name)
+                log_exception("the error of a call of worker %r could not be shown", peer.name)
 
     def result_of(self, call: PendingCall) -> Any:
         """Returns what a call that is done has returned, or raises what it raised."""

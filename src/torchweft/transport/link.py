@@ -9,7 +9,7 @@ reactor, which calls ``flush`` when there is room. A thread that only writes may
 Reading. Who is in ``readers`` receives and parses. That is a thread of the reactor, or a caller
 that waits for an answer and reads it straight from the socket.
 
-The main thread may be interrupted at any step (see ``torchweft.transport.interrupts``). It writes
+The main thread may be interrupted at any step (see ``torchweft.runtime.interrupts``). It writes
 one message and, with ``receive_own``, reads answers that are its own. All else it leaves to others.
 
 The socket itself blocks; ``MSG_DONTWAIT`` makes the single call non-blocking, and a receive
@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from torchweft.transport import interrupts
+from torchweft.runtime import interrupts
 from torchweft.transport.spinning import Spinning
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import Kind

@@ -25,7 +25,7 @@ from itertools import islice
 from typing import Protocol
 
 from torchweft.errors import ProtocolError
-from torchweft.transport import interrupts
+from torchweft.runtime import interrupts
 from torchweft.transport.hearing import is_unanswered, silence_s
 from torchweft.transport.link import READ_TICK_S, SEND_PATIENCE_S, Link, LinkClosed, advance, tune
 from torchweft.transport.spinning import Spinning

@@ -23,10 +23,10 @@ import torch
 
 from tests.conformance.shims.fault_plan import CALLS, CLEANUP, COUNTING, Plan, is_scripted
 from tests.conformance.shims.late import Late
-from torchweft.agent.agent import Agent, Outgoing
+from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
+from torchweft.agent.peers import Outgoing, Peer
 from torchweft.agent.references import OwnedValue, ReferenceKeeper
 from torchweft.agent.slots import Slot
 from torchweft.compat.rpc import owners
@@ -108,7 +108,7 @@ class Faults:
         self.created = weakref.WeakValueDictionary()
         self._scripted: set[ReferenceId] = set()
         self._make_request = worker.request
-        self._ask, self._send, self._post = agent.calls.ask, agent.send, agent.post
+        self._ask, self._send, self._post = agent.calls.ask, agent.sender.send, agent.sender.post
         self._close, self._write = agent.close, agent.first_contacts.write
         self._replace()
 
@@ -119,8 +119,8 @@ class Faults:
         for holder, method in (
             (worker, self.request),
             (agent.calls, self.ask),
-            (agent, self.send),
-            (agent, self.post),
+            (agent.sender, self.send),
+            (agent.sender, self.post),
             (agent, self.close),
             (agent.first_contacts, self.write),
         ):

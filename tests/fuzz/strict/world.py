@@ -22,7 +22,6 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.members import Members
 from torchweft.agent.peers import Peer
 from torchweft.agent.protection import Protection
-from torchweft.agent.reactor import Reactor
 from torchweft.autograd.engine import ENGINE
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.nn import owner
@@ -33,6 +32,7 @@ from torchweft.rpc import RpcBackendOptions, RRef, serving
 from torchweft.rpc.gathering.following import GATHERINGS, Gatherings
 from torchweft.rpc.requests import CompactRequest
 from torchweft.rpc.worker import WORKER, Worker
+from torchweft.runtime.reactor import Reactor
 from torchweft.serialize.reading import make_reader
 from torchweft.serialize.registry import remotely_callable
 from torchweft.wire.frames import Buffer, Frame
@@ -62,14 +62,14 @@ class _Link:
 
 
 class _Tasks(list[Any]):
-    """Tasks that wait, without lanes."""
+    """Tasks that wait, whoever sent them."""
 
-    turns = 0
+    ready = 0
 
-    def append(self, task: Any, lane: int = 0) -> None:
+    def append(self, task: Any, sender: int = 0) -> None:
         super().append(task)
 
-    def offer(self, task: Any, lane: int, size_bytes: int) -> bool:
+    def offer(self, task: Any, sender: int, size_bytes: int) -> bool:
         self.append(task)
         return True
 
@@ -166,7 +166,7 @@ class World:
         if self.sender.lost is not None:
             raise self.sender.lost
         try:
-            self.agent._dispatch(self.sender, frame, None)
+            self.agent.receiver.dispatch(self.sender, frame, None)
         except ProtocolError as error:
             self.agent.lose(self.sender, "nonsense")
             refusal: Exception | None = error

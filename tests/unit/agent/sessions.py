@@ -23,7 +23,7 @@ class Inbox:
         self.count = 0
         self.wrong: list[object] = []
         self._next: dict[int, int] = {}
-        member.agent.on(Kind.CALL, self._take, inline=True)
+        member.agent.receiver.on(Kind.CALL, self._take, inline=True)
 
     def _take(self, peer: Peer, frame: Frame) -> None:
         writer, number, size = HEAD.unpack_from(frame.control)
@@ -43,7 +43,7 @@ def send(member: Member, other: Member, number: int, size: int = 10, writer: int
     parts = encode_frame(
         Kind.CALL, 0, 0, HEAD.pack(writer, number, size), [memoryview(content(number, size))]
     )
-    member.agent.send(member.peer(other), parts, may_block=bool(number % 2))
+    member.agent.sender.send(member.peer(other), parts, may_block=bool(number % 2))
 
 
 class Pair:

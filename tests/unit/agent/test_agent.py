@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.agent.group import Member, group_of
-from torchweft.agent.agent import Outgoing
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.open_calls import SimpleRequest
-from torchweft.agent.peers import Peer
+from torchweft.agent.peers import Outgoing, Peer
 from torchweft.errors import CallTimeout, NotInitialized, UnknownWorker, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.wire.frames import Frame, encode_frame
@@ -32,9 +31,9 @@ def answer_calls(member: Member) -> None:
     def answer(peer: Peer, frame: Frame) -> None:
         if bytes(frame.control) != b"never":
             answer = message(peer, Kind.REPLY, frame.id, bytes(frame.control))
-            member.agent.send(peer, answer)
+            member.agent.sender.send(peer, answer)
 
-    member.agent.on(Kind.CALL, answer, inline=False)
+    member.agent.receiver.on(Kind.CALL, answer, inline=False)
 
 
 @pytest.fixture(params=["unix", "tcp"])

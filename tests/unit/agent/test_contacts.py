@@ -98,10 +98,10 @@ def test_after_a_while_nothing_is_kept_and_nothing_is_sent(
 def ticks_of(member: Member) -> list[float]:
     """Returns a list that gets the times at which a member looks at its sessions."""
     seen: list[float] = []
-    housekeeper = member.agent.housekeeper
-    assert housekeeper is not None
-    housekeeper._jobs.append(lambda now_s: seen.append(now_s) or now_s + 0.01)
-    housekeeper.nudge(0.0)
+    jobs = member.agent.timers._jobs
+    assert isinstance(jobs, list)
+    jobs.append(lambda now_s: seen.append(now_s) or now_s + 0.01)
+    member.agent.timers.wake_by(0.0)
     return seen
 
 
@@ -256,7 +256,7 @@ def test_a_worker_that_is_busy_and_does_not_read_is_not_lost(frozen: int) -> Non
             parts = HEAD.pack(0, number, 1_000_000)
             buffer = memoryview(content(number, 1_000_000))
             message = encode_frame(Kind.CALL, 0, 0, parts, [buffer])
-            other.agent.send(other.peer(busy), message, may_block=False)
+            other.agent.sender.send(other.peer(busy), message, may_block=False)
         time.sleep(3.0)  # The kernel's probes are by now rarer than the patience is long.
         assert pair.lost() == []
         thaw()
@@ -271,7 +271,7 @@ def test_memory_of_a_slow_peer_is_bounded_and_who_waits_goes_on() -> None:
 
         def write() -> None:
             for number in range(1, 200, 2):
-                pair.dialler.agent.send(
+                pair.dialler.agent.sender.send(
                     pair.dialler.peer(pair.acceptor),
                     encode_frame(Kind.CALL, 0, 0, HEAD.pack(number, 0, 100_000), [chunk]),
                 )

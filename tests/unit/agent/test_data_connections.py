@@ -64,7 +64,7 @@ class Opened:
         self.begun = threading.Event()
         self.parcel: Parcel | None = None
         self.error: Exception | None = None
-        member.agent.on(Kind.CALL, self._on_call, inline=False)
+        member.agent.receiver.on(Kind.CALL, self._on_call, inline=False)
 
     def _on_call(self, peer: Peer, frame: Frame) -> None:
         self.begun.set()
@@ -101,7 +101,9 @@ def send(sender: Member, to: Member, *tensors: torch.Tensor) -> None:
     if peer.link is None:
         sender.agent.connect(peer)
         wait_until(lambda: peer.channels.channel_for(NEVER_BYTES // 2) == STRIPED)
-    sender.agent.send(peer, sender.parcels.seal(peer, Kind.CALL, 0, 7, b"head", b"", tensors))
+    sender.agent.sender.send(
+        peer, sender.parcels.seal(peer, Kind.CALL, 0, 7, b"head", b"", tensors)
+    )
 
 
 def hold_back(monkeypatch: pytest.MonkeyPatch, stripes: int) -> threading.Event:
@@ -275,7 +277,7 @@ def test_a_break_of_an_earlier_set_ends_no_later_one(pair: list[Member]) -> None
     assert standing is not None
     assert standing.number == 3
     for number in (0, 1, 2):
-        second.agent.post_ints(second.peer(first), Kind.DATA_BROKEN, number)
+        second.agent.sender.post_ints(second.peer(first), Kind.DATA_BROKEN, number)
     send(first, second, torch.randn(SIZE))
     opened.next()
     assert data.sending is standing

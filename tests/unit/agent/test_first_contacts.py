@@ -62,10 +62,10 @@ def collect(member: Member) -> queue.SimpleQueue[bytes]:
 
     def on_call(peer: Peer, frame: Frame) -> None:
         arrived.put(bytes(frame.control))
-        member.agent.send(peer, encode_frame(Kind.REPLY, 0, frame.id, b""))
+        member.agent.sender.send(peer, encode_frame(Kind.REPLY, 0, frame.id, b""))
 
-    member.agent.on(Kind.CALL, on_call, inline=True)
-    member.agent.on(
+    member.agent.receiver.on(Kind.CALL, on_call, inline=True)
+    member.agent.receiver.on(
         Kind.REFERENCES, lambda _, frame: arrived.put(bytes(frame.control)), inline=True
     )
     return arrived
@@ -79,8 +79,8 @@ def test_everything_arrives_in_order_once_the_worker_speaks(pair: list[Member]) 
     calls = []
     for number in range(0, 60, 3):
         calls.append(ask(first, peer, b"%d" % number))
-        first.agent.post(peer, encode_frame(Kind.REFERENCES, 0, 0, b"%d" % (number + 1)))
-        first.agent.send(peer, encode_frame(Kind.REFERENCES, 0, 0, b"%d" % (number + 2)))
+        first.agent.sender.post(peer, encode_frame(Kind.REFERENCES, 0, 0, b"%d" % (number + 1)))
+        first.agent.sender.send(peer, encode_frame(Kind.REFERENCES, 0, 0, b"%d" % (number + 2)))
     # One thread connects for all of them; another takes its place in the reactor.
     assert threading.active_count() <= before + 1
     assert not any(call.is_done for call in calls)
@@ -166,7 +166,7 @@ def test_a_worker_that_turns_out_to_be_gone(pair: list[Member]) -> None:
     peer = first.peer(second)
     second.listener.close()
     taken_back: list[bytes] = []
-    first.agent.post(peer, encode_frame(Kind.REFERENCES, 0, 0, b""))
+    first.agent.sender.post(peer, encode_frame(Kind.REFERENCES, 0, 0, b""))
     try:
         call = ask(first, peer, b"lost", LIMIT_S, taken_back)
     except WorkerLost:  # The message before has found out already.
@@ -176,7 +176,7 @@ def test_a_worker_that_turns_out_to_be_gone(pair: list[Member]) -> None:
     wait_until(lambda: taken_back == [b"lost"], "the request taken back")
     with pytest.raises(WorkerLost):
         ask(first, peer, b"again")
-    first.agent.post(peer, encode_frame(Kind.REFERENCES, 0, 0, b""))
+    first.agent.sender.post(peer, encode_frame(Kind.REFERENCES, 0, 0, b""))
     assert not peer.unsent
 
 

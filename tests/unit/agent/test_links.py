@@ -13,8 +13,8 @@ import pytest
 from tests.unit.agent.group import KEY, LIMIT_S, Member, group_of, wait_until
 from tests.unit.agent.sessions import Pair, pair_of
 from torchweft.agent import acceptor, connector
-from torchweft.agent.links import Links
 from torchweft.agent.peers import Peer
+from torchweft.agent.receiving import Receiver
 from torchweft.protocol.connecting import Connecting, Hello, Purpose, State, Verdict
 from torchweft.transport import addresses, handshake
 from torchweft.transport.handshake import Greeting, Handshake
@@ -95,7 +95,7 @@ def test_a_dialler_that_leaves_before_its_greeting_was_answered_is_heard(
 
 def test_a_dialler_that_leaves_before_the_verdict_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     has_left, is_accepted = threading.Event(), threading.Event()
-    accept, on_readable = acceptor.Acceptor.accept, Links._on_readable
+    accept, on_readable = acceptor.Acceptor.accept, Receiver.on_readable
 
     def send_verdict(*arguments: Any) -> None:
         assert has_left.wait(LIMIT_S)
@@ -105,14 +105,14 @@ def test_a_dialler_that_leaves_before_the_verdict_is_heard(monkeypatch: pytest.M
         accept(*arguments)
         is_accepted.set()
 
-    def read_after_it(links: Links, *arguments: Any) -> None:
-        if links is second.agent.links:
+    def read_after_it(receiver: Receiver, *arguments: Any) -> None:
+        if receiver is second.agent.receiver:
             assert is_accepted.wait(LIMIT_S)
-        on_readable(links, *arguments)
+        on_readable(receiver, *arguments)
 
     monkeypatch.setattr(acceptor, "send_verdict", send_verdict)
     monkeypatch.setattr(acceptor.Acceptor, "accept", note_accepted)
-    monkeypatch.setattr(Links, "_on_readable", read_after_it)
+    monkeypatch.setattr(Receiver, "on_readable", read_after_it)
     with group_of(2) as (first, second):
         assert leave_while_accepted(first, second, has_left) == "it had to go"
 

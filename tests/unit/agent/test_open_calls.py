@@ -26,7 +26,9 @@ class Callee:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._calls: queue.SimpleQueue[ServedCall] = queue.SimpleQueue()
-        member.agent.on_calls(lambda peer, call: self._calls.put(call), self._refuse, ServedCall)
+        member.agent.receiver.on_calls(
+            lambda peer, call: self._calls.put(call), self._refuse, ServedCall
+        )
 
     def _refuse(self, peer: Peer, call: ServedCall) -> None:
         raise AssertionError("there is room")

@@ -31,7 +31,7 @@ class Received:
         self._came = threading.Semaphore(0)
         self.parcel: Parcel | None = None
         self.error: Exception | None = None
-        member.agent.on(Kind.CALL, self._on_call, inline=False)
+        member.agent.receiver.on(Kind.CALL, self._on_call, inline=False)
 
     def _on_call(self, peer: Peer, frame: Frame) -> None:
         try:
@@ -58,7 +58,9 @@ def pair() -> Iterator[list[Member]]:
 
 
 def send(sender: Member, to: Peer, tensors: list[Tensor], payload: bytes = b"payload") -> None:
-    sender.agent.send(to, sender.parcels.seal(to, Kind.CALL, 0, 7, b"head", payload, tensors))
+    sender.agent.sender.send(
+        to, sender.parcels.seal(to, Kind.CALL, 0, 7, b"head", payload, tensors)
+    )
 
 
 def check_arrival(parcel: Parcel, tensors: list[Tensor]) -> None:
@@ -115,7 +117,7 @@ def test_what_nobody_reads_is_let_go_at_the_sender(pair: list[Member]) -> None:
         second.parcels.discard(peer, second.parcels.read(frame))
         came.set()
 
-    second.agent.on(Kind.CALL, discard, inline=False)
+    second.agent.receiver.on(Kind.CALL, discard, inline=False)
     first.start()
     second.start()
     send(first, first.peer(second), [torch.ones(500_000)])

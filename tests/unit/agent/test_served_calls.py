@@ -16,7 +16,7 @@ from torchweft.wire.messages import Kind, encode_ints
 
 
 class Agent:
-    """Stands in for an agent: keeps what it is told, and runs what is submitted when asked to."""
+    """Stands in for the parts of an agent: notes what they are told, and runs what is submitted."""
 
     cancelling: Cancelling
 
@@ -24,14 +24,6 @@ class Agent:
         self.handlers: dict[Kind, Callable[[Peer, Frame], None]] = {}
         self.submitted: list[Callable[[object, object], None]] = []
         self.cancelled: list[set[ServedCall]] = []
-
-    @property
-    def reactor(self) -> Agent:
-        return self
-
-    @property
-    def calls(self) -> Agent:
-        return self
 
     def on(self, kind: Kind, handler: Callable[[Peer, Frame], None], *, inline: bool) -> None:
         assert inline
@@ -52,7 +44,8 @@ class Agent:
 @pytest.fixture
 def agent() -> Agent:
     agent = Agent()
-    agent.cancelling = Cancelling(agent)  # type: ignore[arg-type]
+    parts: Any = agent
+    agent.cancelling = Cancelling(reactor=parts, calls=parts, receiver=parts)
     return agent
 
 

@@ -123,9 +123,9 @@ def test_both_sides_of_a_connection_borrow(dialler: int) -> None:
         here, there = members[dialler], members[1 - dialler]
         # The acceptor's verdict comes over the connection, before anything else that it sends.
         answered = threading.Event()
-        here.agent.on(Kind.CALL, lambda peer, frame: answered.set(), inline=True)
+        here.agent.receiver.on(Kind.CALL, lambda peer, frame: answered.set(), inline=True)
         here.agent.connect(here.peer(there))
-        there.agent.send(there.peer(here), encode_frame(Kind.CALL, 0, 1, b""))
+        there.agent.sender.send(there.peer(here), encode_frame(Kind.CALL, 0, 1, b""))
         assert answered.wait(5.0)
         for one, other in ((here, there), (there, here)):
             assert one.peer(other).channels.obstacles()[SHM] == ""

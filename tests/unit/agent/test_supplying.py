@@ -60,7 +60,7 @@ def test_the_loss_of_the_sender_ends_the_wait(pair: list[Member]) -> None:
             ask_for_supply(receiver.agent, receiver.peer(sender), 1, CMA, [3], REASON)
         errors.append(caught.value)
 
-    sender.agent.on(Kind.SUPPLY, lambda peer, frame: None, inline=True)
+    sender.agent.receiver.on(Kind.SUPPLY, lambda peer, frame: None, inline=True)
     with contextlib.ExitStack() as stack:
         asking = threading.Thread(target=ask)
         asking.start()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,9 +25,12 @@ from tests.unit.autograd.cluster import (
 from torchweft.autograd import local_engine
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.modes import PassMode
 from torchweft.errors import ArgumentTypeError, AutogradError, ProtocolError
 from torchweft.protocol import backward as protocol
 from torchweft.protocol.backward import Progress
+
+T = TypeVar("T")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +58,45 @@ def test_second_pass_on_a_freed_graph_fails() -> None:
     cluster.backward(roots)
     with pytest.raises(AutogradError, match="second time"):
         cluster.backward(roots)
+
+
+def _on_a_thread(function: Callable[[], T]) -> T:
+    """Runs a function as a worker does: each thread counts the nodes that it makes by itself."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_gradients_of_gradients_of_what_was_written_to_a_view() -> None:
+    """The engine may come to the operation on the view before the node that runs it within."""
+
+    def forward(weight: Tensor) -> Tensor:
+        written = torch.tanh(weight * 0.5) * 2
+        written[1:].tanh_()
+        return torch.tanh(written * weight).sum()
+
+    def norm(gradient: Tensor) -> Tensor:
+        return gradient.pow(2).sum()
+
+    def leaf() -> Tensor:
+        return torch.full((3,), 0.3, dtype=torch.float64, requires_grad=True)
+
+    def run(roots: list[Tensor], mode: PassMode) -> Tensor:
+        local = LocalPass(context, mode)
+        local.start(roots)
+        local.work()
+        assert not local.is_waiting
+        return context.gradients.snapshot()[weight]
+
+    context, weight = Context(1, 0), leaf()
+    loss = _on_a_thread(lambda: forward(weight))
+    first = _on_a_thread(lambda: norm(run([loss], PassMode(True, True))))
+    found = _on_a_thread(lambda: run([first, loss], PassMode()))
+
+    wanted = leaf()
+    loss = forward(wanted)
+    (gradient,) = torch.autograd.grad(loss, wanted, create_graph=True)
+    (second,) = torch.autograd.grad([norm(gradient), loss], wanted)
+    torch.testing.assert_close(found, gradient + second)
 
 
 def test_pass_led_by_any_worker() -> None:

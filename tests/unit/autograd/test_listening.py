@@ -61,14 +61,14 @@ def test_a_broken_session_is_waited_for_without_a_spin(
     listener = Listener(first.agent)
     reading = listener.take_over(peers)
     reads = 0
-    read = first.agent.read
+    read = first.agent.receiver.read
 
     def count(*args: object, **options: object) -> bool:
         nonlocal reads
         reads += 1
         return read(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(first.agent, "read", count)
+    monkeypatch.setattr(first.agent.receiver, "read", count)
     links_of(trio)[0].stop()  # type: ignore[attr-defined]
     listener.read_until(reading, [], time.monotonic() + 5 * READ_TICK_S)
     assert 1 <= reads <= 12

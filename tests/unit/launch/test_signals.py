@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 
-from torchweft.launch.signals import NUMBERS, watched_signals
+import pytest
+
+from torchweft.launch.signals import NUMBERS, AwaitedSignal, watched_signals
 
 
 def test_signals_are_handled_in_the_loop_and_in_order() -> None:
@@ -19,3 +23,44 @@ def test_signals_are_handled_in_the_loop_and_in_order() -> None:
         handle()
         assert heard == [signal.SIGTERM, signal.SIGINT]
     assert [signal.getsignal(number) for number in NUMBERS] == before
+
+
+@pytest.fixture
+def awaited() -> Iterator[AwaitedSignal]:
+    former = signal.getsignal(signal.SIGUSR1)
+    yield AwaitedSignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, former)
+
+
+def test_a_signal_that_came_before_the_wait_ends_it(awaited: AwaitedSignal) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    awaited.wait()
+
+
+def test_a_signal_that_another_thread_gets_ends_the_wait(awaited: AwaitedSignal) -> None:
+    # Nothing interrupts the main thread then, as nothing does where it is about to wait.
+    def strike() -> None:
+        time.sleep(0.05)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    awaited.wait()
+    thread.join()
+
+
+def test_the_wait_is_for_that_signal_only(awaited: AwaitedSignal) -> None:
+    heard = []
+    former = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+
+    def strike() -> None:
+        for number in (signal.SIGUSR2, signal.SIGUSR1):
+            time.sleep(0.05)
+            os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    awaited.wait()
+    thread.join()
+    signal.signal(signal.SIGUSR2, former)
+    assert heard == [signal.SIGUSR2]

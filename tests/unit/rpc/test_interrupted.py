@@ -23,7 +23,7 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.open_calls import is_waiting
 from torchweft.errors import CallCancelled
 from torchweft.rpc.futures import Future
-from torchweft.transport import interrupts
+from torchweft.runtime import interrupts
 
 PACKAGE = os.path.dirname(torchweft.__file__)
 
@@ -69,8 +69,7 @@ def check_is_sound(pair: Pair) -> None:
     agent = pair.caller.agent
     link = pair.peer.link
     assert link is not None
-    # What the housekeeper does once a second.
-    agent.links.mend()
+    # What the timer thread does once a second.
     agent.calls.mend()
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(pair.back, double, 3).result() == 6
@@ -149,7 +148,7 @@ def allow_when_waited_for(call: PendingCall, has_left: threading.Event) -> None:
 
 
 def test_who_waits_is_known_by_the_stacks(pair: Pair) -> None:
-    """So the housekeeper tells a call that was interrupted from one that takes long."""
+    """So the timer thread tells a call that was interrupted from one that takes long."""
     link = pair.peer.link
     assert link is not None
     seen: list[bool] = []
@@ -158,7 +157,7 @@ def test_who_waits_is_known_by_the_stacks(pair: Pair) -> None:
         (call,) = [*pair.caller.agent.calls._client._entries.values()]
         looked.append(call)
         seen.append(is_waiting(call))
-        pair.caller.agent.links.mend()
+        pair.caller.agent.calls.mend()
         seen.append(link.taken_by in (call, None))
 
     looked: list[Any] = []

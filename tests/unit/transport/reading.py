@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchweft.transport import interrupts
+from torchweft.runtime import interrupts
 from torchweft.transport.link import Link
 
 

@@ -1,6 +1,6 @@
 """The calls of other workers, on the side of the callee: from arrival to end.
 
-A caller that gives a call up says so, by its number. The call may then wait in its lane, run, or
+A caller that gives a call up says so, by its number. The call may then wait in its queue, run, or
 have ended. So a call is known by its number from the moment at which it is read until it has ended:
 a ``CANCEL`` finds its call, or the call is over. Nothing has to be remembered for later.
 

@@ -12,7 +12,6 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.slots import Slot
-from torchweft.agent.waits import OpenWait
 from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from torchweft.rpc.api import rpc_async, rpc_sync
 from torchweft.rpc.current_call import detached
@@ -28,6 +27,7 @@ from torchweft.rpc.gathering.terms import (
     failure,
 )
 from torchweft.rpc.strictness import check_types, strict_caller
+from torchweft.runtime.long_waits import OpenWait
 from torchweft.serialize.registry import remotely_callable
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
-from torchweft.agent.waits import OpenWait
 from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
 from torchweft.rpc.api import rpc_async
 from torchweft.rpc.current_call import detached
 from torchweft.rpc.futures import Future, ignore_errors
 from torchweft.rpc.gathering.terms import Gathering, Key, Limits, Outcome, Ways, failure
+from torchweft.runtime.long_waits import OpenWait
 
 
 class Led:

@@ -8,9 +8,10 @@ the receiver puts it there straight away, whichever connection it came by.
 
 Rules of this folder:
 
-- Nothing blocks. A few threads of one *pump* wait for all data connections of a worker, so
-  neither a slow peer nor two workers that send to each other keep anybody from reading.
-- Every connection has one owner at a time: nobody (idle), a thread, or the pump's ``epoll``. Who
+- Nothing blocks. A few threads of one *transfer loop*, of ``torchweft.runtime.transfer_loop``,
+  wait for all data connections of a worker. So neither a slow peer nor two workers that send to
+  each other keep a connection from being read.
+- Every connection has one owner at a time: nobody (idle), a thread, or the loop's ``epoll``. Who
   owns it passes it on; so a lock is needed only against ``close``.
 - Transfers take turns, a stripe each: the second one does not wait for the end of the first.
 
@@ -18,6 +19,5 @@ Rules of this folder:
 stripes  the header of a stripe, and what a valid one is
 outgoing transfers that wait to be sent, and connections that write their stripes
 arriving transfers that are being received, and connections that read their stripes
-pump     the threads
 ====== =======================================================================
 """

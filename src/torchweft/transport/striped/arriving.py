@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from torchweft.errors import ProtocolError
 from torchweft.protocol.tombstones import Tombstones
-from torchweft.transport.striped.pump import NOTHING, READABLE, forget_nothing
+from torchweft.runtime.transfer_loop import NOTHING, READABLE, forget_nothing
 from torchweft.transport.striped.stripes import HEADER_BYTES, Stripe, TransferKey, decode_stripe
 from torchweft.wire.frames import Allocate
 

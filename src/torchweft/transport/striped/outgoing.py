@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from torchweft.transport.striped.pump import NOTHING, WRITABLE, forget_nothing
+from torchweft.runtime.transfer_loop import NOTHING, WRITABLE, forget_nothing
 from torchweft.transport.striped.stripes import Stripe
 from torchweft.wire.frames import Buffer
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import ProtocolError, WorkerLost
+from torchweft.runtime.transfer_loop import NOTHING, READABLE
 from torchweft.transport.striped.arriving import Arrivals, NotComing, ReceivingConnection
-from torchweft.transport.striped.pump import NOTHING, READABLE
 from torchweft.transport.striped.stripes import Stripe, TransferKey
 
 LIMIT_S = 20.0

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from torchweft.runtime.transfer_loop import NOTHING, WRITABLE
 from torchweft.transport.striped.outgoing import Outbox, SendingConnection
-from torchweft.transport.striped.pump import NOTHING, WRITABLE
 from torchweft.transport.striped.stripes import HEADER_BYTES, Stripe, decode_stripe
 from torchweft.wire.frames import Buffer
 

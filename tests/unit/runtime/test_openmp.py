@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torchweft.agent import openmp
-from torchweft.agent.openmp import SpinLimit
+from torchweft.runtime import openmp
+from torchweft.runtime.openmp import SpinLimit
 
 NAME = "weft-test-openmp"
 

@@ -5,12 +5,12 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.descriptors import nothing_is_written
-from torchweft.agent.housekeeper import Housekeeper
+from torchweft.runtime.timers import Timers
 
 LIMIT_S = 20.0
 
@@ -30,48 +30,52 @@ class Job:
         return self.calls.get(timeout=LIMIT_S)
 
 
+def started(jobs: list[Callable[[float], float]]) -> Timers:
+    made = Timers("test-clock")
+    made.start(jobs)
+    return made
+
+
 @pytest.fixture
 def job() -> Job:
     return Job()
 
 
 @pytest.fixture
-def housekeeper(job: Job) -> Iterator[Housekeeper]:
-    keeper = Housekeeper("test-clock", [job])
+def timers(job: Job) -> Iterator[Timers]:
+    clock = started([job])
     job.next_call()
-    yield keeper
-    keeper.close()
+    yield clock
+    clock.close()
 
 
-def test_jobs_are_called_once_at_the_start_and_no_more(housekeeper: Housekeeper, job: Job) -> None:
+def test_jobs_are_called_once_at_the_start_and_no_more(timers: Timers, job: Job) -> None:
     with pytest.raises(queue.Empty):
         job.calls.get(timeout=0.02)
 
 
-def test_a_nudge_has_the_jobs_called_at_once(housekeeper: Housekeeper, job: Job) -> None:
+def test_a_wake_up_has_the_jobs_called_at_once(timers: Timers, job: Job) -> None:
     before_s = time.monotonic()
-    housekeeper.nudge(before_s)
+    timers.wake_by(before_s)
     assert job.next_call() >= before_s
 
 
-def test_a_job_is_called_again_when_it_wants_to_be(housekeeper: Housekeeper, job: Job) -> None:
+def test_a_job_is_called_again_when_it_wants_to_be(timers: Timers, job: Job) -> None:
     job.due_s = due_s = time.monotonic() + 0.02
-    housekeeper.nudge(due_s)
+    timers.wake_by(due_s)
     assert job.next_call() < due_s
     while job.next_call() < due_s:
         job.due_s = due_s
     job.due_s = math.inf
 
 
-def test_a_nudge_for_later_than_the_next_look_wakes_nobody(
-    housekeeper: Housekeeper, job: Job
-) -> None:
-    housekeeper.nudge(math.inf)
+def test_a_wake_up_for_later_than_the_next_look_wakes_nobody(timers: Timers, job: Job) -> None:
+    timers.wake_by(math.inf)
     with pytest.raises(queue.Empty):
         job.calls.get(timeout=0.02)
 
 
-def test_a_nudge_while_the_jobs_are_called_is_not_lost() -> None:
+def test_a_wake_up_while_the_jobs_are_called_is_not_lost() -> None:
     """The job has looked already when it gets something to do."""
     may_return, has_looked = threading.Event(), threading.Event()
     calls: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -85,14 +89,14 @@ def test_a_nudge_while_the_jobs_are_called_is_not_lost() -> None:
         may_return.wait(LIMIT_S)
         return math.inf
 
-    keeper = Housekeeper("test-clock", [first, second])
+    clock = started([first, second])
     assert has_looked.wait(LIMIT_S)
     calls.get(timeout=LIMIT_S)
-    keeper.nudge(time.monotonic())
+    clock.wake_by(time.monotonic())
     may_return.set()
-    # An idle housekeeper looks once a second anyway.
+    # An idle thread looks once a second anyway.
     calls.get(timeout=0.5)
-    keeper.close()
+    clock.close()
 
 
 def test_a_job_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,30 +105,30 @@ def test_a_job_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> No
     def fails(now_s: float) -> float:
         raise ValueError("broken")
 
-    keeper = Housekeeper("test-clock", [fails, job])
+    clock = started([fails, job])
     job.next_call()
-    keeper.nudge(time.monotonic())
+    clock.wake_by(time.monotonic())
     job.next_call()
-    keeper.close()
-    assert "housekeeping failed" in caplog.text
+    clock.close()
+    assert "a timer's job failed" in caplog.text
 
 
 def test_nothing_is_written_to_a_descriptor_that_another_file_has_got_since() -> None:
     job = Job()
-    keeper = Housekeeper("test-clock", [job])
-    keeper.close()
+    clock = started([job])
+    clock.close()
     with nothing_is_written():
-        keeper.nudge(0.0)
+        clock.wake_by(0.0)
 
 
-def test_finalizers_of_many_threads_may_nudge(housekeeper: Housekeeper, job: Job) -> None:
-    class Nudges:
+def test_finalizers_of_many_threads_may_wake_it(timers: Timers, job: Job) -> None:
+    class Wakes:
         def __del__(self) -> None:
-            housekeeper.nudge(0.0)
+            timers.wake_by(0.0)
 
     def make_and_drop() -> None:
         for _ in range(200):
-            Nudges()
+            Wakes()
 
     threads = [threading.Thread(target=make_and_drop) for _ in range(4)]
     for thread in threads:

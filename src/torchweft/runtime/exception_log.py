@@ -9,7 +9,7 @@ import sys
 _log = logging.getLogger("torchweft")
 
 
-def log_mishap(text: str, *values: object) -> None:
+def log_exception(text: str, *values: object) -> None:
     """Logs the exception that is being handled; raises nothing itself.
 
     Formatting an exception runs its ``__str__`` and ``__dir__``, and handlers of the log are the

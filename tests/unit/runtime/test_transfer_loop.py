@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.thread_limits import no_new_threads
-from torchweft.transport.striped.pump import NOTHING, READABLE, WRITABLE, Pump
+from torchweft.runtime.transfer_loop import NOTHING, READABLE, WRITABLE, TransferLoop
 
 LIMIT_S = 20.0
 
@@ -16,8 +16,8 @@ Pair = tuple[socket.socket, socket.socket]
 
 
 @pytest.fixture
-def pump() -> Iterator[Pump]:
-    made = Pump("test-pump", 2)
+def loop() -> Iterator[TransferLoop]:
+    made = TransferLoop("test-loop", 2)
     yield made
     made.close()
 
@@ -32,22 +32,22 @@ def pair() -> Iterator[Pair]:
 
 def pump_threads() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
-    return sorted(name for name in names if name.startswith("test-pump"))
+    return sorted(name for name in names if name.startswith("test-loop"))
 
 
-def test_threads_start_with_the_first_connection_and_end_with_the_pump(
-    pump: Pump, pair: Pair
+def test_threads_start_with_the_first_connection_and_end_with_the_loop(
+    loop: TransferLoop, pair: Pair
 ) -> None:
     assert pump_threads() == []
-    pump.watch(pair[0].fileno(), lambda: NOTHING, READABLE)
-    assert pump_threads() == ["test-pump-1", "test-pump-2"]
-    pump.close()
+    loop.watch(pair[0].fileno(), lambda: NOTHING, READABLE)
+    assert pump_threads() == ["test-loop-1", "test-loop-2"]
+    loop.close()
     assert pump_threads() == []
-    pump.close()
+    loop.close()
 
 
 def test_a_pump_that_gets_no_thread_tries_again_later(
-    pump: Pump, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    loop: TransferLoop, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     came = threading.Event()
 
@@ -60,12 +60,14 @@ def test_a_pump_that_gets_no_thread_tries_again_later(
         no_new_threads(monkeypatch),
         pytest.raises(RuntimeError, match="can't start new thread"),
     ):
-        pump.watch(pair[0].fileno(), read, READABLE)
-    pump.watch(pair[0].fileno(), read, READABLE)
+        loop.watch(pair[0].fileno(), read, READABLE)
+    loop.watch(pair[0].fileno(), read, READABLE)
     assert came.wait(LIMIT_S)
 
 
-def test_a_handler_is_called_when_there_is_something_to_read(pump: Pump, pair: Pair) -> None:
+def test_a_handler_is_called_when_there_is_something_to_read(
+    loop: TransferLoop, pair: Pair
+) -> None:
     got: list[bytes] = []
     came = threading.Semaphore(0)
 
@@ -74,14 +76,14 @@ def test_a_handler_is_called_when_there_is_something_to_read(pump: Pump, pair: P
         came.release()
         return READABLE
 
-    pump.watch(pair[0].fileno(), read, READABLE)
+    loop.watch(pair[0].fileno(), read, READABLE)
     for part in (b"one", b"two"):
         pair[1].sendall(part)
         assert came.acquire(timeout=LIMIT_S)
     assert got == [b"one", b"two"]
 
 
-def test_one_thread_at_a_time_deals_with_a_connection(pump: Pump, pair: Pair) -> None:
+def test_one_thread_at_a_time_deals_with_a_connection(loop: TransferLoop, pair: Pair) -> None:
     is_free = threading.Lock()
     done = threading.Event()
     calls = overlaps = 0
@@ -96,28 +98,28 @@ def test_one_thread_at_a_time_deals_with_a_connection(pump: Pump, pair: Pair) ->
         is_free.release()
         return WRITABLE
 
-    pump.watch(pair[0].fileno(), write, WRITABLE)
+    loop.watch(pair[0].fileno(), write, WRITABLE)
     assert done.wait(LIMIT_S)
     assert not overlaps
 
 
-def test_who_waits_for_nothing_is_left_alone_until_armed(pump: Pump, pair: Pair) -> None:
+def test_who_waits_for_nothing_is_left_alone_until_armed(loop: TransferLoop, pair: Pair) -> None:
     called = threading.Semaphore(0)
 
     def handle() -> int:
         called.release()
         return NOTHING
 
-    pump.watch(pair[0].fileno(), handle, WRITABLE)
+    loop.watch(pair[0].fileno(), handle, WRITABLE)
     assert called.acquire(timeout=LIMIT_S)
     pair[1].sendall(b"x")
     pair[1].shutdown(socket.SHUT_RDWR)  # not even for that
     assert not called.acquire(timeout=0.02)
-    pump.arm(pair[0].fileno(), READABLE)
+    loop.arm(pair[0].fileno(), READABLE)
     assert called.acquire(timeout=LIMIT_S)
 
 
-def test_a_slow_connection_does_not_hold_up_another(pump: Pump, pair: Pair) -> None:
+def test_a_slow_connection_does_not_hold_up_another(loop: TransferLoop, pair: Pair) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     def slow() -> int:
@@ -125,48 +127,48 @@ def test_a_slow_connection_does_not_hold_up_another(pump: Pump, pair: Pair) -> N
         assert may_end.wait(LIMIT_S)
         return NOTHING
 
-    pump.watch(pair[0].fileno(), slow, WRITABLE)
+    loop.watch(pair[0].fileno(), slow, WRITABLE)
     assert begun.wait(LIMIT_S)
     fast = threading.Event()
     pair[1].setblocking(False)
-    pump.watch(pair[1].fileno(), lambda: fast.set() or NOTHING, WRITABLE)
+    loop.watch(pair[1].fileno(), lambda: fast.set() or NOTHING, WRITABLE)
     assert fast.wait(LIMIT_S)
     may_end.set()
 
 
 def test_a_handler_that_fails_ends_nothing_else(
-    pump: Pump, pair: Pair, caplog: pytest.LogCaptureFixture
+    loop: TransferLoop, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> int:
         raise LookupError("a test")
 
-    pump.watch(pair[0].fileno(), fail, WRITABLE)
+    loop.watch(pair[0].fileno(), fail, WRITABLE)
     called = threading.Semaphore(0)
     for _ in range(4):  # more often than there are threads
-        pump.forget(pair[1].fileno())
-        pump.watch(pair[1].fileno(), lambda: called.release() or NOTHING, WRITABLE)
+        loop.forget(pair[1].fileno())
+        loop.watch(pair[1].fileno(), lambda: called.release() or NOTHING, WRITABLE)
         assert called.acquire(timeout=LIMIT_S)
-    pump.close()
+    loop.close()
     assert "could not be moved" in caplog.text
 
 
-def test_what_is_forgotten_is_not_called(pump: Pump, pair: Pair) -> None:
+def test_what_is_forgotten_is_not_called(loop: TransferLoop, pair: Pair) -> None:
     called = threading.Event()
-    pump.watch(pair[0].fileno(), lambda: called.set() or NOTHING, READABLE)
-    pump.forget(pair[0].fileno())
-    pump.arm(pair[0].fileno(), WRITABLE)
+    loop.watch(pair[0].fileno(), lambda: called.set() or NOTHING, READABLE)
+    loop.forget(pair[0].fileno())
+    loop.arm(pair[0].fileno(), WRITABLE)
     assert not called.wait(0.02)
 
 
-def test_a_closed_pump_takes_no_connection(pump: Pump, pair: Pair) -> None:
-    pump.close()
+def test_a_closed_pump_takes_no_connection(loop: TransferLoop, pair: Pair) -> None:
+    loop.close()
     with pytest.raises(ConnectionAbortedError):
-        pump.watch(pair[0].fileno(), lambda: NOTHING, READABLE)
+        loop.watch(pair[0].fileno(), lambda: NOTHING, READABLE)
     assert pump_threads() == []
 
 
 def test_a_handler_that_has_become_another_connection_s_does_not_arm_it(
-    pump: Pump, pair: Pair
+    loop: TransferLoop, pair: Pair
 ) -> None:
     """It was closed while it was being dealt with, and the number given away again."""
     ours, theirs = pair
@@ -178,13 +180,13 @@ def test_a_handler_that_has_become_another_connection_s_does_not_arm_it(
 
     def former() -> int:
         # Another thread closes the connection, and watches a new one with its number.
-        pump.forget(ours.fileno())
-        pump.watch(ours.fileno(), other, WRITABLE & ~select.EPOLLOUT)
+        loop.forget(ours.fileno())
+        loop.watch(ours.fileno(), other, WRITABLE & ~select.EPOLLOUT)
         return WRITABLE
 
-    pump.watch(ours.fileno(), former, READABLE)
+    loop.watch(ours.fileno(), former, READABLE)
     theirs.sendall(b"x")
     # The other connection is writable, but it was not what it waits for.
     assert not came.wait(0.05)
-    pump.arm(ours.fileno(), WRITABLE)
+    loop.arm(ours.fileno(), WRITABLE)
     assert came.wait(5.0)

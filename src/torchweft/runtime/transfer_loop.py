@@ -1,4 +1,4 @@
-"""The threads that move stripes: a few, for all data connections of one worker.
+"""The threads that move large tensors: a few, for all data connections of one worker.
 
 All of them wait in the same ``epoll_wait``, each connection armed for one event at a time, so one
 thread at a time deals with a connection. It moves what can be moved without waiting, at most a
@@ -25,10 +25,10 @@ Handler = Callable[[], int]
 
 
 def forget_nothing(fd: int) -> None:
-    """Does nothing: for connections that no pump watches."""
+    """Does nothing: for connections that no loop watches."""
 
 
-class Pump:
+class TransferLoop:
     """Calls handlers when their connections are ready. Its threads start with the first one.
 
     Args:
@@ -55,7 +55,7 @@ class Pump:
             interest: ``READABLE`` or ``WRITABLE``.
 
         Raises:
-            ConnectionAbortedError: The pump is closed.
+            ConnectionAbortedError: The loop is closed.
         """
         with self._lock:
             if self._is_closing:

@@ -52,7 +52,7 @@ class SpinLimit:
         self._team: _Team | None = None
 
     def tick(self, now_s: float) -> float:
-        """Looks at the host, and starts or ends the team; a job of the housekeeper."""
+        """Looks at the host, and starts or ends the team; a job of the timers."""
         if self._is_decided:
             return math.inf
         is_busy = self._running() - 1 > self._cores

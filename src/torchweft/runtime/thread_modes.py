@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchweft.transport.interrupts import call
+from torchweft.runtime.interrupts import call
 
 _native: Any = torch._C
 _EXPECTED: dict[str, object] = {

@@ -9,14 +9,14 @@ import pytest
 
 from tests.descriptors import nothing_is_written
 from tests.thread_limits import no_new_threads
-from torchweft.agent.lanes import Lanes
-from torchweft.agent.reactor import Reactor
+from torchweft.runtime.fair_queue import FairQueue
+from torchweft.runtime.reactor import Reactor
 
 LIMIT_S = 20.0
 
 
-def lanes() -> Lanes:
-    return Lanes(limit=1000, limit_bytes=1 << 20)
+def empty_queue() -> FairQueue:
+    return FairQueue(limit=1000, limit_bytes=1 << 20)
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def make_reactor() -> Iterator[Callable[[int], Reactor]]:
     made: list[Reactor] = []
 
     def make(limit: int) -> Reactor:
-        made.append(Reactor("test", limit, lanes()))
+        made.append(Reactor("test", limit, empty_queue()))
         return made[-1]
 
     yield make
@@ -58,7 +58,7 @@ class Tasks:
         self.has_ended.release()
 
     def await_begun(self, count: int, open_calls: int = 0) -> None:
-        """Waits until so many tasks run, while the reactor is helped as the housekeeper does."""
+        """Waits until so many tasks run, while the reactor is helped as the timer thread does."""
         for _ in range(count):
             while not self.has_begun.acquire(timeout=1e-4):
                 self.reactor.help_if_stalled(open_calls)
@@ -280,7 +280,7 @@ def test_what_is_forgotten_may_be_forgotten_paused_and_resumed_again(make_reacto
 
 
 def test_closing_waits_for_what_runs_and_for_what_waits_to() -> None:
-    reactor = Reactor("test", 2, lanes())
+    reactor = Reactor("test", 2, empty_queue())
     tasks = Tasks(reactor)
     for _ in range(4):
         reactor.submit_task(tasks.hold)
@@ -294,7 +294,7 @@ def test_closing_waits_for_what_runs_and_for_what_waits_to() -> None:
 
 
 def test_threads_that_do_not_end_are_named() -> None:
-    reactor = Reactor("stubborn", 1, lanes())
+    reactor = Reactor("stubborn", 1, empty_queue())
     tasks = Tasks(reactor)
     reactor.submit_task(tasks.hold)
     tasks.await_begun(1)
@@ -306,7 +306,7 @@ def test_threads_that_do_not_end_are_named() -> None:
 
 
 def test_a_task_may_close() -> None:
-    reactor, stuck = Reactor("test", 2, lanes()), []
+    reactor, stuck = Reactor("test", 2, empty_queue()), []
     done = threading.Event()
 
     def close(*_: object) -> None:
@@ -319,7 +319,7 @@ def test_a_task_may_close() -> None:
 
 
 def test_nothing_is_written_to_a_descriptor_that_another_file_has_got_since() -> None:
-    reactor = Reactor("test", 1, lanes())
+    reactor = Reactor("test", 1, empty_queue())
     reactor.close(LIMIT_S)
     with nothing_is_written():
         reactor.submit(lambda *_: None)

@@ -11,8 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchweft.agent.thread_modes import READERS, UNTOUCHED, take_away, tidy
-from torchweft.transport.interrupts import call
+from torchweft.runtime.interrupts import call
+from torchweft.runtime.thread_modes import READERS, UNTOUCHED, take_away, tidy
 
 LIMIT_S = 20.0
 

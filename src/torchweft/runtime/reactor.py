@@ -10,14 +10,14 @@ A thread that has read tasks off a connection runs them before it arms the conne
 next message would wake a second thread, and the two would fight for the interpreter lock over
 calls that take no time. A task that takes longer does not keep the connection from being read:
 whoever blocks in a remote wait arms it, who is known to take long does so first, and the
-housekeeper arms what was left for ``REARM_S``.
+timer thread arms what was left for ``REARM_S``.
 
 Rules of this file:
 
 * At most ``limit`` threads run tasks. One more waits for events, always, so that answers are
   read also when every runner is busy. A runner that blocks in a remote wait does not count.
 * Tasks of one read run one after the other in the thread that read them. If the queue makes no
-  progress within ``stall_s``, the housekeeper wakes another thread (``help_if_stalled``). Waking
+  progress within ``stall_s``, the timer thread wakes another thread (``help_if_stalled``). Waking
   helpers at once would have them fight for the interpreter lock over calls that take no time.
 * A handler of an event never blocks and never runs user code; tasks do.
 * What others may be waiting for (answers to calls, news of a lost worker, a new connection) is
@@ -25,7 +25,7 @@ Rules of this file:
   nobody sees it, as in PyTorch's ``wait_all``, until an urgent task completes what it waits for.
 * A thread has no modes of PyTorch when a task begins: those that one leaves behind are ended.
 * Where the system refuses a thread, as a container's limit does, what there is goes on, and the
-  housekeeper has it tried again until there is one.
+  timer thread has it tried again until there is one.
 * No exception ends a thread, whatever its type: tasks answer calls with what user code raises.
 """
 
@@ -42,10 +42,10 @@ from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
 
-from torchweft.agent.lanes import Lanes, Task
-from torchweft.agent.mishaps import log_mishap
-from torchweft.agent.thread_modes import READERS, UNTOUCHED, tidy
-from torchweft.transport.interrupts import call
+from torchweft.runtime.exception_log import log_exception
+from torchweft.runtime.fair_queue import FairQueue, Task
+from torchweft.runtime.interrupts import call
+from torchweft.runtime.thread_modes import READERS, UNTOUCHED, tidy
 
 _log = logging.getLogger("torchweft")
 
@@ -68,7 +68,7 @@ class Reactor:
         tasks: Those that wait to run.
     """
 
-    def __init__(self, name: str, limit: int, tasks: Lanes) -> None:
+    def __init__(self, name: str, limit: int, tasks: FairQueue) -> None:
         self.tasks = tasks
         self.urgent: deque[Task] = deque()
         self._name = name
@@ -78,7 +78,7 @@ class Reactor:
         self._handlers: dict[int, Callable[[], None]] = {}
         self._followers: dict[int, Callable[[bool], bool]] = {}
         self.unarmed: dict[int, int] = {}
-        """Descriptors that were left unarmed, for their followers or the housekeeper."""
+        """Descriptors that were left unarmed, for their followers or the timer thread."""
         self._was_unarmed: dict[int, int] = {}
         self._unarmed_count = self._last_count = 0
         self._lock = threading.Lock()
@@ -202,7 +202,7 @@ class Reactor:
     def arm_if_left(self) -> bool:
         """Arms what was unarmed at the last look already; returns whether to look again.
 
-        That is so for as long as calls come: waking the housekeeper for each would cost more.
+        That is so for as long as calls come: waking the timer thread for each would cost more.
         """
         if self.held:
             self.on_pause()
@@ -279,7 +279,7 @@ class Reactor:
             return False
         with self._lock:
             self._running -= 1
-        if self.tasks.turns:
+        if self.tasks.ready:
             self.wake()
         return True
 
@@ -303,7 +303,7 @@ class Reactor:
             self._looks_for_thread += 1
             if self._looks_for_thread % _LOOKS_UNTIL_STUCK == 0:
                 self._spawn_if_possible()
-        if not self.tasks.turns and not self.urgent:
+        if not self.tasks.ready and not self.urgent:
             self._completed_at_last_look = -1
             self._stalled_looks = self._extra = 0
             self._is_watched = self._lacks_thread
@@ -342,7 +342,7 @@ class Reactor:
             self._threads.add(thread)
 
     def _spawn_if_possible(self) -> None:
-        """Starts a thread that waits for events; the housekeeper tries again if that fails."""
+        """Starts a thread that waits for events; the timer thread tries again if that fails."""
         try:
             self._spawn()
         except (RuntimeError, MemoryError) as error:
@@ -363,8 +363,8 @@ class Reactor:
                     try:
                         handler()
                     except BaseException:
-                        log_mishap("an event could not be handled")
-                if self.tasks.turns or self.urgent:
+                        log_exception("an event could not be handled")
+                if self.tasks.ready or self.urgent:
                     is_needed = self._work()
                 elif fd not in self.unarmed:
                     continue
@@ -379,13 +379,13 @@ class Reactor:
         try:
             return follower(may_look)
         except BaseException:
-            log_mishap("a connection could not be read")
+            log_exception("a connection could not be read")
             self.resume_reading(fd)
             return False
 
     def _work(self) -> bool:
         """Runs what waits to run; returns whether this thread is still needed."""
-        while self.urgent or self.tasks.turns:
+        while self.urgent or self.tasks.ready:
             is_urgent = bool(self.urgent)
             with self._lock:
                 if is_urgent:
@@ -408,7 +408,7 @@ class Reactor:
                     self._running_urgent -= 1
                 else:
                     self._running -= 1
-                if self._waiting > _SPARE_THREADS and not self.tasks.turns:
+                if self._waiting > _SPARE_THREADS and not self.tasks.ready:
                     return False
                 self._waiting += 1
         return True
@@ -416,13 +416,13 @@ class Reactor:
     def _run_tasks(self) -> None:
         self._local.is_running = True
         try:
-            self._run_all(self.tasks, self.tasks.turns)
+            self._run_all(self.tasks, self.tasks.ready)
         finally:
             self._local.is_running = False
             if self.held:
                 self.on_pause()
 
-    def _run_all(self, queue: Lanes | deque[Task], waiting: deque[Any]) -> None:
+    def _run_all(self, queue: FairQueue | deque[Task], waiting: deque[Any]) -> None:
         while True:
             try:
                 function, first, second = queue.popleft()
@@ -433,7 +433,7 @@ class Reactor:
             try:
                 function(first, second)
             except BaseException:
-                log_mishap("a message could not be handled")
+                log_exception("a message could not be handled")
             if tuple(map(call, READERS)) != UNTOUCHED:
                 tidy()
             self._completed += 1

@@ -109,7 +109,7 @@ class LongWaits:
         return self.during(lambda: f"in shutdown, serving meanwhile: {lacking().text}")
 
     def tick(self, now_s: float) -> float:
-        """Tells of the waits whose time has come; a job of the housekeeper."""
+        """Tells of the waits whose time has come; a job of the timers."""
         waits = [wait for source in self._sources for wait in source()]
         self._told.intersection_update([wait.key for wait in waits])
         due = [wait for wait in waits if now_s - wait.since_s >= self._after_s]

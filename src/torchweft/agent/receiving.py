@@ -1,0 +1,254 @@
+"""Messages as they come in: which thread reads a connection, and what handles each message.
+
+A handler is *inline* or a *task*. Inline handlers run on the thread that reads the connection:
+they neither block nor run user code. Tasks run where the reactor finds a thread for them.
+
+One thread reads a connection at a time: the one whose object is in ``Link.readers``. That is a
+thread of the reactor, or one that waits for an answer of the peer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, NamedTuple
+
+from torchweft.agent.calls import PendingCall
+from torchweft.agent.peers import Peer
+from torchweft.errors import ProtocolError
+from torchweft.protocol.calls import ServedCall
+from torchweft.runtime.exception_log import log_exception
+from torchweft.runtime.reactor import Reactor
+from torchweft.transport.link import Link, LinkClosed
+from torchweft.transport.spinning import Spinning
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import Kind
+
+_log = logging.getLogger("torchweft")
+
+Handler = Callable[[Peer, Frame], None]
+CallHandler = Callable[[Peer, Any], None]
+TakeReply = Callable[[Frame, PendingCall | None], bool]
+# Looking up a member of an enumeration takes longer than comparing it.
+_REPLY = int(Kind.REPLY)
+
+
+class _Route(NamedTuple):
+    handler: Handler | CallHandler
+    is_inline: bool
+    take_up: type[ServedCall] | None = None
+
+
+class Receiver:
+    """Reads the connections of one worker, and has each message handled. Thread-safe.
+
+    Args:
+        reactor: Runs tasks, and says which connections can be read.
+        lose: Declares a peer lost, with the cause.
+    """
+
+    def __init__(self, reactor: Reactor, lose: Callable[[Peer, str], None]) -> None:
+        self._reactor = reactor
+        self._lose = lose
+        self._routes: dict[int, _Route] = {}
+        self._take_reply: TakeReply = lambda frame, awaited: False
+        self._refuse: CallHandler = _ignore
+        self.discard: Handler = _ignore
+        """Called with replies that no call waits for any more; a layer above may replace it."""
+
+    # What handles each kind of message
+
+    def on(self, kind: Kind, handler: Handler, *, inline: bool) -> None:
+        """Has ``handler`` called with the sender and each frame of ``kind``.
+
+        Args:
+            kind: The kind of message.
+            handler: Called with the peer and the frame.
+            inline: Whether it runs in the thread that reads.
+        """
+        self._routes[kind] = _Route(handler, inline)
+
+    def on_calls(self, handler: CallHandler, refuse: CallHandler, call: type[ServedCall]) -> None:
+        """Has calls of other workers handled.
+
+        Args:
+            handler: Called, as a task, with the peer and the call.
+            refuse: Called instead where too many calls of the peer wait already.
+            call: The type that a call is made an object of, as soon as it is read.
+        """
+        self._routes[Kind.CALL] = _Route(handler, False, call)
+        self._refuse = refuse
+
+    def on_replies(self, take: TakeReply) -> None:
+        """Has replies given to ``take``, which returns whether a call waits for them.
+
+        Args:
+            take: Called with the frame and the call that the reading thread waits for.
+        """
+        self._take_reply = take
+
+    def dispatch(self, peer: Peer, frame: Frame, awaited: PendingCall | None) -> None:
+        """Has one message handled.
+
+        Raises:
+            ProtocolError: No worker sends such a message.
+        """
+        if frame.kind == _REPLY:
+            if not self._take_reply(frame, awaited):
+                self._reactor.urgent.append((self.discard, peer, frame))
+            return
+        route = self._routes.get(frame.kind)
+        if route is None:
+            raise ProtocolError(f"message kind {frame.kind} is unknown")
+        handler, is_inline, take_up = route
+        if not is_inline:
+            if take_up is None:
+                self._reactor.tasks.append((handler, peer, frame), peer.id)
+                return
+            call = take_up(peer, frame, monotonic())
+            if not self._reactor.tasks.offer((handler, peer, call), peer.id, _size(frame)):
+                self._reactor.urgent.append((self._refuse, peer, call))
+            return
+        try:
+            handler(peer, frame)
+        except ProtocolError:
+            raise
+        except BaseException:
+            log_exception("a message of worker %r could not be handled", peer.name)
+
+    def deliver(self, peer: Peer, frame: Frame) -> None:
+        """Handles a frame from this worker to itself, which touches no socket."""
+        reactor = self._reactor
+        had_waiting = len(reactor.tasks) + len(reactor.urgent)
+        self.dispatch(peer, frame, None)
+        if len(reactor.tasks) + len(reactor.urgent) > had_waiting:
+            reactor.wake()
+
+    # Reading
+
+    def read(
+        self,
+        peer: Peer,
+        link: Link,
+        *,
+        may_block: bool,
+        awaited: PendingCall | None = None,
+        spinning: Spinning | None = None,
+    ) -> bool:
+        """Receives, and handles what is complete; returns whether there was anything.
+
+        Args:
+            peer: The sender.
+            link: The connection, which this thread has in ``readers``.
+            may_block: Whether to wait for a moment if nothing is there.
+            awaited: The call that this thread waits for, whose answer it takes itself.
+            spinning: How long to look for data without blocking.
+        """
+        try:
+            if spinning is None:
+                frames = link.receive(may_block=may_block)
+            else:
+                frames = link.receive_spinning(spinning)
+            for frame in frames:
+                self.dispatch(peer, frame, awaited)
+            return bool(frames)
+        except LinkClosed as error:
+            self._lose(peer, str(error))
+        except ProtocolError as error:
+            self.turn_away(peer, error)
+        except MemoryError:
+            self._lose(peer, "there is no memory for a message of it")
+        return False
+
+    def turn_away(self, peer: Peer, error: ProtocolError) -> None:
+        """Declares a worker lost that sent what no worker sends."""
+        _log.error("closing the connection to worker %r: %s", peer.name, error)
+        self._lose(peer, f"it sent what no worker sends: {error}")
+
+    def on_readable(self, peer: Peer, link: Link) -> None:
+        """Reads a connection of which the reactor says that it can be read."""
+        me = object()
+        if link.readers.setdefault(0, me) is not me:
+            return  # A caller reads this link itself, and arms it again when it is done.
+        reactor = self._reactor
+        try:
+            self.read(peer, link, may_block=False)
+        finally:
+            link.readers.pop(0)
+            link.brought_tasks = bool(reactor.tasks.ready)
+            if link.brought_tasks or reactor.urgent:
+                reactor.leave_unarmed(link.read_fd)
+            else:
+                reactor.resume_reading(link.read_fd)
+
+    def after_tasks(self, peer: Peer, link: Link, may_look: bool) -> bool:
+        """Looks, after a request, whether the next one comes at once; returns whether it did."""
+        reactor, fd = self._reactor, link.read_fd
+        if not reactor.take_unarmed(fd):
+            return False  # Armed meanwhile: another thread may be reading it.
+        # After answers only, others of this worker go on meanwhile, and need the interpreter.
+        may_look = may_look and link.brought_tasks
+        me = object()
+        if (
+            may_look
+            and link.request_spinning.is_worthwhile()
+            and link.readers.setdefault(0, me) is me
+        ):
+            try:
+                self.read(peer, link, may_block=False, spinning=link.request_spinning)
+            finally:
+                link.readers.pop(0)
+            link.brought_tasks = bool(reactor.tasks.ready)
+            if link.brought_tasks or reactor.urgent:
+                reactor.leave_unarmed(fd)
+                return True
+        reactor.resume_reading(fd)
+        return False
+
+    # What the main thread leaves to others
+
+    def give_back(self, peer: Peer, link: Link, reader: object) -> None:
+        """Leaves a link to other threads that ``reader`` has taken in the main thread.
+
+        May be interrupted anywhere, and done again, also by another thread: the last step is to
+        note that it is done.
+        """
+        if link.taken_by is reader:
+            if link.readers.get(0) is reader:
+                link.readers.pop(0)
+            if link.pending:
+                self.read_pending(peer, link)
+            else:
+                self._reactor.resume_reading(link.read_fd)
+            link.taken_by = None
+        elif link.readers.get(0) is reader:
+            link.readers.pop(0)  # Interrupted at once: still armed, or read by no thread.
+            self._reactor.resume_reading(link.read_fd)
+
+    def read_pending(self, peer: Peer, link: Link) -> None:
+        """Has another thread read on where the main thread has received what is not its own."""
+        self._reactor.submit(self._read_pending, peer, link)
+
+    def _read_pending(self, peer: Peer, link: Link) -> None:
+        me = object()
+        if link.readers.setdefault(0, me) is not me:
+            return  # That one does.
+        try:
+            self.read(peer, link, may_block=False)
+        finally:
+            link.readers.pop(0)
+            self._reactor.resume_reading(link.read_fd)
+        if self._reactor.tasks.ready:
+            self._reactor.wake()
+
+
+def _ignore(peer: Peer, message: object) -> None:
+    """Does nothing: what a message is for is not known yet."""
+
+
+def _size(frame: Frame) -> int:
+    """Returns the bytes that a waiting frame takes."""
+    if not frame.buffers:
+        return len(frame.control)
+    return len(frame.control) + sum([len(buffer) for buffer in frame.buffers])

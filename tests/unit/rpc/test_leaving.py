@@ -1,0 +1,52 @@
+"""How a worker leaves its group: what the connections of the others do meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from torch.distributed import HashStore
+
+from tests.unit.agent.group import Member, group_of, wait_until
+from torchweft.agent import current as current_agent
+from torchweft.protocol.connecting import Patience
+from torchweft.protocol.membership.leaving import Left
+from torchweft.rpc.node import Node
+from torchweft.rpc.options import RpcBackendOptions
+from torchweft.wire.frames import encode_frame
+from torchweft.wire.messages import Kind
+
+LONG_S = 30.0
+CLOSE_LIMIT_S = 5.0
+
+
+def _fall_silent(member: Member) -> None:
+    """Has a member answer nothing any more, whose host still takes connections."""
+    member.agent.reactor.forget(member.listener.fileno())
+    member.agent.links.end(member.agent.links.all()[0])
+
+
+def test_no_time_is_spent_on_a_lost_worker_whose_session_is_broken() -> None:
+    patience = Patience(LONG_S, LONG_S)
+    with (
+        group_of(2, over="tcp", patience=patience) as (first, second),
+        contextlib.ExitStack() as ending,
+    ):
+        ending.callback(current_agent.install, None)
+        node = Node(first.agent, RpcBackendOptions(secret=None), HashStore())
+        node.start()
+        second.start()
+        peer = first.peer(second)
+        first.agent.connect(peer)
+        wait_until(lambda: second.peer(first).link, "the session")
+        _fall_silent(second)
+        wait_until(lambda: first.session(second).is_broken, "the break")
+        first.agent.sender.post(peer, encode_frame(Kind.RELEASE_MESSAGES, 0, 0, bytes(200)))
+        assert peer.lost is None
+
+        node.leaving._act(Left((peer.id,)))
+        began_s = time.monotonic()
+        node.end(CLOSE_LIMIT_S)
+        assert time.monotonic() - began_s < 1.0  # An attempt to connect again takes two seconds.
+        assert peer.lost is not None
+        assert peer.lost.cause == "rank 0 says so"
