@@ -139,7 +139,9 @@ def test_a_dialler_whose_first_welcome_was_lost_gets_in_with_the_same_session(
         first, second = members
         pair = Pair(members)
         assert [terms.name for terms in pair.terms] == lost_names * 2
-        assert pair.terms[0].attempt == 2
+        # The acceptor sees the end of the first connection, too, and may ask for another attempt
+        # while the second is under way.
+        assert pair.terms[0].attempt >= 2
         pair.check()
         assert len(second.agent.links.all()) == 1
         # What was counted differently by the two sides must not matter later.
