@@ -147,7 +147,7 @@ def test_a_process_that_ends_without_shutdown_says_so(
     assert lost.error is not None
     assert lost.error.cause == cause
     # One that has no connection to it finds nobody there.
-    with pytest.raises(WorkerLost, match="its process has ended: nobody listens"):
+    with pytest.raises(WorkerLost, match="its process has ended: nothing listens"):
         workers.do("c", call, "b")
 
 

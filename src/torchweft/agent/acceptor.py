@@ -213,7 +213,7 @@ class Acceptor:
             with peer.state_lock:
                 is_latest = peer.connecting.take_attempt(said.attempt)
             if not is_latest:
-                raise ProtocolError("a later attempt was here before")
+                raise ProtocolError("a later attempt has replaced this one")
             told = {POSITION: link.stop()}
             try:
                 if said.purpose is Purpose.LINK:

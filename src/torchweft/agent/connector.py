@@ -471,7 +471,7 @@ def verdict_in(control: Buffer) -> object:
         # As UTF-8: what json takes for another encoding has Python import a codec.
         return json.loads(bytes(control).decode())
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a verdict makes no sense: {error}") from error
+        raise ProtocolError(f"a verdict is malformed: {error}") from error
 
 
 def _shut(connection: socket.socket) -> None:

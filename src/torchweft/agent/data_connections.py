@@ -241,7 +241,9 @@ class DataConnections:
                 return arrivals.wait(key, size_bytes, self._stall_s)
             except TimeoutError as error:
                 # It may be busy, and then it is not lost: once it hears of this it sends again.
-                _log.warning("of a tensor of worker %r %s", peer.name, str(error))
+                _log.warning(
+                    "a tensor of worker %r is late: %s; requesting it again", peer.name, str(error)
+                )
                 data = self._of(peer)
                 with data.lock:
                     numbers = {each.number for each in data.receiving}

@@ -87,7 +87,7 @@ class LauncherStore(Store):
                 answer = json.loads(asking.recv(_ANSWER_BYTES))
             except OSError as error:
                 raise RuntimeError(
-                    f"the launcher that keeps the meeting place does not answer: {error}; "
+                    f"the launcher, which hosts the rendezvous store, does not answer: {error}; "
                     "has 'torchweft run' ended?"
                 ) from error
         if "problem" in answer:

@@ -136,7 +136,7 @@ class Members:
             ProtocolError: There cannot have been such a worker.
         """
         if not self._roster.may_have_been(worker):
-            raise ProtocolError(f"a message names a worker of id {worker}; there never was one")
+            raise ProtocolError(f"a message names worker id {worker}, which never existed")
         peer = self._make(Registration(f"number-{worker}", worker, ()))
         peer.depart()
         peer.declare_lost("")

@@ -301,7 +301,9 @@ class ParcelService:
     def _source(self, peer: Peer, kind: ChannelKind) -> Source:
         source = self.sources.get(kind)
         if source is None:
-            raise ProtocolError(f"worker {peer.name!r} sends by {kind.name}, unasked")
+            raise ProtocolError(
+                f"worker {peer.name!r} sends by {kind.name}, which this worker has not offered"
+            )
         return source
 
 

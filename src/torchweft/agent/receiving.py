@@ -164,7 +164,7 @@ class Receiver:
     def turn_away(self, peer: Peer, error: ProtocolError) -> None:
         """Declares a worker lost that sent what no worker sends."""
         _log.error("closing the connection to worker %r: %s", peer.name, error)
-        self._lose(peer, f"it sent what no worker sends: {error}")
+        self._lose(peer, f"it sent an invalid message: {error}")
 
     def on_readable(self, peer: Peer, link: Link) -> None:
         """Reads a connection of which the reactor says that it can be read."""

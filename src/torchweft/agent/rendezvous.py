@@ -207,7 +207,7 @@ def enter(store: Any, registration: Registration, timeout_s: float) -> Admission
             elapsed_s=timeout_s,
         ) from error
     for place in admission.unknown:
-        _log.warning("whoever joined the group as number %d never said who it is", place)
+        _log.warning("worker number %d of the group has not published its registration", place)
     return admission
 
 
@@ -219,7 +219,7 @@ def note_left(store: Any, place: int) -> None:
     try:
         BoundedStore(store, 0.0).set(joining.left_key(place), "1")
     except (RuntimeError, OSError) as error:
-        _log.debug("the store could not be told that place %d is empty: %s", place, error)
+        _log.debug("place %d could not be marked as empty in the store: %s", place, error)
 
 
 def carry_out(steps: Steps[T], perform: Callable[[Request], Any]) -> T:

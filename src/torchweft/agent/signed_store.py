@@ -63,7 +63,7 @@ class SignedStore:
         if self._key is None:
             if is_signed:
                 raise RendezvousError(
-                    f"what the rendezvous store has of {key!r} is signed with a secret, and this "
+                    f"the rendezvous store's value of {key!r} is signed with a secret, and this "
                     "worker has none; give all workers of the group the same (WEFT_SECRET_FILE)"
                 )
             return written
@@ -71,7 +71,7 @@ class SignedStore:
         if is_signed and self._key.verify(signature, key.encode(), value):
             return value
         raise RendezvousError(
-            f"what the rendezvous store has of {key!r} was not written with the secret of this "
+            f"the rendezvous store's value of {key!r} was not written with the secret of this "
             "worker: some worker of the group has another secret or none (WEFT_SECRET_FILE), or a "
             "stranger has reached the store"
         )

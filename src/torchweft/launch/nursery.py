@@ -149,7 +149,7 @@ class Nursery:
         ending = describe_exit(self._process.returncode)
         return LaunchError(
             f"the process that starts the workers (pid {self.pid}) {ending}; "
-            "what it wrote to standard error says why",
+            "its standard error says why",
             exit_code=self._process.returncode,
         )
 

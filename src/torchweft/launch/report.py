@@ -25,7 +25,7 @@ def signal_name(number: int) -> str:
 _KILL_HINTS = {
     None: " (out of memory, or killed by hand)",
     True: " (out of memory)",
-    False: " (not for want of memory)",
+    False: " (not out of memory)",
 }
 
 

@@ -234,7 +234,7 @@ class Execution:
                 _DO[type(action)](self, action)
             except Exception as error:
                 if not self._give_up(error):
-                    log_exception("the end of a map of %s could not be told", self._plan.name)
+                    log_exception("the end of a map of %s could not be announced", self._plan.name)
             finally:
                 self._is_acting = False
 
@@ -271,7 +271,7 @@ class Execution:
                 return
             except BaseException as error:
                 if not self._give_up(error):
-                    log_exception("the end of a map of %s could not be told", self._plan.name)
+                    log_exception("the end of a map of %s could not be announced", self._plan.name)
 
     def _make(self, action: Make) -> None:
         peer = self._peers[action.worker]

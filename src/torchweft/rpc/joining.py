@@ -155,7 +155,7 @@ def leave(timeout: float, follow: Following | None = None) -> None:
         ShutdownError: It did not end as it should; says which workers were missing and why.
     """
     node = current_node()
-    farewell = "it left before its shutdown() was done"
+    farewell = "it left before its shutdown() had finished"
     try:
         problem = node.leaving.wait(timeout, follow=follow)
         farewell = "" if problem is None else farewell

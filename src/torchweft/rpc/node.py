@@ -126,7 +126,7 @@ class Node:
             try:
                 tell(peer)
             except BaseException:
-                log_exception("a part of this worker failed at the loss of worker %r", peer.name)
+                log_exception("a handler for the loss of worker %r failed", peer.name)
 
     def _cancel_creations(self, peer: Peer) -> None:
         serving.cancel_creations(self.worker, peer)

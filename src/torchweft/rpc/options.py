@@ -191,8 +191,8 @@ class RpcBackendOptions:
         if self.secret is None and self.listen and not is_loopback(self.listen):
             raise ConfigurationError(
                 f"this worker is to listen on {self.listen!r}, where other machines reach it, but "
-                "there is no secret: whoever finds it could run anything here. Make one with "
-                "'torchweft secret new FILE', copy it to every host, and set "
+                "there is no secret: any program that reaches it could run code here. Make one "
+                "with 'torchweft secret new FILE', copy it to every host, and set "
                 f"{knobs.SECRET_FILE.variable}=FILE there (or pass secret=...)"
             )
 

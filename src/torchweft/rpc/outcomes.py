@@ -54,9 +54,9 @@ class Call(AnsweredCall):
     def cannot_tell(self, failure: BaseException) -> None:
         """Tells that the outcome could be told neither as it is nor as an error."""
         name = self.worker.agent.info.name
-        log_exception("the outcome of a call of worker %r could not be told", self.peer.name)
+        log_exception("the result of a call of worker %r could not be sent", self.peer.name)
         error = SerializationError(
-            f"worker {name!r} could not tell the outcome of the call: {type(failure).__name__} was "
+            f"worker {name!r} could not send the result of the call: {type(failure).__name__} was "
             "raised meanwhile; its log says more"
         )
         if self.owned is not None:
@@ -182,4 +182,4 @@ def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call
 def _check_wanted(call: Call) -> None:
     """Raises where nobody waits for a call any more, so that it need not go on."""
     if call.is_unwanted(time.monotonic()):
-        raise CallCancelled("the caller of this call waits no longer")
+        raise CallCancelled("the caller no longer waits for this call")

@@ -197,7 +197,7 @@ def _decode(text: bytes) -> Greeting:
         if not is_sound or not isinstance(greeting.refusal, str):
             raise TypeError("a field has the wrong type")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ProtocolError(f"the greeting makes no sense: {error}") from error
+        raise ProtocolError(f"the greeting is malformed: {error}") from error
     return greeting
 
 

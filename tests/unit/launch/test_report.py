@@ -36,7 +36,7 @@ def test_an_exit_is_said_in_words_and_as_a_shell_does(
 def test_a_kill_is_explained_as_far_as_is_known() -> None:
     killed = "was killed by SIGKILL"
     assert describe_exit(-9, True) == f"{killed} (out of memory)"
-    assert describe_exit(-9, False) == f"{killed} (not for want of memory)"
+    assert describe_exit(-9, False) == f"{killed} (not out of memory)"
     assert describe_exit(-15, False) == "was killed by SIGTERM"
 
 

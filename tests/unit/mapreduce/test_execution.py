@@ -394,7 +394,7 @@ def test_an_end_that_cannot_be_told(
     one.begin()
     one.calls.answer(0, result)
     (record,) = caplog.records
-    assert "the end of a map of function could not be told" in record.getMessage()
+    assert "the end of a map of function could not be announced" in record.getMessage()
 
 
 # Losses

@@ -132,7 +132,7 @@ def test_an_error_in_one_part_does_not_keep_the_others_from_knowing(
     future = pair.start_call()
     pair.lose()
     wait_until(lambda: pair.told == ORDER, "the end of telling")
-    assert "a part of this worker failed at the loss of worker 'worker1'" in caplog.text
+    assert "a handler for the loss of worker 'worker1'" in caplog.text
     assert "of a finalizer" in caplog.text
     with pytest.raises(WorkerLost):
         future.wait()

@@ -353,7 +353,7 @@ def test_a_call_is_answered_even_where_its_outcome_cannot_be_told(
         real(*args)
 
     monkeypatch.setattr(pair.callee, "reply_error", once_broken)
-    with pytest.raises(TypeError, match="could not tell the outcome of the call: SystemExit"):
+    with pytest.raises(TypeError, match="could not send the result of the call: SystemExit"):
         pair.sync(raises_text, ValueError, "the function's own")
     pair.check_serves(THREADS)
     assert current_call.get() is None

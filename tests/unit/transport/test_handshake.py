@@ -327,7 +327,7 @@ def test_what_makes_no_sense_is_refused(
     monkeypatch.setattr(module, "json", FixedJson(text))
     dialler.send(Kind.HELLO, HELLO)
     monkeypatch.undo()
-    with pytest.raises(ProtocolError, match="makes no sense"):
+    with pytest.raises(ProtocolError, match="is malformed"):
         acceptor.receive(Kind.HELLO)
 
 

@@ -73,7 +73,7 @@ class FirstDial:
             return self._wait(now_s + FIRST_PAUSE_S)
         self._arrival_s = None
         failure = Failure.CROSSED if self._was_told else Failure.BROKEN
-        return self.failed(now_s, failure, "the connection that it was making itself never came")
+        return self.failed(now_s, failure, "the connection that it announced did not come")
 
     def failed(self, now_s: float, failure: Failure, cause: str) -> Step:
         """An attempt came to nothing; returns what follows."""

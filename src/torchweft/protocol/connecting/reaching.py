@@ -49,8 +49,8 @@ class Reaching:
     def cause(self) -> str:
         """The same as a text."""
         if self.failure is Failure.GONE:
-            return "its process has ended: nobody listens any more where it did"
+            return "its process has ended: nothing listens at its address any more"
         # Of another host, whose Unix sockets are not here, only the other addresses tell anything.
         far = [each for each in self._tried if not each[0].startswith(_LOCAL)]
         reasons = [f"{address}: {reason}" for address, _, reason in far or self._tried]
-        return "; ".join(reasons) or "it listens nowhere that this side reaches"
+        return "; ".join(reasons) or "none of its addresses can be reached from here"

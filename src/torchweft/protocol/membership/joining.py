@@ -410,8 +410,8 @@ def _confirm(place: int) -> Steps[None]:
     """Joins in the place of former lives, unless a newcomer has met one of them alive."""
     if (yield SetOnce(_fate_key(place), _JOINED)).decode() != _JOINED:
         raise DuplicateName(
-            "a worker of this name or rank lived while this one joined; if it has ended since, "
-            "start this one again"
+            "another worker of this name or rank was alive while this one joined; if it has ended "
+            "since, start this one again"
         )
 
 

@@ -94,7 +94,7 @@ class Registration:
                 _check_number(registration.later_rank)
             return registration
         except _NONSENSE as error:
-            raise ProtocolError(f"a worker's registration makes no sense: {error}") from error
+            raise ProtocolError(f"a worker's registration is malformed: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Directory:
             _check(directory.has_duplicates, bool)
             return directory
         except _NONSENSE as error:
-            raise ProtocolError(f"the directory of the group makes no sense: {error}") from error
+            raise ProtocolError(f"the group's directory is malformed: {error}") from error
 
 
 def _check(value: object, wanted: type) -> None:

@@ -174,5 +174,5 @@ def _peer_of(connection: socket.socket) -> str:
     try:
         host, port = connection.getpeername()[:2]
     except (OSError, ValueError):
-        return "somebody who has left"
+        return "a peer that has disconnected"
     return f"{host}:{port}"

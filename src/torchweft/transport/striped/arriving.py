@@ -255,7 +255,7 @@ class ReceivingConnection:
             except (EOFError, OSError):
                 cause = ""
             except ProtocolError as error:
-                cause = f"a data connection makes no sense: {error}"
+                cause = f"a data connection carried malformed data: {error}"
             except MemoryError:
                 cause = "there is no memory for a tensor of it"
             except Exception as error:  # what those who wait are told: the peer was lost

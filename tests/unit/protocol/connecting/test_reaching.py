@@ -28,7 +28,7 @@ def test_what_failed_addresses_mean(
 
 def test_the_cause_names_the_addresses_that_tell_anything() -> None:
     reaching = Reaching(is_here=False)
-    assert reaching.cause == "it listens nowhere that this side reaches"
+    assert reaching.cause == "none of its addresses can be reached from here"
     reaching.failed("unix:@a", Outcome.REFUSED, "refused")
     assert reaching.cause == "unix:@a: refused"
     reaching.failed("tcp:x:1", Outcome.UNANSWERED, "no route")

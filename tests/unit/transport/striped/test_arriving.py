@@ -225,7 +225,7 @@ def test_nonsense_ends_the_connection(
     ends[1].bring(stripe(content(100), 0, 10))
     assert ends[0].bring(sent) == NOTHING
     (told,) = ends[0].causes
-    assert told.startswith("a data connection makes no sense")
+    assert told.startswith("a data connection carried malformed data")
     assert re.search(cause, told)
 
 
