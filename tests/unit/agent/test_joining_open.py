@@ -78,7 +78,7 @@ def test_one_that_died_before_it_said_who_it_is(
     store = HashStore()
     store.add("members", 1)
     assert come(store, "a", 0).earlier == {}
-    assert "number 1 never said who it is" in caplog.text
+    assert "worker number 1 of the group has not published its registration" in caplog.text
 
 
 def test_ranks_and_lives_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
