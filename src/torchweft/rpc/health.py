@@ -73,12 +73,12 @@ def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]
         A function that ends this.
     """
     agent = current()
-    told: set[int] = set()
+    told: dict[int, object] = {}
 
     def tell(peer: Peer) -> None:
         # Those that are lost meanwhile are in both lists.
-        if peer.id not in told:
-            told.add(peer.id)
+        mine = object()
+        if told.setdefault(peer.id, mine) is mine:
             try:
                 callback(peer.lost_error())
             except BaseException:

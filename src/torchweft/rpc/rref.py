@@ -180,7 +180,7 @@ class RRef(Handle, Generic[T]):
         try:
             return f"RRef({number} on {self.owner_name()!r})"
         except Exception:
-            return f"RRef({number} on rank {self.id.owner})"
+            return f"RRef({number} on worker number {self.id.owner})"
 
 
 _FOR_WEFT = frozenset("agent check_travels from_created from_received id value_type".split())
