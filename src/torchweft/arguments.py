@@ -1,4 +1,4 @@
-"""Checks of arguments, whose errors name the argument, what it is, and what it should be."""
+"""Checks of arguments; their errors name the argument, its value, and what it should be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 
 UNSET_TIMEOUT = -1.0
-"""A time limit that is left to the worker."""
+"""Stands for the worker's default time limit."""
 
 _SHOWN_LENGTH = 60
 _SECONDS = "pass a number of seconds, or 0 for no limit"
@@ -26,7 +26,7 @@ def kind_of(value: object) -> str:
 
 
 def wrong_type(name: str, value: object, fix: str) -> ArgumentTypeError:
-    """Returns the error of an argument whose type cannot work."""
+    """Returns the error for an argument whose type cannot work."""
     text = repr(value) if isinstance(value, (str, bytes, int, float)) else ""
     shown = f"{text}, " if text and len(text) <= _SHOWN_LENGTH else ""
     return ArgumentTypeError(f"{name} is {shown}{kind_of(value)}; {fix}")
@@ -36,7 +36,7 @@ def checked_int(name: str, value: Any) -> int:
     """Returns an argument as an integer.
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: It is not an integer.
     """
     try:
         return operator.index(value)
@@ -45,7 +45,7 @@ def checked_int(name: str, value: Any) -> int:
 
 
 def limit_of(timeout: Any, default_s: float, name: str = "timeout") -> float:
-    """Returns the time limit that an argument means, in seconds; infinity for none.
+    """Returns the time limit from an argument, in seconds; infinity for none.
 
     Args:
         timeout: Seconds; 0 for no limit, ``UNSET_TIMEOUT`` for the default.
@@ -53,8 +53,8 @@ def limit_of(timeout: Any, default_s: float, name: str = "timeout") -> float:
         name: Name of the argument.
 
     Raises:
-        ArgumentTypeError: It is no number.
-        ConfigurationError: It is negative, or not a number.
+        ArgumentTypeError: It is not a number.
+        ConfigurationError: It is negative or NaN.
     """
     try:
         if timeout == UNSET_TIMEOUT:
@@ -69,12 +69,12 @@ def limit_of(timeout: Any, default_s: float, name: str = "timeout") -> float:
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """Returns the end of a message about an unknown name: the nearest of ``names``, if it is near.
+    """Returns a suggestion for a message about an unknown name: the closest name, if any is close.
 
     Args:
         name: The unknown name.
         names: The known ones.
-        prefix: How all of them begin, which makes none of them nearer.
+        prefix: Common prefix of the names, which the comparison ignores.
     """
     ends = [each.removeprefix(prefix) for each in names]
     close = difflib.get_close_matches(name.removeprefix(prefix), ends, 1)

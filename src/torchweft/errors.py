@@ -10,7 +10,7 @@
     ├── NotInitialized (RuntimeError)          call init_rpc first, or the worker has shut down
     ├── AlreadyInitialized (RuntimeError)      init_rpc was called twice
     ├── RendezvousError (RuntimeError)         the workers could not find each other
-    │   ├── RendezvousTimeout (TimeoutError)   somebody never came; says who
+    │   ├── RendezvousTimeout (TimeoutError)   some workers never came; names them
     │   └── DuplicateName                      two workers took the same name
     ├── UnknownWorker (RuntimeError, ValueError)   no worker has that name or rank
     ├── MethodNotFound (RuntimeError, AttributeError)   the referenced value has no such method
@@ -27,19 +27,19 @@
     │   └── OwnerLost                          the lost worker owned a referenced value
     ├── ReferenceGone (RuntimeError)           the referenced value was already released
     ├── ProtocolError (RuntimeError)           a peer sent what no Weft of this version sends
-    │   └── TlsError (ConnectionError)         no secure connection with whoever is there; says why
+    │   └── TlsError (ConnectionError)         no secure connection with the peer; says why
     ├── AutogradError (RuntimeError)           a distributed backward pass cannot be run
     ├── OptimizerError (RuntimeError)          an optimizer failed on some worker; says which
     ├── ReduceError (RuntimeError)             the results of a map could not be put together
     ├── CheckpointError (RuntimeError)         a snapshot could not be saved or restored
     │   ├── SnapshotNotFound (FileNotFoundError)   there is none, or a worker lacks a file of it
-    │   ├── SnapshotCorrupt                    a file is not as it was written; names the others
-    │   └── StateMismatch (ValueError)         it is of another state; says what differs
-    ├── ShutdownError (RuntimeError)           a graceful shutdown went wrong; says who and why
+    │   ├── SnapshotCorrupt                    a file is not as written; names the other snapshots
+    │   └── StateMismatch (ValueError)         it does not match the state; says what differs
+    ├── ShutdownError (RuntimeError)           a graceful shutdown failed; names workers and cause
     └── LaunchError (RuntimeError)             worker processes could not be started, or one died
 
 Each is also a subclass of the built-in exception that users of ``torch.distributed.rpc``
-catch. What a program may want to act on is a field, not only text.
+catch. Data that a program may want to act on is in fields, not only in the text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WeftError(Exception):
         super().__init__(message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The cause is left out, as by Python: one that cannot be pickled would keep its error back.
+        # The cause is left out, as by Python: with an unpicklable cause the error could not travel.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if not values:
             reduced: Any = super().__reduce__()
@@ -94,11 +94,11 @@ class ArgumentTypeError(ConfigurationError, TypeError):
 
 
 class NotOwner(ConfigurationError, RuntimeError):
-    """Something was asked of a reference that only the owner of its value can do."""
+    """An operation on a reference was requested that only the owner of its value can do."""
 
 
 class NotSupported(WeftError, NotImplementedError):
-    """Something of PyTorch's RPC was asked for that has no meaning in Weft."""
+    """A feature of PyTorch's RPC was requested that has no meaning in Weft."""
 
 
 class NotInitialized(WeftError, RuntimeError):
@@ -171,10 +171,10 @@ class QueueFull(CallRefused):
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class NotAllowed(CallRefused):
-    """A message names what its receiver does not allow: a function, a class, or any pickle at all.
+    """A message uses what its receiver does not allow: a function, a class, or any pickle at all.
 
-    Raised to the caller, by the callee for what is called and its arguments, or by the caller
-    itself for the result. Nothing of what was refused has been imported or run.
+    Raised to the caller: by the callee for the function and its arguments, or by the caller itself
+    for the result. Nothing that was refused has been imported or run.
 
     Attributes:
         refused: What was refused.
@@ -270,7 +270,7 @@ class OptimizerError(WeftError, RuntimeError):
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class ReduceError(WeftError, RuntimeError):
-    """A reducer failed; its cause is what it raised, and the calls of the map went well.
+    """A reducer failed, after all calls of the map succeeded; its cause is the reducer's exception.
 
     Attributes:
         reducer: Name of the reducer.
@@ -297,7 +297,7 @@ class CheckpointError(WeftError, RuntimeError):
 
 
 class SnapshotNotFound(CheckpointError, FileNotFoundError):
-    """There is no such snapshot, or a worker cannot get at a file of it."""
+    """There is no such snapshot, or a worker cannot access a file of it."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
@@ -315,12 +315,12 @@ class SnapshotCorrupt(CheckpointError):
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class StateMismatch(CheckpointError, ValueError):
-    """A snapshot is of another state than the one that it was to be restored into.
+    """A snapshot does not match the state that it was to be restored into.
 
     Attributes:
-        missing: What the state has and the snapshot has not.
-        unexpected: What the snapshot has and the state has not.
-        differing: What both have, and how it differs.
+        missing: Entries of the state that the snapshot lacks.
+        unexpected: Entries of the snapshot that the state lacks.
+        differing: Entries of both that differ, and how.
     """
 
     missing: tuple[str, ...] = ()
@@ -330,7 +330,7 @@ class StateMismatch(CheckpointError, ValueError):
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class ShutdownError(WeftError, RuntimeError):
-    """A graceful shutdown did not end as it should; the worker is shut down all the same.
+    """A graceful shutdown failed; the worker is shut down nevertheless.
 
     Attributes:
         missing: Names of the workers that were lost on the way, or waited for in vain.

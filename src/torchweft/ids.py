@@ -1,4 +1,4 @@
-"""Names for the numbers that travel: workers, calls, references, contexts and messages."""
+"""The ids that travel: of workers, calls, references, contexts and messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def worker_of(scoped: int) -> int:
 
 
 def check_worker_name(name: object) -> None:
-    """Raises ConfigurationError for what cannot be the name of a worker."""
+    """Raises ConfigurationError for an invalid worker name."""
     if not isinstance(name, str) or not _WORKER_NAME.fullmatch(name):
         raise ConfigurationError(
             f"{name!r} is no name for a worker. Worker name must match [A-Za-z0-9_:-]*, "

@@ -1,12 +1,12 @@
 """Every tunable of Weft in one place: the variables of operators, and the constants.
 
-A *knob* is for those who operate workers: an address, a secret, a time limit, a share of the
-memory. It is an environment variable, ``WEFT_`` and the name of the knob. ``docs/variables.md``
-lists all of them.
+A *knob* is for operators of workers: an address, a secret, a time limit, a share of the memory. It
+is an environment variable, named ``WEFT_`` and the name of the knob. ``docs/variables.md`` lists
+all of them.
 
-A *constant* is a number that Weft's authors have measured, and that nobody needs to turn. Tests and
-benchmarks may: ``WEFT_INTERNAL`` has the constants of a process and of those that it starts, as
-``SPIN_S=0,REARM_S=60``. Constants and this variable may change with any version.
+A *constant* is a number that Weft's authors have measured, and that operators need not change.
+Tests and benchmarks may: ``WEFT_INTERNAL`` sets the constants of a process and of the processes
+that it starts, as ``SPIN_S=0,REARM_S=60``. Constants and this variable may change with any version.
 
 Both are read when the object that they tune is made (a worker, a connection, a pool), never in a
 hot path. A test may also set one for a while, within its own process::
@@ -50,7 +50,7 @@ class _Tunable(ABC, Generic[Value]):
 
     Args:
         name: Its name, which is also that of the module's attribute.
-        default: Value used when nothing else is said; its type decides what is accepted.
+        default: Value used if no other is set; its type decides what is accepted.
     """
 
     def __init__(self, name: str, default: Value) -> None:
@@ -73,7 +73,7 @@ class _Tunable(ABC, Generic[Value]):
         """Returns the value that the text of the variable means for this tunable.
 
         Raises:
-            ConfigurationError: It means none.
+            ConfigurationError: The text is invalid.
         """
 
     @abstractmethod
@@ -90,7 +90,7 @@ class _Tunable(ABC, Generic[Value]):
             self._override = previous
 
     def _value_of(self, text: str) -> Value:
-        """Returns the value that a text means; raises ValueError where it means none."""
+        """Returns the value that a text means; raises ValueError if the text is invalid."""
         if self.name.endswith("_BYTES"):
             return _size_of(text)  # type: ignore[return-value]
         value = type(self.default)(text)
@@ -113,7 +113,7 @@ class Knob(_Tunable[Value]):
         return f"WEFT_{self.name}"
 
     def read(self, text: str) -> Value:
-        """Returns the value that a text means; raises ConfigurationError where it means none."""
+        """Returns the value that a text means; raises ConfigurationError if the text is invalid."""
         try:
             return self._value_of(text)
         except ValueError:
@@ -148,7 +148,7 @@ class Constant(_Tunable[Value]):
 
 
 def _settings_of(text: str) -> dict[str, str]:
-    """Returns the texts that ``WEFT_INTERNAL`` has, by constant; of two for one, the last.
+    """Returns the texts in ``WEFT_INTERNAL`` by constant; the last one counts for a repeated name.
 
     Raises:
         ConfigurationError: A part has no name or no value.
@@ -166,7 +166,7 @@ def _settings_of(text: str) -> dict[str, str]:
 
 
 def _size_of(text: str) -> int:
-    """Returns the bytes that a text means; raises ValueError where it means none."""
+    """Returns the bytes that a text means; raises ValueError if the text is invalid."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or ("b" in text.lower()) < bool(found[2]):
         raise ValueError("no size, or a unit like M, which may mean MB or MiB")
@@ -179,13 +179,13 @@ def _size_of(text: str) -> int:
 
 
 def check_environment(environment: Mapping[str, str] | None = None) -> None:
-    """Sees that all variables of Weft are known and can be read.
+    """Checks that all variables of Weft are known and can be read.
 
     Args:
         environment: The variables; by default those of this process.
 
     Raises:
-        ConfigurationError: Some are not; names them, and what may be meant.
+        ConfigurationError: Some are not; the message names them, and what may be meant.
     """
     if environment is None:
         environment = os.environ
@@ -209,7 +209,7 @@ def check_environment(environment: Mapping[str, str] | None = None) -> None:
 
 
 def _problems(tunable: _Tunable[Any], text: str) -> list[str]:
-    """Returns the message about a text that a tunable cannot read; none where it can."""
+    """Returns the message about a text that a tunable cannot read; empty if it can."""
     try:
         tunable.read(text)
     except ConfigurationError as error:
@@ -238,7 +238,7 @@ def _internal_problems(text: str, constants: Mapping[str, Constant[Any]]) -> lis
 def _unknown(
     variable: str, knobs: Mapping[str, Knob[Any]], constants: Mapping[str, Constant[Any]]
 ) -> str:
-    """Returns the message about a variable that is none of Weft's, or is none any more."""
+    """Returns the message about a variable that Weft does not read, or no longer reads."""
     constant = constants.get(variable.removeprefix("WEFT_"))
     if constant is not None:
         return (
@@ -255,16 +255,16 @@ _OTHERS = frozenset(
         "WEFT_DEATH_NOTE"
     ).split()
 )
-"""Variables that are no knobs: the secret itself, and what launchers tell their workers."""
+"""Variables that are not knobs: the secret itself, and what launchers tell their workers."""
 
 _INSTEAD = {
     "RESTART_BACKOFF_S": "pass --backoff to torchweft run",
     "RESTART_WINDOW_S": "pass --restart-window to torchweft run",
 }
-"""What a user does who would set the variable of a constant, other than to unset it."""
+"""Advice to a user who sets the variable of a constant, if it is not to unset it."""
 
 _RESERVED = ("WEFT_TEST_", "WEFT_BENCHMARK_")
-"""How the names of variables begin that are for Weft's own tests and benchmarks."""
+"""Prefixes of the variables for Weft's own tests and benchmarks."""
 
 # What operators may turn, in the order of docs/variables.md.
 

@@ -2,8 +2,8 @@
 
 Two workers exchange these facts when they connect and decide from them how memory can travel
 between them. Everything here is a plain value that survives JSON, and is read from the system
-without touching a device: nothing is initialised, and no torch is imported. A fact the system
-does not tell is empty or 0, and equals nobody else's.
+without touching a device: nothing is initialised, and torch is not imported. A fact that the
+system does not tell is empty or 0, and equals no other worker's.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ NAMESPACES = Path("/proc/self/ns")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The place of one process, from which its peer decides whether it can read its memory.
+    """The place of one process, from which its peer decides whether it can read the memory there.
 
     Attributes:
-        boot_id: Names one boot of one kernel; empty where the system has none.
+        boot_id: Identifies one boot of one kernel; empty if the system has none.
         hostname: As the process sees it; containers of one host differ.
         pid: In the process's own namespace.
-        uid: Effective user id; -1 where there are no users.
+        uid: Effective user id; -1 if the system has no users.
         pid_namespace: Inode of the process id namespace, or 0.
     """
 
@@ -70,9 +70,9 @@ def _checked(name: str, kind: str, value: object) -> object:
 
 
 def network_id() -> str:
-    """Names the network stack of this process: where loopback leads. Empty if not known.
+    """Returns an id of this process's network stack, which loopback reaches; empty if unknown.
 
-    Processes in containers of one host may have one each.
+    Processes in containers of one host may have one stack each.
     """
     boot_id, namespace = _read_text(BOOT_ID), _inode(NAMESPACES / "net")
     return f"{boot_id}/{namespace}" if boot_id else ""
@@ -113,7 +113,7 @@ def _inode(path: Path) -> int:
 def running_threads() -> int:
     """Counts the threads of the machine that run or wait for a core, this one included.
 
-    0 where the system does not say. It takes about 10 us.
+    Returns 0 if the system does not tell. Takes about 10 us.
     """
     try:
         descriptor = os.open(LOAD, os.O_RDONLY)

@@ -1,12 +1,12 @@
-"""The shared secret of a group: whoever has it may join.
+"""The shared secret of a group: a process that has it may join.
 
-The secret must not get out by accident. A log line, a traceback that prints local variables, a
+The secret must not leak by accident. A log line, a traceback that prints local variables, a
 pickle or a crash report shows what ``repr`` returns. So the secret itself is not kept at all: a
-``Secret`` has a keyed hash that was begun with it, which can be copied and finished but not read.
+``Secret`` has a keyed hash initialised with it, which can be copied and finished but not read.
 
 Rules of this file:
 
-- No function raises while the secret is in one of its variables, or in one of its callers' here.
+- No function raises while the secret is in a variable of it, or of its callers in this file.
 - No error repeats the secret, or a part of it.
 """
 
@@ -22,7 +22,7 @@ from torchweft import knobs
 from torchweft.errors import ConfigurationError
 
 SECRET_VARIABLE = "WEFT_SECRET"
-"""Environment variable with the secret itself. It is no knob: knobs may be shown."""
+"""Environment variable with the secret itself. It is not a knob, because knobs may be shown."""
 
 LEAST_BYTES = 16
 MOST_BYTES = 4096
@@ -34,13 +34,13 @@ _LENGTH_BYTES = 8
 _ADVICE = "make one with: torchweft secret new FILE"
 
 _taken_from_environment: Secret | None = None
-"""What ``WEFT_SECRET`` was: it is read once, but a process may join a group again."""
+"""The secret from ``WEFT_SECRET``: it is read once, but a process may join a group again."""
 
 
 class Secret:
     """The shared secret of a group, which signs but cannot be read. Thread-safe.
 
-    Workers prove that they have the same secret by what they ``sign``. A secret cannot be pickled;
+    Workers prove by what they ``sign`` that they have the same secret. A secret cannot be pickled;
     a copy is the same object.
 
     Args:
@@ -63,40 +63,40 @@ class Secret:
 
     @classmethod
     def from_text(cls, text: str) -> Secret:
-        """Returns the secret that ``text``, in UTF-8, is.
+        """Returns the secret whose bytes are ``text`` in UTF-8.
 
         Raises:
             ConfigurationError: It is too short or too long.
         """
-        # Lone surrogates are no text, but an error about them would repeat the secret.
+        # Lone surrogates are invalid text, but an error about them would repeat the secret.
         made = _make(text.encode(errors="surrogatepass"))
         del text
         return _checked(made)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Secret:
-        """Reads a secret from a file; the ends of line after it do not belong to it.
+        """Reads a secret from a file, without the line ends that follow it.
 
         Args:
-            path: A file that only this user, or root, can read and owns.
+            path: A file that belongs to this user or root, and that only its owner can read.
 
         Raises:
-            ConfigurationError: The file is missing, is no plain file, belongs to somebody else,
-                can be read by others, or what is in it is too short or too long.
+            ConfigurationError: The file is missing, is not a plain file, belongs to another user,
+                can be read by other users, or its content is too short or too long.
         """
         return _checked(_read(os.fspath(path)))
 
     @classmethod
     def from_environment(cls) -> Secret | None:
-        """Returns the secret that the environment names; None where it names none.
+        """Returns the secret that the environment names; None if it names none.
 
         ``WEFT_SECRET_FILE`` is the path of a file. ``WEFT_SECRET`` is the secret itself: it is
-        taken out of ``os.environ`` when first read, so that it does not show there and programs
-        that this process starts do not get it. Later calls return the same secret.
+        removed from ``os.environ`` when first read, so that it does not show there and programs
+        that this process starts do not inherit it. Later calls return the same secret.
 
         Raises:
-            ConfigurationError: Both are set, or what is set does not work. A variable that is set
-                to nothing is an error too: a group must not lose its protection by a typing error.
+            ConfigurationError: Both are set, or the value does not work. An empty variable is an
+                error too: a group must not lose its protection by a typing error.
         """
         variable, path = knobs.SECRET_FILE.variable, knobs.SECRET_FILE.get()
         if not path and variable not in os.environ:
@@ -106,18 +106,18 @@ class Secret:
         return cls.from_file(path)
 
     def sign(self, *parts: bytes) -> bytes:
-        """Returns the 32 bytes that only a holder of the secret can make of ``parts``.
+        """Returns a signature of ``parts``: 32 bytes that only a holder of the secret can make.
 
-        The parts are told apart: ``sign(b"ab", b"c")`` is not ``sign(b"a", b"bc")``.
+        The bounds of the parts count: ``sign(b"ab", b"c")`` is not ``sign(b"a", b"bc")``.
         """
         return self._digest(_SIGN, parts)
 
     def verify(self, signature: bytes, *parts: bytes) -> bool:
-        """Whether ``signature`` is that of ``parts``; takes as long whether it is or not."""
+        """Returns whether ``signature`` is that of ``parts``; takes equally long in both cases."""
         return hmac.compare_digest(signature, self._digest(_SIGN, parts))
 
     def derive(self, label: str) -> Secret:
-        """Returns a secret for one purpose: whoever has it does not know this one, or others."""
+        """Returns a secret for one purpose, which reveals neither this secret nor other ones."""
         return Secret(self._digest(_DERIVE, (label.encode(),)))
 
     def _digest(self, purpose: bytes, parts: tuple[bytes, ...]) -> bytes:
@@ -148,7 +148,7 @@ def write_new(path: str | os.PathLike[str]) -> None:
     """Writes a new random secret into a new file that only this user can read.
 
     Raises:
-        ConfigurationError: The file is there already, or cannot be made.
+        ConfigurationError: The file exists already, or cannot be made.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -170,7 +170,7 @@ def _make(key: bytes) -> Secret | str:
 
 
 def _checked(made: Secret | str) -> Secret:
-    """Raises what was wrong from here, where the secret is in no variable any more."""
+    """Returns the secret, or raises the complaint here, where no variable holds the key."""
     if isinstance(made, str):
         raise ConfigurationError(made)
     return made
@@ -195,7 +195,7 @@ def _take_from_environment() -> Secret | None:
 
 
 def _read(path: str) -> Secret | str:
-    # Non-blocking: to open a pipe would wait for somebody who writes.
+    # Non-blocking: opening a pipe would wait for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags)

@@ -1,4 +1,4 @@
-"""Which Weft this is."""
+"""The version of Weft."""
 
 from __future__ import annotations
 

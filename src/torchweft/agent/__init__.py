@@ -1,1 +1,1 @@
-"""The shell around the protocols: connections, threads, rendezvous, and the one current agent."""
+"""The I/O shell of the protocols: connections, threads, rendezvous, and the current agent."""

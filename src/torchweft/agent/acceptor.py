@@ -1,8 +1,8 @@
-"""Takes the connections that others make to one worker, after they have proved who they are.
+"""Accepts and authenticates the connections that other workers dial to one worker.
 
-A stranger can open connections and send bytes. It gets a thread each, up to a limit, for a limited
-time; beyond the limit the oldest one goes, since whoever belongs here is done in a moment. It
-learns nothing but that it proved nothing.
+Unauthenticated connections are limited in number and time; each occupies a thread. Beyond the limit
+the oldest one is closed, because a group member completes the handshake within moments. An
+unauthenticated peer learns only that its proof failed.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from torchweft.wire.messages import Kind
 
 
 class Lookup(Protocol):
-    """Returns the worker of an id; None where there is no other of that id.
+    """Returns the other worker with an id, or None if there is none.
 
-    In an open group it takes up whoever is not known yet and brings a registration.
+    In an open group, adds an unknown worker that sends its registration.
     """
 
     def __call__(self, worker: int, registration: Registration | None) -> Peer | None: ...
 
 
 class Acceptor:
-    """Takes connections of other workers.
+    """Accepts connections of other workers.
 
     Args:
-        connector: The worker's other end.
+        connector: Dials the same worker's connections.
         lookup: Finds the worker that connects.
         dial: Has another thread dial a worker whose connection cannot be accepted.
     """
@@ -59,19 +59,19 @@ class Acceptor:
         self._is_closed = False
 
     def close(self) -> None:
-        """Turns away who has connected and not said yet who it is, and whoever still comes."""
+        """Closes unauthenticated connections and refuses later ones."""
         with self._lock:
             self._is_closed = True
             for connection in self._strangers:
                 _shut(connection)
 
     def accept(self, connection: socket.socket) -> None:
-        """Greets whoever has connected, and takes the connection if it is of the group."""
+        """Performs the handshake and keeps the connection if the peer belongs to the group."""
         try:
             with self._admitted(connection):
                 connection, handshake, greeting = self._greet(connection)
         except Exception:
-            connection.close()  # A stranger learns nothing, not even why.
+            connection.close()  # An unauthenticated peer is not told the reason.
             return
         try:
             self._take(connection, handshake, greeting)
@@ -80,7 +80,7 @@ class Acceptor:
 
     @contextlib.contextmanager
     def _admitted(self, connection: socket.socket) -> Iterator[None]:
-        """Counts a connection among those that have not proved anything yet."""
+        """Counts a connection as unauthenticated while the block runs."""
         with self._lock:
             if self._is_closed:
                 raise ConnectionAbortedError("this worker has shut down")
@@ -147,7 +147,7 @@ class Acceptor:
     def _close(
         self, connection: socket.socket, handshake: Handshake, peer: Peer, answer: Answer
     ) -> None:
-        """Answers on a connection that is not needed."""
+        """Closes a connection that is not needed, after an answer unless told to hang up."""
         if answer.verdict is Verdict.HANG_UP:
             raise ProtocolError(answer.text)
         self._answer(connection, handshake, answer.text)
@@ -189,9 +189,9 @@ class Acceptor:
             handshake.send(Kind.WELCOME, Greeting(self._connector.worker, facts=facts), descriptor)
 
     def _receive_memory(self, peer: Peer, handshake: Handshake, theirs: Capabilities) -> None:
-        """Takes the dialler's memory, which comes with its verdict.
+        """Receives the dialler's shared memory, which is sent with its verdict.
 
-        A verdict without memory comes over the link, for which there is a handler.
+        A verdict without memory arrives over the link, where the agent handles it.
         """
         memory: list[int] = []
         try:
@@ -206,7 +206,7 @@ class Acceptor:
     def _resume(
         self, connection: socket.socket, handshake: Handshake, peer: Peer, said: Hello
     ) -> None:
-        """Gives a session a connection, unless a later attempt has done so."""
+        """Resumes a session over a new connection, unless a later attempt already has."""
         link = peer.link
         assert isinstance(link, ResumableLink)
         with link.resuming:

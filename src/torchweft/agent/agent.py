@@ -1,7 +1,7 @@
 """The agent: one worker's end of all connections, calls and threads.
 
-It makes the parts and joins them. It knows nothing of functions, gradients or references: the
-layers above tell ``Agent.receiver`` what handles each kind of message.
+The agent creates its parts and connects them. It does not know functions, gradients or references:
+the layers above register a handler for each kind of message with ``Agent.receiver``.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _LEAST_CLOSE_S = 0.5
 
 
 class Agent:
-    """One worker's end of everything.
+    """One worker's end of all connections, calls and threads.
 
     Args:
-        protection: Who is let in.
+        protection: How peers are authenticated and connections protected.
         members: The group.
-        listeners: Listening sockets whose addresses the others have; owned from here on.
+        listeners: Listening sockets whose addresses the other workers have; owned from here on.
         worker_threads: How many tasks run at a time.
-        default_timeout_s: Time limit of calls that name none, in seconds; may be infinite.
+        default_timeout_s: Default timeout of calls, in seconds; may be infinite.
         patience: How long contact with another worker may be lost; None for the default.
     """
 
@@ -142,16 +142,16 @@ class Agent:
     # Setting up
 
     def on_lost(self, callback: PeerCallback) -> None:
-        """Has ``callback`` run, as a task of its own, after the parts know of a lost worker."""
+        """Has ``callback`` run as a separate task once the parts have handled a lost worker."""
         self._watchers.append(callback)
 
     def off_lost(self, callback: PeerCallback) -> None:
-        """Takes back ``on_lost``."""
+        """Unregisters a callback of ``on_lost``."""
         if callback in self._watchers:
             self._watchers.remove(callback)
 
     def tell_watchers(self, peer: Peer) -> None:
-        """Has the callbacks of ``on_lost`` run; does not wait for them."""
+        """Schedules the callbacks of ``on_lost``; does not wait for them."""
         for callback in list(self._watchers):
             self._submit(callback, peer)
 
@@ -162,12 +162,12 @@ class Agent:
         when_lost: PeerCallback | None = None,
         when_disconnected: PeerCallback | None = None,
     ) -> None:
-        """Begins to accept connections; all handlers are known by now.
+        """Starts to accept connections; all handlers must be registered by now.
 
         Args:
-            jobs: Further jobs of the timers.
+            jobs: Further timer jobs.
             when_lost: Run as a task when a worker is lost: tells the parts and, last of all, the
-                watchers. By default the watchers only.
+                watchers. The default tells the watchers only.
             when_disconnected: Run as a task when a connection ends while the group is leaving.
         """
         if when_lost is not None:
@@ -208,29 +208,29 @@ class Agent:
         return None if peer is self.me else peer
 
     def take_up(self, registration: Registration, *, is_introduced: bool = True) -> Peer:
-        """Takes up a worker of an open group; former ones of its name or rank are lost by now."""
+        """Adds a worker of an open group, and declares former ones of its name or rank lost."""
         peer, others = self.members.join(registration, is_introduced=is_introduced)
         for former in others:
             self.lose(former, f"worker {peer.name!r} (rank {peer.info.id}) has taken its place")
         return peer
 
     def introduce(self, peer: Peer, timeout_s: float) -> None:
-        """Has another worker of an open group know this one; see ``Connector.introduce``."""
+        """Introduces this worker to another one of an open group; see ``Connector.introduce``."""
         self._connector.introduce(peer, timeout_s)
 
     # Connecting
 
     def connect(self, peer: Peer, deadline_s: float | None = None) -> Link:
-        """Returns the link to ``peer``, made now if there is none. Blocks for a limited time.
+        """Returns the link to ``peer``, dialled now if needed. Blocks for a limited time.
 
         Args:
             peer: The other worker.
-            deadline_s: When to give up on one that listens and does not speak, by
-                ``time.monotonic``; None for the default time of a call from now.
+            deadline_s: When to give up on a peer that accepts but does not answer, by
+                ``time.monotonic``; None for the default call timeout from now.
 
         Raises:
-            WorkerLost: Nobody answers.
-            CallTimeout: It did not speak in time; it may be busy or stopped, and is not lost.
+            WorkerLost: The peer is lost, or cannot be reached.
+            CallTimeout: The peer did not answer in time. It may be busy or stopped; it is not lost.
             NotInitialized: This worker has shut down.
         """
         self.lifetime.check_open()
@@ -256,9 +256,9 @@ class Agent:
     def connect_all(
         self, peers: Iterable[Peer], on_lost: Callable[[Peer], None] = lambda peer: None
     ) -> None:
-        """Connects to all, so that the death of each is noticed; those that are busy come last.
+        """Connects to all ``peers``, so that the death of each is noticed; busy peers come last.
 
-        Blocks until all have spoken, or are lost: then ``on_lost`` is called.
+        Blocks until each peer has answered or is lost. Calls ``on_lost`` for each lost peer.
         """
         waiting = deque(peer for peer in peers if not peer.is_self)
         while waiting:
@@ -278,7 +278,7 @@ class Agent:
         """Declares a worker lost: calls to it fail at once, then ``when_lost`` runs as a task."""
         own = self.lifetime
         is_news = not (own.is_closed or own.is_leaving) and peer.declare_lost(cause) is not None
-        # Only now: the end of the connection would be taken for the cause.
+        # Last: otherwise the end of the connection would be recorded as the cause.
         self._end_link(peer)
         if own.is_leaving and not own.is_closed:
             self._submit(self._when_disconnected, peer)
@@ -288,7 +288,7 @@ class Agent:
         self._submit(self._when_lost, peer)
 
     def leave_behind(self, peer: Peer, cause: str) -> None:
-        """Goes on leaving without a worker that is lost: no part is told, no message awaited."""
+        """Marks a worker lost while leaving: no part is told, no message of it is awaited."""
         peer.declare_lost(cause)
         self._end_link(peer)
 
@@ -308,12 +308,12 @@ class Agent:
         self.links.abandon()
 
     def close(self, limit_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Leaves at once: ends connections and threads. What still waits gets an error.
+        """Shuts down at once: ends connections and threads. Open calls fail with an error.
 
         Threads that run user code which does not return are left behind, with a warning.
 
         Args:
-            limit_s: How long to wait for what is still to be written, and for threads.
+            limit_s: Seconds to wait for unwritten data and for threads.
         """
         end_s = monotonic() + limit_s
         with self._lock:

@@ -1,4 +1,4 @@
-"""Answers on their way out: those of one batch of calls go together."""
+"""Outgoing answers: those of one batch of calls are written together."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _MOST_HELD = 64
 
 
 class Answers:
-    """The small answers of one worker. Thread-safe.
+    """Sends the small answers of one worker. Thread-safe.
 
-    Each write wakes the caller, and takes as long as a small call. So while more calls wait to be
-    run, answers are held. They go out with the last one, before a function that takes long, and
-    after ``knobs.REARM_S`` in any case.
+    Each write wakes the caller, and takes as long as a small call. So answers are held while more
+    calls wait to run. Held answers are written with the last answer, before a function that takes
+    long, and after ``knobs.REARM_S`` in any case.
 
     Args:
-        reactor: Runs the calls; it says when answers may not be held any longer.
-        arm_soon: Has the timers see to the reactor, and to what it holds, soon.
-        sender: Sends where there is no connection.
+        reactor: Runs the calls; signals when answers may no longer be held.
+        arm_soon: Has the timer thread re-arm connections and write held answers soon.
+        sender: Sends answers to peers without a connection.
         lifetime: Whether the worker still takes part.
         lose: Declares a peer lost, with the cause.
     """
@@ -45,7 +45,7 @@ class Answers:
         reactor.on_pause = self.write_held
 
     def send(self, peer: Peer, part: Buffer) -> None:
-        """Sends an answer, a whole frame, now or together with the next ones.
+        """Sends an answer (one whole frame) now, or together with later answers.
 
         Raises:
             WorkerLost: The peer cannot be reached.
@@ -65,19 +65,19 @@ class Answers:
             if count >= _MOST_HELD:
                 link.write_held()
             elif count == 1:
-                self._arm_soon()  # The timers write it, too.
+                self._arm_soon()  # The timer thread writes held answers, too.
         except LinkClosed as error:
             self._lose(peer, str(error))
             raise self._lifetime.error_of(peer) from error
 
     def write_held(self) -> None:
-        """Writes all that is held; never blocks."""
+        """Writes all held answers; never blocks."""
         held = self._reactor.held
         while held:
             try:
                 link, peer = held.popitem()
             except KeyError:
-                return  # Another thread was faster.
+                return  # Race: another thread has taken the last answer.
             try:
                 link.write_held()
             except LinkClosed as error:

@@ -1,9 +1,9 @@
-"""A rendezvous store each of whose operations ends in time, answered or not.
+"""A rendezvous store whose every operation ends within a time limit.
 
-PyTorch's stores wait for an answer without a limit where their host takes a connection and says
-nothing, because it is stopped or hangs, or because another program listens there. Nothing ends such
-an operation. So each runs in a thread of its own, which is left behind if it must be; after that
-the store is not asked again.
+PyTorch's stores wait without a limit if their host accepts a connection but never answers: the host
+is stopped or hangs, or another program listens there. Such an operation cannot be aborted. So each
+operation runs in a thread of its own, which is abandoned when the time is up. After that the store
+is not asked again.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from torchweft.errors import RendezvousTimeout
 T = TypeVar("T")
 
 _LATE_S = 2.0
-"""So long an answer may take when the time is up; some stores count in whole seconds."""
+"""Grace period for an answer after the limit, since some stores count in whole seconds."""
 
 
 def within(limit_s: float, place: str, operation: Callable[[], T]) -> T:
-    """Returns what an operation of a store returns. Blocks for about ``limit_s`` at most.
+    """Runs a store operation and returns its result. Blocks for about ``limit_s`` at most.
 
     Args:
         limit_s: How long the operation may take, in seconds.
         place: Where the store is, for the error.
-        operation: Called in a thread of its own, which must not hold the interpreter's lock.
+        operation: Called in a thread of its own; must not hold the interpreter lock as it waits.
 
     Raises:
         RendezvousTimeout: There was no answer in time.
-        Exception: Whatever the operation raised.
+        Exception: The exception of the operation.
     """
     outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
@@ -76,7 +76,7 @@ def _silent(place: str, waited_s: float) -> RendezvousTimeout:
 
 
 def place_of(store: Any) -> str:
-    """Returns where a store is, for messages: the address, or the file."""
+    """Returns the address or the file of a store, for messages."""
     store = _underlying(store)
     if isinstance(store, TCPStore):
         return f"{store.host}:{store.port}"
@@ -86,7 +86,7 @@ def place_of(store: Any) -> str:
 
 
 def host_of(store: Any) -> str:
-    """Returns the host of a store over TCP, as it was named; empty for others."""
+    """Returns the host of a TCP store, as it was named; empty for other stores."""
     store = _underlying(store)
     return str(store.host) if isinstance(store, TCPStore) else ""
 
@@ -98,15 +98,15 @@ def _underlying(store: Any) -> Any:
 
 
 class BoundedStore:
-    """Passes everything on to another store, and waits for its answers for a limited time.
+    """Forwards all operations to another store, and bounds the wait for its answers.
 
-    Each operation raises RendezvousTimeout where the store does not answer in time, and at once
-    where it has not answered before.
+    Each operation raises RendezvousTimeout if the store does not answer in time, and at once after
+    the first such failure.
 
     Args:
         store: A ``torch.distributed.Store``.
-        limit_s: Within how many seconds from now all operations are to end. A later one has a
-            moment.
+        limit_s: Seconds from now by which all operations must end. Later operations get only a
+            short grace period.
     """
 
     def __init__(self, store: Any, limit_s: float) -> None:
@@ -131,7 +131,7 @@ class BoundedStore:
         return bytes(self._within(0.0, lambda: self._store.compare_set(key, expected, desired)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Waits for keys; a timeout may be later than the end of the other operations."""
+        """Waits for keys; ``timeout`` may end after the deadline of the other operations."""
         least_s = timeout.total_seconds()
         self._within(least_s, lambda: self._store.wait(list(keys), timeout))
 

@@ -1,4 +1,4 @@
-"""A call that waits for its answer, on the caller's side."""
+"""A pending call, on the caller's side."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torchweft.wire.frames import Frame
 class PendingCall(OpenCall):
     """One open call, for which threads can wait.
 
-    The thread that takes the call out of the call table completes it, once: with the frame that
-    answers it or with an error. ``on_done``, where there is one, then runs as a task, or in the
-    thread that waits for the call if that thread, the ``reader``, read the answer itself.
+    The thread that takes the call out of the call table completes it once, with the answer's frame
+    or with an error. ``on_done``, if set, then runs as a task, or in the waiting thread if that
+    thread (the ``reader``) read the answer itself.
     """
 
     __slots__ = ("_done", "kept", "on_done", "reader")
@@ -51,7 +51,7 @@ class PendingCall(OpenCall):
 
     @property
     def is_done(self) -> bool:
-        """Whether the call was completed, one way or the other."""
+        """Whether the call was completed, with an answer or an error."""
         return not self._done.locked()
 
     @property
@@ -60,12 +60,12 @@ class PendingCall(OpenCall):
         return time.monotonic() - self.started_s
 
     def finish(self) -> None:
-        """Wakes those who wait. The outcome is in ``frame`` or ``error`` by now."""
+        """Wakes the waiting threads. The outcome is in ``frame`` or ``error`` by now."""
         self._done.release()
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until done or for ``timeout_s``; returns whether it is done."""
         bounded_s = -1 if timeout_s > threading.TIMEOUT_MAX else max(timeout_s, 0)
         acquire = partial(self._done.acquire, True, bounded_s)
-        # Both in one step: see torchweft.runtime.interrupts.
+        # Acquire and release in one uninterruptible step: see torchweft.runtime.interrupts.
         return [*takewhile(bool, map(run, (acquire, self._done.release)))] != []

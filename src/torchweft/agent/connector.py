@@ -1,6 +1,7 @@
-"""Makes the connections of one worker, after both sides have proved who they are.
+"""Dials the connections of one worker; both sides authenticate first.
 
-What other workers dial, ``torchweft.agent.acceptor`` takes; both ends share what is in here.
+``torchweft.agent.acceptor`` accepts the connections that other workers dial. It uses the code here
+that both sides share.
 """
 
 from __future__ import annotations
@@ -55,22 +56,22 @@ TAKEN = "taken"
 REGISTRATION = "registration"
 CAPABILITIES, VERDICT = "capabilities", "verdict"
 _DATA_LIMIT_S = 2.0
-"""How long a data connection may take: a thread that has tensors to send waits for it."""
+"""Time limit for making a data connection: a thread with tensors to send waits for it."""
 
 
 class Shell(Protocol):
-    """What becomes of connections: the part of the agent that both ends need."""
+    """Takes over established connections: the part of the agent that both sides need."""
 
     def make_link(self, connection: socket.socket, peer: Peer, terms: Terms | None) -> Link:
         """Wraps a connected socket; with terms, in a session."""
 
     def adopt(self, peer: Peer, link: Link, terms: Terms | None) -> None:
-        """Makes a new link that of a peer, and begins to read it; raises LinkClosed if too late."""
+        """Installs a new link as the peer's and starts to read it; LinkClosed if too late."""
 
     def resume(
         self, peer: Peer, link: ResumableLink, connection: socket.socket, position: int
     ) -> None:
-        """Has a session go on over a new connection; the peer has received up to ``position``."""
+        """Continues a session over a new connection; the peer has received up to ``position``."""
 
 
 class Connector:
@@ -78,13 +79,14 @@ class Connector:
 
     Args:
         me: This worker.
-        is_open: Whether the group is open, so that others may not know this worker yet.
-        key: What both sides must have.
+        is_open: Whether the group is open, so that other workers may not know this worker yet.
+        key: The key that both sides must have.
         capabilities: What this side's channels can do.
-        shell: Takes the connections.
-        tls: How TCP connections are secured; None for not at all.
-        has_secret: Whether the key is more than what others of this machine, or whoever reads the
-            rendezvous store, may know. If not, only workers of this user here are talked to.
+        shell: Takes over the connections.
+        tls: How TCP connections are secured; None for no TLS.
+        has_secret: Whether the key includes a secret that other users of this machine, or readers
+            of the rendezvous store, do not know. If not, this worker talks only to workers of this
+            user on this machine.
     """
 
     def __init__(
@@ -106,18 +108,18 @@ class Connector:
         self.shell = shell
         self.memory = MemoryExchange()
         self.timeout_s = knobs.CONNECT_TIMEOUT_S.get()
-        # Whoever is dialled may not have heard of this worker.
+        # In an open group, the dialled worker may not know this worker yet.
         self._registration = {REGISTRATION: me.as_json()} if is_open else {}
         self._capabilities = dataclasses.replace(capabilities, memory_nonce=self.memory.nonce)
         self._uses_unix = bool(knobs.UNIX_SOCKETS.get())
         self._dialling: dict[int, socket.socket] = {}
-        """By peer, the first connections to them that are being made."""
+        """The first connections that are being made, by peer."""
         self._greeting: set[socket.socket] = set()
         """The further connections that are being made."""
         self._is_closed = False
 
     def close(self) -> None:
-        """Lends no more memory to those who connect, and ends what is being dialled."""
+        """Stops lending memory to new peers, and aborts connections that are being dialled."""
         self._is_closed = True
         for connection in [*self._dialling.values(), *self._greeting]:
             _shut(connection)
@@ -126,7 +128,7 @@ class Connector:
     # The first connection to a peer
 
     def connect(self, peer: Peer, deadline_s: float) -> Link:
-        """Returns the link to ``peer``, dialling it if there is none. Blocks at most so long.
+        """Returns the link to ``peer``, dialled now if needed. Blocks until ``deadline_s`` at most.
 
         Args:
             peer: The other worker.
@@ -134,8 +136,9 @@ class Connector:
 
         Raises:
             WorkerLost: The peer is lost.
-            Unreachable: Nobody answers where it said it listens.
-            Speechless: Somebody listens there, but did not speak in time: it may be busy.
+            Unreachable: The peer does not answer at its addresses.
+            Speechless: The peer's address accepts connections, but the peer did not answer in time:
+                it may be busy.
         """
         remaining_s = deadline_s - time.monotonic()
         patience_s = -1 if remaining_s > threading.TIMEOUT_MAX else max(remaining_s, 0)
@@ -149,7 +152,7 @@ class Connector:
             peer.dial_lock.release()
 
     def _carry_out(self, peer: Peer, deadline_s: float) -> Link:
-        """Does, step by step, what the machine says, until there is a link or it says no."""
+        """Carries out the steps of the state machine until there is a link or it gives up."""
         connecting, cause = peer.connecting, None
         with peer.state_lock:
             name = secrets.token_hex(16)
@@ -177,14 +180,14 @@ class Connector:
         return peer.link
 
     def end_attempt(self, peer: Peer) -> bool:
-        """Has the attempt to make the first connection fail; returns whether there is one."""
+        """Aborts the attempt to make the first connection; returns whether there was one."""
         connection = self._dialling.get(peer.id)
         if connection is not None:
             _shut(connection)
         return connection is not None
 
     def _try_to_dial(self, peer: Peer, step: Dial) -> Exception | None:
-        """Makes an attempt; returns why it came to nothing, if it did."""
+        """Makes one attempt; returns the error if it failed."""
         try:
             self._dial(peer, step.terms, step.limit_s)
         except (OSError, ProtocolError, ConfigurationError) as error:
@@ -224,7 +227,7 @@ class Connector:
     def _offer(
         self, peer: Peer, handshake: Handshake, terms: Terms | None, memory: list[int]
     ) -> Greeting:
-        """Says what the connection is for; returns the answer, which is a welcome."""
+        """Sends the ``HELLO`` of a first connection; returns the ``WELCOME``."""
         said = Hello(Purpose.LINK, peer.id)
         if terms is not None:
             said = said._replace(session=terms.name, attempt=terms.attempt)
@@ -245,21 +248,21 @@ class Connector:
     # Further connections
 
     def redial(self, peer: Peer, link: ResumableLink) -> None:
-        """Resumes a session, or asks the side that dialled it to, as the machine says.
+        """Resumes a session, or asks the side that dialled it to, as the state machine decides.
 
         Blocks for a limited time.
 
         Raises:
-            Refused: The peer is not there any more, or has forgotten the session.
-            ProtocolError: The answer is not that of the peer.
-            TimeoutError: Somebody listens there, and does not speak.
+            Refused: The peer is gone, or has forgotten the session.
+            ProtocolError: The answer does not come from the peer.
+            TimeoutError: The peer's address accepts connections, but the peer does not answer.
             LinkClosed: The session has ended.
-            OSError: There is no connection.
+            OSError: No connection could be made.
         """
         session = peer.connecting.session
         was_dialled = session is not None and session.was_dialled
         with link.resuming if was_dialled else contextlib.nullcontext():
-            # Asked only now: the session may have been resumed while this waited for its turn.
+            # Race: the session may have been resumed while this thread waited for the lock.
             with peer.state_lock:
                 asked = peer.connecting.redial(time.monotonic(), self.timeout_s)
             if isinstance(asked, Resume):
@@ -270,13 +273,13 @@ class Connector:
                     peer.connecting.probed(time.monotonic())
 
     def resume(self, peer: Peer, link: ResumableLink, deadline_s: float) -> None:
-        """Has a session that this side dialled go on over a new connection."""
+        """Continues a session that this side dialled, over a new connection."""
         with self._greeted(peer, deadline_s) as (connection, handshake):
             with peer.state_lock:
                 terms = peer.connecting.next_attempt()
             if terms is None:
                 raise LinkClosed("the session has ended")
-            # What still comes over the old connection from here on is sent again.
+            # Data that arrives over the old connection from here on is retransmitted.
             position = link.stop()
             said = Hello(Purpose.RESUME, peer.id, terms.name, terms.attempt, position)
             answer = self._ask(handshake, said)
@@ -289,12 +292,12 @@ class Connector:
             connection.close()
 
     def introduce(self, peer: Peer, timeout_s: float) -> None:
-        """Has a member of an open group know this worker. Blocks at most the timeout.
+        """Introduces this worker to a member of an open group. Blocks at most the timeout.
 
         Raises:
-            DuplicateName: It has the name or rank of this worker.
-            OSError: It does not answer, or another worker does.
-            ProtocolError: What answers is none of the group.
+            DuplicateName: The member has the name or rank of this worker.
+            OSError: The member does not answer, or another worker does.
+            ProtocolError: The answer does not come from a worker of the group.
         """
         deadline_s = time.monotonic() + min(timeout_s, self.timeout_s)
         with self._greeted(peer, deadline_s) as (connection, handshake):
@@ -310,11 +313,11 @@ class Connector:
             connection.close()
 
     def _dial_data(self, peer: Peer, count: int, number: int) -> list[socket.socket]:
-        """Makes data connections to a peer, a set with a number.
+        """Dials a numbered set of data connections to a peer.
 
         Raises:
-            OSError: They cannot be made.
-            ProtocolError: Whoever answers is not the peer.
+            OSError: The connections cannot be made.
+            ProtocolError: The answer does not come from the peer.
         """
         connections: list[socket.socket] = []
         try:
@@ -331,7 +334,7 @@ class Connector:
 
     @contextlib.contextmanager
     def _greeted(self, peer: Peer, deadline_s: float) -> Iterator[tuple[socket.socket, Handshake]]:
-        """Connects, up to the peer's challenge; closes the connection where the block raises."""
+        """Connects and awaits the peer's challenge; closes the connection if the block raises."""
         connection = self._open(peer, deadline_s)
         self._greeting.add(connection)
         try:
@@ -344,12 +347,12 @@ class Connector:
             self._greeting.discard(connection)
 
     def _check_open(self) -> None:
-        """Is asked once ``close`` can find the connection, which it may have been too early for."""
+        """Raises if closed; called once ``close`` can find a connection that it may have missed."""
         if self._is_closed:
             raise ConnectionAbortedError("this worker has shut down")
 
     def _begin(self, connection: socket.socket, deadline_s: float) -> Handshake:
-        """Waits for the challenge; without a secret, from one of this user only."""
+        """Waits for the challenge; without a secret, accepts only a process of this user."""
         handshake = Handshake.dial(connection, self.key, deadline_s)
         if not self.has_secret:
             check_user(connection)
@@ -365,11 +368,11 @@ class Connector:
         return answer
 
     def _open(self, peer: Peer, deadline_s: float) -> socket.socket:
-        """Connects to where a peer listens.
+        """Connects to an address at which a peer listens.
 
         Raises:
-            Refused: Nobody listens there, or it cannot be dialled from here.
-            OSError: The network does not carry that far now.
+            Refused: Nothing listens there, or the peer cannot be dialled from here.
+            OSError: The network does not reach the peer now.
         """
         network = self.me.facts.get(NETWORK)
         is_here = bool(network) and peer.registration.facts.get(NETWORK) == network
@@ -380,7 +383,7 @@ class Connector:
                 if self._uses_unix or not isinstance(address, addresses.UnixAddress):
                     return self._open_at(address, deadline_s)
             except (TimeoutError, ProtocolError):
-                raise  # Somebody listens there, who does not speak, or not the same.
+                raise  # The listener is silent, or does not speak the same protocol.
             except ConfigurationError as error:
                 reaching.failed(text, Outcome.UNSUITABLE, str(error))
             except OSError as error:
@@ -417,11 +420,11 @@ class Connector:
         except BaseException as error:
             connection.close()
             if isinstance(error.__cause__, ConnectionError):
-                raise ConnectionError(str(error)) from error  # It may have been the network.
+                raise ConnectionError(str(error)) from error  # The network may be the cause.
             raise
 
     def _hint(self, peer: Peer) -> str:
-        """Returns what would help where a peer on another host cannot be reached from here."""
+        """Returns advice for a peer on another host that cannot be reached from here."""
         host, own_host = peer.registration.facts.get(HOST), self.me.facts.get(HOST)
         if not host or host == own_host:
             return ""
@@ -434,20 +437,20 @@ class Connector:
     # What both ends do
 
     def facts(self, verdict: dict[str, str] | None = None) -> dict[str, Any]:
-        """Returns what this side says of its channels in a greeting."""
+        """Returns the facts about this side's channels for a greeting."""
         return {CAPABILITIES: self._capabilities.as_json(), VERDICT: verdict}
 
     def choose_channels(
         self, peer: Peer, connection: socket.socket, greeting: Greeting
     ) -> Capabilities:
-        """Finds out which ways lead from a peer to here; returns what it said of itself."""
+        """Tries which channels lead from a peer to this worker; returns its capabilities."""
         theirs = Capabilities.from_json(greeting.facts.get(CAPABILITIES))
         peer.channels = choose(self._capabilities, theirs, f"worker {peer.name!r}")
         self.memory.lend(peer.channels, connection)
         return theirs
 
     def install(self, peer: Peer, connection: socket.socket, terms: Terms | None) -> Link:
-        """Makes a connection the link to a peer."""
+        """Installs a connection as the link to a peer."""
         link = self.shell.make_link(connection, peer, terms)
         peer.dial_data = functools.partial(self._dial_data, peer)
         self.shell.adopt(peer, link, terms)
@@ -456,9 +459,9 @@ class Connector:
 
 
 def send_verdict(peer: Peer, link: Link) -> None:
-    """Tells a peer, over its new link, what can be received from it.
+    """Tells a peer, over its new link, over which channels this side can receive from it.
 
-    Raises nothing where the link has ended: the connection is its own, and its reader finds out.
+    Raises nothing if the link has ended: the link owns the connection, and its reader finds out.
     """
     control = json.dumps(peer.channels.verdict()).encode()
     with contextlib.suppress(LinkClosed):
@@ -466,9 +469,9 @@ def send_verdict(peer: Peer, link: Link) -> None:
 
 
 def verdict_in(control: Buffer) -> object:
-    """Reads what ``send_verdict`` sent; raises ProtocolError where it makes no sense."""
+    """Decodes the message of ``send_verdict``; raises ProtocolError if it is malformed."""
     try:
-        # As UTF-8: what json takes for another encoding has Python import a codec.
+        # As UTF-8: if json detected another encoding, Python would import a codec.
         return json.loads(bytes(control).decode())
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a verdict is malformed: {error}") from error
@@ -480,7 +483,7 @@ def _shut(connection: socket.socket) -> None:
 
 
 def _unreachable(peer: Peer, step: Step) -> Unreachable:
-    """Returns the error where nobody answers, or this worker does not want the peer any more."""
+    """Returns the error if the peer does not answer, or this worker no longer wants the peer."""
     if not isinstance(step, Lose):
         return Unreachable("it is not wanted any more")
     if step.failure is Failure.GONE:

@@ -1,4 +1,4 @@
-"""Watches and mends the sessions of one worker, as ``torchweft.protocol.connecting`` says."""
+"""Watches and repairs the sessions of one worker, as ``torchweft.protocol.connecting`` decides."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Contacts:
 
     Args:
         detection_s: How long a peer may be silent.
-        reactor: Has threads that dial.
+        reactor: Provides the threads that dial.
         redial: Makes a new connection for a session; see ``Connector.redial``.
         lose: Declares a peer lost, with the cause.
-        wake_by: Has ``tick`` called at a time at the latest.
+        wake_by: Has ``tick`` called no later than a given time.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class Contacts:
         self._wake_by(time.monotonic() + self._interval_s)
 
     def forget(self, peer: Peer) -> None:
-        """Watches the session of a peer no more, if there is one: it has ended."""
+        """Stops watching the session of a peer, if there is one: the session has ended."""
         with peer.state_lock:
             peer.connecting.end()
         with self._lock:
             self._watched.pop(peer.id, None)
 
     def on_break(self, peer: Peer, cause: str, *, is_answer: bool) -> None:
-        """Takes note that the connection of a session has ended; mends it, unless that was it."""
+        """Handles the end of a session's connection: redials, or declares the peer lost."""
         with peer.state_lock:
             is_news = not peer.connecting.is_broken
             actions = peer.connecting.broke(time.monotonic(), cause, is_answer=is_answer)
             is_news &= peer.connecting.is_broken
         if is_news:
             _log.info("the connection to worker %r broke: %s; it is made again", peer.name, cause)
-        # Not by the timer thread: every millisecond of a break is one that somebody waits.
+        # Do not leave this to the timer thread: callers wait for every millisecond of a break.
         for action in actions:
             if isinstance(action, Lose):
                 self._lose(peer, action.cause)
@@ -82,14 +82,14 @@ class Contacts:
                 self._act(peer, [action])
 
     def on_resumed(self, peer: Peer, link: ResumableLink) -> None:
-        """Takes note that a session has a connection again."""
+        """Records that a session has a connection again."""
         with peer.state_lock:
             peer.connecting.resumed(time.monotonic())
         _log.info("the connection to worker %r was made again", peer.name)
-        link.report_break("end of file")  # If it broke before this side had noted that it stands.
+        link.report_break("end of file")  # Race: it may have broken before ``resumed`` was noted.
 
     def silence_s(self, peer: Peer) -> float:
-        """Returns for how long nothing was heard of a peer; 0 where there is no session."""
+        """Returns the seconds since a peer was last heard; 0 without a session."""
         now_s = time.monotonic()
         if peer.id in self._watched:
             self._listen(*self._watched[peer.id], now_s)
@@ -98,7 +98,7 @@ class Contacts:
     # What is due
 
     def tick(self, now_s: float) -> float:
-        """Listens to all peers, and does what is due; a job of the timers."""
+        """Updates when each peer was last heard, and performs due actions; a timer job."""
         with self._lock:
             watched = list(self._watched.values())
         due_s = math.inf
@@ -114,7 +114,7 @@ class Contacts:
         return min(due_s, self._acknowledge_at_s) if watched else math.inf
 
     def _look_at(self, peer: Peer, now_s: float) -> float:
-        """Does what is due for one session; returns when to look again."""
+        """Performs the due actions of one session; returns when to look again."""
         with peer.state_lock:
             actions = peer.connecting.step(now_s)
             due_s = min(peer.connecting.due_s(), now_s + self._interval_s)
@@ -130,7 +130,7 @@ class Contacts:
     # Actions
 
     def _act(self, peer: Peer, actions: list[Action]) -> None:
-        """Has other threads do what takes long: the one that looks at the clock must not."""
+        """Leaves actions to other threads: they take too long for the timer thread."""
         for action in actions:
             if isinstance(action, Redial):
                 self._reactor.submit(self._dial, peer)
@@ -141,7 +141,7 @@ class Contacts:
         self._lose(*peer_and_cause)
 
     def _dial(self, peer: Peer, _: object) -> None:
-        """Makes a new connection for a session, or has the other side do so; blocks for a while."""
+        """Makes a new connection for a session, or asks the peer to; blocks for a while."""
         link = peer.link
         assert isinstance(link, ResumableLink)
         try:

@@ -39,15 +39,16 @@ def check_unset() -> None:
 
 
 def install(agent: Agent | None) -> None:
-    """Makes ``agent`` the current one, or none."""
+    """Sets the current agent, or clears it with None."""
     global _current
     _current = agent
 
 
 def _leave_to_parent() -> None:
-    """Has a forked process be no worker: its parent is.
+    """Clears the agent in a forked process: only the parent is a worker.
 
-    It must not keep the parent's connections, either: nobody would notice the parent's death.
+    The child must also drop the parent's connections: otherwise no peer would notice the parent's
+    death.
     """
     global _current
     agent, _current = _current, None

@@ -1,12 +1,12 @@
-"""Large tensors between a worker and the others, over connections of their own.
+"""Data connections: large tensors between a worker and its peers, beside the control link.
 
-What ``torchweft.transport.striped`` moves, this file dials, accepts, waits for and gives up. The
-sender dials when it has the first large tensor for a peer, and says in its greeting what the
-connection is for; it runs one way only. The message goes over the control link at once, and says
-by its token what the receiver is to wait for.
+This module dials and accepts the connections, waits for transfers and gives them up;
+``torchweft.transport.striped`` moves the bytes. The sender dials when it has the first large tensor
+for a peer, and states the purpose in its greeting; the connection runs one way only. The message
+goes over the control link at once; its token names the transfers that the receiver waits for.
 
-A data connection that breaks is not resumed. All of its set are given up, and what had not arrived
-is asked for over the control link: see ``docs/protocols/sessions.md``.
+A broken data connection is not resumed. Its whole set is given up, and the receiver requests the
+missing tensors over the control link: see ``docs/protocols/sessions.md``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _log = logging.getLogger("torchweft")
 _DRAIN_LIMIT_S = 5.0
 _DRAIN_POLL_S = 0.001
 _DIAL_AGAIN_S = 10.0
-"""How long tensors follow their messages where no data connection could be made."""
+"""How long tensors follow their messages after a failure to make data connections."""
 _SPARE_WAITS = 16
 """How many tasks may wait for tensors without counting as running; each takes a thread."""
 
 
 class _Sending:
-    """The connections that this side has dialled to send over, until one of them breaks."""
+    """A set of connections that this side dialled to send over, until one of them breaks."""
 
     def __init__(self, number: int, outbox: Outbox) -> None:
         self.number = number
@@ -53,7 +53,7 @@ class _Sending:
 
 
 class _Receiving(NamedTuple):
-    """A connection that the peer sends over, and which set of its it belongs to."""
+    """A connection that the peer sends over, and the number of its set."""
 
     number: int
     connection: ReceivingConnection
@@ -69,11 +69,11 @@ class _PeerData:
         self.lock = threading.Lock()
         self.set_count = 0
         self.sending: _Sending | None = None
-        # By token: what the peer has not said it has, and the set that it went over.
+        # By token: the set that buffers went over, and the buffers; not yet acknowledged.
         self.kept: dict[int, tuple[int, Sequence[memoryview]]] = {}
         self.receiving: list[_Receiving] = []
         self.broken_set = 0
-        """The last set of the peer's connections that has broken."""
+        """The highest number of a broken set of the peer's connections."""
         self.is_closed = False
 
 
@@ -106,7 +106,7 @@ class DataConnections:
     # Sending
 
     def _reach(self, peer: Peer) -> bool:
-        """Connects to a peer, if that has not been done; returns False where it cannot.
+        """Connects to a peer unless that has been done; returns False if it cannot connect.
 
         Blocks for a limited time.
         """
@@ -132,14 +132,14 @@ class DataConnections:
         return True
 
     def send(self, peer: Peer, token: int, buffers: Sequence[memoryview], *, waits: bool) -> None:
-        """Sends transfers over the connections that there are; they are kept until they arrived.
+        """Sends transfers over the current connections; keeps the buffers until they arrived.
 
         Args:
-            peer: Where to.
-            token: Of the message that they belong to.
-            buffers: Contiguous memory, none of it empty.
-            waits: Whether to block while much is waiting to be sent to the peer. Not for a thread
-                that others rely on to read a connection.
+            peer: The receiver.
+            token: Token of the message that the transfers belong to.
+            buffers: Contiguous buffers, none of them empty.
+            waits: Whether to block under backpressure from the peer. Must be False in a thread that
+                others rely on to read a connection.
         """
         data = self._of(peer)
         sending = data.sending
@@ -154,22 +154,22 @@ class DataConnections:
             if sending is not None:
                 started = sending.outbox.put(token, buffers)
         if sending is None:
-            # They broke after it was chosen to go over them.
+            # Race: the connections broke after this channel was chosen.
             self._agent.sender.post_ints(peer, Kind.UNSENT, 0, token)
         for connection in started[1:]:
             self._pump.arm(connection.fd, WRITABLE)
-        # The first share leaves from this thread: the others would have to be woken first.
+        # This thread writes the first share: the transfer threads would have to be woken first.
         for connection in started[:1]:
             self._pump.arm(connection.fd, connection.write())
 
     def take_kept(self, peer: Peer, token: int) -> Sequence[memoryview]:
-        """Returns, and lets go of, the transfers of a message that the peer asks for again."""
+        """Removes and returns the kept transfers of a message."""
         data = self._of(peer)
         with data.lock:
             return data.kept.pop(token, (0, ()))[1]
 
     def _on_arrived(self, peer: Peer, frame: Frame) -> None:
-        # Dropped after the lock: the end of a tensor may run any code.
+        # Dropped outside the lock: the destruction of a tensor may run any code.
         dropped = [self.take_kept(peer, token) for token in decode_ints(frame.control)]
         del dropped
 
@@ -178,7 +178,7 @@ class DataConnections:
             self._break_sending(peer, number, "the peer says that one has ended")
 
     def _break_sending(self, peer: Peer, number: int, cause: str) -> None:
-        """Ends a set of connections, one of which has broken; what did not arrive is asked for."""
+        """Ends a set with a broken connection; the peer requests the tensors that are missing."""
         data = self._of(peer)
         with data.lock:
             sending = data.sending
@@ -197,8 +197,8 @@ class DataConnections:
         """Blocks until the transfers of a message are here; returns their memory, in order.
 
         Raises:
-            WorkerLost: The sender was lost before all had come.
-            ProtocolError: What came has another size than the message says.
+            WorkerLost: The sender was lost before all transfers had arrived.
+            ProtocolError: A transfer has another size than the message says.
         """
         arrivals = self._of(peer).arrivals
         sizes = _transfers(table)
@@ -208,7 +208,7 @@ class DataConnections:
         is_spare = self._spare_waits.acquire(blocking=False)
         is_counted = is_spare and reactor.begin_wait()
         if not is_spare:
-            reactor.wake()  # What is urgent must not wait for this thread.
+            reactor.wake()  # Urgent tasks must not wait for this thread.
         try:
             return self._wait(peer, arrivals, sizes)
         finally:
@@ -235,12 +235,12 @@ class DataConnections:
     def _await(
         self, peer: Peer, arrivals: Arrivals, key: TransferKey, size_bytes: int
     ) -> memoryview:
-        """Waits for one transfer; where nothing at all comes for long, over another connection."""
+        """Waits for one transfer; if no data arrives for long, gives up the peer's connections."""
         while True:
             try:
                 return arrivals.wait(key, size_bytes, self._stall_s)
             except TimeoutError as error:
-                # It may be busy, and then it is not lost: once it hears of this it sends again.
+                # A busy peer is not lost: once it receives DATA_BROKEN, it sends again.
                 _log.warning(
                     "a tensor of worker %r is late: %s; requesting it again", peer.name, str(error)
                 )
@@ -252,7 +252,7 @@ class DataConnections:
                     self._agent.sender.post_ints(peer, Kind.DATA_BROKEN, number)
 
     def drop(self, peer: Peer, table: BufferTable) -> None:
-        """Notes that nobody will fetch the transfers of a message: they go when they are here."""
+        """Has the transfers of a message dropped on arrival: they will not be fetched."""
         arrivals = self._of(peer).arrivals
         sizes = _transfers(table)
         for key, size_bytes in sizes.items():
@@ -265,13 +265,13 @@ class DataConnections:
         self._of(peer).arrivals.give_up(tokens)
 
     def _end_receiving(self, peer: Peer, number: int) -> None:
-        """Ends the connections of a set of the peer's: nothing of it is to come late."""
+        """Ends the peer's connections of a set, and earlier ones: no data may arrive late."""
         data = self._of(peer)
         with data.lock:
             data.broken_set = max(data.broken_set, number)
             ended = [each for each in data.receiving if each.number <= data.broken_set]
         self._close_all([each.connection for each in ended])
-        # Only now: another thread that ends them must find them, and wait for those being read.
+        # Remove them last: a concurrent call must find them, and wait for those being read.
         with data.lock:
             data.receiving = [each for each in data.receiving if each not in ended]
 
@@ -303,13 +303,13 @@ class DataConnections:
                 connection = SendingConnection(one, sending.outbox, on_end)
                 sending.outbox.add_connection()
                 sending.connections.append(connection)
-            # Within the lock: none of them may be closed before it is watched.
+            # Within the lock: no connection may be closed before it is watched.
             for connection in sending.connections:
                 self._pump.watch(connection.fd, connection.write, WRITABLE)
             data.sending = sending
 
     def _accept(self, peer: Peer, connection: socket.socket, number: int) -> None:
-        """Takes a connection, of a numbered set, over which ``peer`` is going to send."""
+        """Accepts a connection of a numbered set, over which ``peer`` will send."""
         data = self._of(peer)
         keep_alive(connection, self._agent.links.patience.detection_s)
         with data.lock:
@@ -335,7 +335,7 @@ class DataConnections:
         if cause:
             self._agent.lose(peer, cause)
             return
-        # What was written and did not come is not known to the sender.
+        # The sender does not know which of the written data did not arrive.
         self._end_receiving(peer, number)
         self._close_all([receiving])
         if not self._of(peer).is_closed:
@@ -344,7 +344,7 @@ class DataConnections:
     # The end
 
     def give_up(self, peer: Peer) -> None:
-        """Ends the connections with a lost peer; whoever waits for its tensors fails now."""
+        """Ends the connections with a lost peer; waits for its tensors fail now."""
         data = self._of(peer)
         with data.lock:
             data.is_closed = True
@@ -367,7 +367,7 @@ class DataConnections:
         )
 
     def close(self, limit_s: float = _DRAIN_LIMIT_S) -> None:
-        """Sends what is waiting, at most for ``limit_s``, and ends all connections and threads."""
+        """Sends waiting data, for at most ``limit_s``; then ends all connections and threads."""
         deadline_s = time.monotonic() + limit_s
         with self._lock:
             sets = [data.sending for data in self._data.values()]

@@ -1,9 +1,9 @@
-"""What the launcher knows of a worker's end: the signal that killed it, or its exit code.
+"""Notes about how a worker ended: the signal that killed it, or its exit code.
 
-The others notice that a connection has ended. Why, only the parent of the process learns, a moment
-later. It writes a note into a folder of the launcher's, named after the process; who declares a
-worker lost that was started by the same launcher looks for the note, and waits for it a few
-milliseconds. Each worker says in its registration which note would be its own.
+Other workers notice only that a connection has ended. The parent process alone learns the cause, a
+moment later. The parent writes a note, named after the process, into a folder of the launcher. A
+worker that declares a worker of the same launcher lost looks for the note, and waits a few
+milliseconds for it. Each worker names its own note in its registration.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ _folder = ""
 
 
 def follow(folder: str) -> None:
-    """Has this process read the notes of ``folder``, where it is the launcher; "" for none."""
+    """Sets the folder from which this process, if it is the launcher, reads notes; "" for none."""
     global _folder
     _folder = folder
 
 
 def own_facts() -> dict[str, str]:
-    """Returns what a worker says of its note in its registration."""
+    """Returns the facts of a worker's registration that name its note."""
     path = os.environ.get(VARIABLE, "")
-    # A process that a worker has started finds the variable, too.
+    # A process that a worker has started inherits the variable.
     if os.path.basename(path) != str(os.getpid()):
         return {}
     return {FACT: _name(os.path.dirname(path), os.getpid())}
 
 
 def leave_note(folder: str, pid: int, text: str) -> None:
-    """Writes how a worker process ended, as the end of a sentence; for its parent."""
+    """Writes how a worker process ended, as the end of a sentence; called by its parent."""
     path = os.path.join(folder, str(pid))
-    with contextlib.suppress(OSError):  # The folder is gone: so is everybody who would read it.
+    with contextlib.suppress(OSError):  # The folder is gone, and so are all readers.
         with open(path + ".new", "w") as file:
             file.write(text)
         os.rename(path + ".new", path)
 
 
 def cause_of(facts: Mapping[str, Any], noticed: str) -> str:
-    """Returns why a worker is lost; what was noticed, where nobody knows better.
+    """Returns why a worker is lost: the text of its note, or else ``noticed``.
 
     Args:
-        facts: Those of the worker's registration.
+        facts: The facts of the worker's registration.
         noticed: What this worker has noticed.
     """
     folder = _folder or os.path.dirname(os.environ.get(VARIABLE, ""))

@@ -1,4 +1,4 @@
-"""Why an attempt to dial another worker came to nothing, as errors and for the machine."""
+"""Errors of dialling another worker, and what they mean to the state machine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torchweft.transport.link import LinkClosed
 
 
 class Speechless(TimeoutError):
-    """A worker did not speak in time. It may be busy, or stopped: it is not lost."""
+    """A worker did not answer in time. It may be busy or stopped: it is not lost."""
 
 
 class Refused(ConnectionRefusedError):
-    """Nobody listens there, or whoever does turns this worker away: trying again is no use."""
+    """Nothing listens there, or the listener refuses this worker: a retry is useless."""
 
 
 class Gone(Refused):
-    """Nobody listens any more where a worker of this host did."""
+    """Nothing listens any more at the addresses of a worker of this host."""
 
 
 class Crossed(ConnectionError):
-    """The other side makes a connection itself, which has not come yet: it lives."""
+    """Simultaneous open: the peer dials itself, so it lives; its connection is yet to arrive."""
 
 
 _FAILURES: tuple[tuple[tuple[type[Exception], ...], Failure], ...] = (
@@ -32,7 +32,7 @@ _FAILURES: tuple[tuple[tuple[type[Exception], ...], Failure], ...] = (
 
 
 def failure_of(error: Exception) -> Failure:
-    """Returns what the machine is told of an error; of any other one, the network is the reason."""
+    """Returns what an error means to the state machine; any unlisted one means the network."""
     for kinds, failure in _FAILURES:
         if isinstance(error, kinds):
             return failure

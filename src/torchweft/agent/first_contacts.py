@@ -1,8 +1,8 @@
 """Messages to workers to which there is no connection yet.
 
-A worker that is stopped, or whose host hangs, takes a connection and does not speak. A thread that
-has a message for it must not wait for that: the message is kept, a thread of the reactor connects,
-and sends what is kept in order. A call that is kept ends by its own time limit.
+A stopped worker, or one whose host hangs, accepts a connection but does not answer. A thread with a
+message for that worker must not wait. Instead the message is kept, and a reactor thread connects
+and sends the kept messages in order. A kept call ends by its own time limit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class FirstContacts:
     """Keeps messages until there is a connection to their receivers. Thread-safe.
 
     Args:
-        reactor: Has threads that connect.
+        reactor: Provides the threads that connect.
         lifetime: Whether the worker still takes part.
-        connect: Connects to a peer, at the latest at a time; see ``Agent.connect``.
+        connect: Connects to a peer by a deadline; see ``Agent.connect``.
         lose: Declares a peer lost, with the cause.
     """
 
@@ -47,7 +47,7 @@ class FirstContacts:
         """Keeps a message for ``peer``, and has a thread connect; never blocks.
 
         Returns:
-            Whether it is kept; if not, there is a connection.
+            Whether the message is kept; if not, there is a connection.
 
         Raises:
             WorkerLost: The peer is lost.
@@ -66,7 +66,7 @@ class FirstContacts:
         return True
 
     def _open(self, peer: Peer, _: object) -> None:
-        """Connects, and sends what is kept; ends when nothing is kept any more."""
+        """Connects, and sends the kept messages; ends when none is left."""
         try:
             with self._reactor.idling():
                 while not self._connect(peer):
@@ -77,7 +77,7 @@ class FirstContacts:
             self._drop_all(peer, error)
 
     def connect_soon(self, peer: Peer) -> None:
-        """Has a thread connect to a peer, though nothing is to be sent; never blocks."""
+        """Has a thread connect to a peer without a message to send; never blocks."""
         if not peer.dial_lock.locked():
             self._reactor.submit(self._connect_once, peer)
 
@@ -99,7 +99,7 @@ class FirstContacts:
                 self._send(peer, unsent)
             else:
                 unsent.drop(None)
-            # Only now: whatever comes meanwhile must not overtake it.
+            # Remove it last: later messages must not overtake it.
             with peer.state_lock:
                 peer.unsent.popleft()
                 if not peer.unsent:
@@ -114,10 +114,10 @@ class FirstContacts:
         self.write(peer, message)
 
     def write(self, peer: Peer, message: Outgoing) -> None:
-        """Writes a message, before all that are kept, to a peer to which there is a connection."""
+        """Writes a message to a connected peer, before all kept messages."""
         link = peer.link
         assert link is not None
-        assert not isinstance(message, Frame)  # those are for this worker itself
+        assert not isinstance(message, Frame)  # frames are for this worker itself
         try:
             link.send(message, may_block=True)
         except LinkClosed as error:
@@ -125,7 +125,7 @@ class FirstContacts:
             raise self._lifetime.error_of(peer) from error
 
     def _drop_unwanted(self, peer: Peer) -> bool:
-        """Drops what nobody waits for any more; returns whether anything is left."""
+        """Drops messages that are no longer wanted; returns whether any are left."""
         with peer.state_lock:
             dropped = [unsent for unsent in peer.unsent if not unsent.is_wanted()]
             for unsent in dropped:

@@ -1,9 +1,9 @@
-"""The rendezvous store that a launcher keeps for workers which come and go.
+"""The rendezvous store that a launcher keeps for workers which join and leave.
 
-A store in a worker ends with that worker. A file, which PyTorch offers as well, has a flaw where
-processes are killed: a record that was written by half has every later reader spin, without a
-limit of time. So the launcher keeps the keys, see ``torchweft.launch.store_server``, and each
-operation is one datagram there and one back: it is received whole or not at all.
+A store in a worker ends with that worker. PyTorch's file store has a flaw if processes are killed:
+a half-written record makes every later reader spin, without a time limit. So the launcher keeps the
+keys, see ``torchweft.launch.store_server``. Each operation is one request datagram and one reply
+datagram, which are received whole or not at all.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _LOOK_AGAIN_S = 0.02
 _ANSWER_BYTES = 1 << 18
 
 _opened: dict[str, LauncherStore] = {}
-"""What was opened, by name: a store of PyTorch that is put around one keeps its C++ half only."""
+"""Open stores by name: a PyTorch store that wraps one keeps only its C++ half alive."""
 
 
 def open_launcher_store(name: str, timeout_s: float) -> LauncherStore:
     """Returns the store of the launcher whose socket is called ``name``.
 
     Args:
-        name: What the launcher told its workers.
-        timeout_s: How long one answer, or the value of a key, may take.
+        name: The name that the launcher told its workers.
+        timeout_s: How long to wait for one answer, or for the value of a key.
     """
     store = _opened[name] = LauncherStore(name, timeout_s)
     return store
@@ -50,7 +50,7 @@ class LauncherStore(Store):
         self._ask("set", key, _text(value))
 
     def get(self, key: str) -> bytes:
-        """Returns the value of a key, which is waited for."""
+        """Returns the value of a key; waits until the key is there."""
         self.wait([key], timedelta(seconds=self._timeout_s))
         return _bytes(self._ask("get", key))
 
@@ -67,7 +67,7 @@ class LauncherStore(Store):
         """Waits until all keys are there.
 
         Raises:
-            RuntimeError: They did not come in time, or there is no launcher any more.
+            RuntimeError: The keys did not come in time, or the launcher is gone.
         """
         limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline_s = time.monotonic() + limit_s
@@ -80,7 +80,7 @@ class LauncherStore(Store):
     def _ask(self, *request: object) -> Any:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
             asking.settimeout(self._timeout_s if self._timeout_s < math.inf else None)
-            asking.bind("")  # the kernel gives it a name, for the answer
+            asking.bind("")  # the kernel assigns an address for the answer
             try:
                 asking.connect(f"\0{self._name}")
                 asking.send(json.dumps(request).encode())
@@ -95,7 +95,7 @@ class LauncherStore(Store):
         return answer["value"]
 
 
-# JSON has no bytes; in this encoding each character stands for one.
+# JSON has no bytes; in Latin-1 each character stands for one byte.
 def _text(value: str | bytes) -> str:
     return (value.encode() if isinstance(value, str) else value).decode("latin-1")
 

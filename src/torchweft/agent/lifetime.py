@@ -7,13 +7,13 @@ from torchweft.errors import NotInitialized
 
 
 class Lifetime:
-    """The two steps by which one worker ends, which only go forward.
+    """The two steps by which one worker ends; neither is undone.
 
     Args:
         name: The worker's name.
 
     Attributes:
-        is_leaving: Whether the group is leaving, so that the end of a connection is no loss.
+        is_leaving: Whether the group is leaving, so that the end of a connection is not a loss.
         is_closed: Whether the worker has shut down.
     """
 
@@ -30,7 +30,7 @@ class Lifetime:
             )
 
     def error_of(self, peer: Peer) -> Exception:
-        """Returns why a message cannot be sent to ``peer`` any more."""
+        """Returns the error for a message that can no longer be sent to ``peer``."""
         if peer.lost is not None:
             return peer.lost_error()
         return NotInitialized(

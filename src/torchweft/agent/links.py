@@ -1,4 +1,4 @@
-"""The connections of one worker once they are made: from a socket to something that is read."""
+"""The established connections of one worker: makes sockets into links that are read."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Links:
     """All connections for messages of one worker. Thread-safe.
 
     Args:
-        reactor: Says which connections can be read and written.
-        receiver: Reads them.
-        pool: Memory for messages that are received.
-        contacts: Watches and mends sessions.
+        reactor: Reports which connections can be read and written.
+        receiver: Reads the connections.
+        pool: Memory for received messages.
+        contacts: Watches and repairs sessions.
         patience: How long contact with another worker may be lost.
         lose: Declares a peer lost, with the cause.
     """
@@ -76,17 +76,17 @@ class Links:
         self._ended_traffic = Traffic(0, 0)
         self._is_closed = False
         self.farewell = ""
-        """What the others are told of why this worker leaves, where they may not expect it."""
+        """Why this worker leaves, for peers that may not expect it."""
         receiver.on(Kind.ACKNOWLEDGED, _on_acknowledged, inline=True)
         receiver.on(Kind.GOODBYE, _on_goodbye, inline=True)
 
     def all(self) -> list[Link]:
-        """Returns those that have not ended."""
+        """Returns the links that have not ended."""
         with self._lock:
             return list(self._links)
 
     def traffic(self) -> Traffic:
-        """Returns the bytes of all that there ever were."""
+        """Returns the bytes of all links, including ended links."""
         with self._lock:
             return sum_of([self._ended_traffic, *map(_traffic_of, self._links)])
 
@@ -112,12 +112,12 @@ class Links:
         self._reactor.resume_writing(link.write_fd)
 
     def adopt(self, peer: Peer, link: Link, terms: Terms | None) -> None:
-        """Makes a new link that of a peer, and begins to read it.
+        """Installs a new link as the peer's, and starts to read it.
 
         Raises:
-            LinkClosed: It comes too late; it has been closed.
+            LinkClosed: The link comes too late; it has been closed.
         """
-        # It may break at once, and be resumed before it is even watched.
+        # Race: the link may break at once, and be resumed before it is even watched.
         resuming = link.resuming if isinstance(link, ResumableLink) else contextlib.nullcontext()
         with resuming:
             obstacle = self._give(peer, link, terms)
@@ -127,7 +127,7 @@ class Links:
             self._watch(peer, link)
 
     def _give(self, peer: Peer, link: Link, terms: Terms | None) -> str:
-        """Makes a link that of a peer; returns why that cannot be, or nothing."""
+        """Installs a link as the peer's; returns the obstacle, or an empty string."""
         with self._lock:
             if self._is_closed:
                 return "this worker has shut down"
@@ -142,11 +142,11 @@ class Links:
     def resume(
         self, peer: Peer, link: ResumableLink, connection: socket.socket, position: int
     ) -> None:
-        """Has a session go on over a new connection; the peer has received up to ``position``.
+        """Continues a session over a new connection; the peer has received up to ``position``.
 
         Raises:
             LinkClosed: The session has ended meanwhile.
-            ProtocolError: It cannot go on there: the peer is lost.
+            ProtocolError: The session cannot continue at ``position``: the peer is lost.
         """
         self.pause(link)
         keep_alive(connection, self.patience.detection_s)
@@ -168,7 +168,7 @@ class Links:
             bound(receiver.after_tasks, peer, link),
         )
         if link.is_broken:
-            self.pause(link)  # It broke at once, and was paused before it was watched.
+            self.pause(link)  # Race: the link broke, and was paused before it was watched.
 
     def _on_writable(self, peer: Peer, link: Link) -> None:
         try:
@@ -177,19 +177,19 @@ class Links:
             self._lose(peer, str(error))
 
     def pause(self, link: Link) -> None:
-        """Waits no more for events of a link, which has no connection now."""
+        """Stops watching a link that has no connection now."""
         self._reactor.forget(link.read_fd)
         self._reactor.forget(link.write_fd)
 
     def end(self, link: Link) -> None:
-        """Ends a link for good; whoever reads it comes to an end."""
+        """Ends a link for good; its reader stops."""
         self.pause(link)
         link.hang_up()
-        # Not here: this thread may be the one that reads it.
+        # Not in this thread, which may be the reader of the link.
         self._reactor.submit(self._free, link)
 
     def _free(self, link: Link, _: object) -> None:
-        """Frees what a link that has ended still has, once nobody uses it."""
+        """Frees the resources of an ended link once no thread uses them."""
         with self._reactor.idling():
             is_free = link.free()
         with self._lock:
@@ -198,7 +198,7 @@ class Links:
                 self._ended_traffic = sum_of([self._ended_traffic, _traffic_of(link)])
 
     def say_goodbye(self, timeout_s: float) -> None:
-        """Makes no more links, and waits, at most ``timeout_s``, until all has been written."""
+        """Refuses new links, and waits, at most ``timeout_s``, until all data has been written."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             self._is_closed = True
@@ -232,4 +232,4 @@ def _on_goodbye(peer: Peer, frame: Frame) -> None:
     with peer.state_lock:
         peer.connecting.goodbye(bytes(frame.control[:FAREWELL_BYTES]))
     if isinstance(peer.link, ResumableLink):
-        peer.link.acknowledge()  # It waits for that.
+        peer.link.acknowledge()  # The peer waits for this acknowledgement.

@@ -1,4 +1,4 @@
-"""Who belongs to the group, as one worker knows it."""
+"""The members of the group, as one worker knows them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NAMED = 16
 class Members:
     """The workers of a group; thread-safe.
 
-    A worker has an id, which names one life of it, and which the protocols go by; programs find it
-    by name, rank or ``WorkerInfo``. Who was lost is still found, so that a call to it says so,
-    until another takes its name. Who has left is not.
+    Protocols use a worker's id, which names one life of the worker; programs find workers by name,
+    rank or ``WorkerInfo``. Lost workers stay in the directory, so that calls to them raise
+    WorkerLost, until the name is reused. Departed workers are removed.
 
     Args:
         me: This worker.
-        others: All others, as far as they are known.
+        others: All other workers that are known.
         is_open: Whether workers may join and leave later. See ``docs/protocols/membership.md``.
     """
 
@@ -38,7 +38,7 @@ class Members:
         self._roster = Roster(self.me, map(self._make, others), is_open=is_open)
         self._by_name, self._by_rank = self._roster.by_name, self._roster.by_rank
         self.by_id = self._roster.by_id
-        """All lives that this worker has known, also those that are over; to be read only."""
+        """All lives that this worker has known, including ended lives; read-only."""
 
     def _make(self, registration: Registration) -> Peer:
         main_by_name = bool(self._main) and registration.main == self._main
@@ -48,7 +48,7 @@ class Members:
         """Returns the worker that a name, rank or ``WorkerInfo`` means.
 
         Raises:
-            UnknownWorker: There is none; says who there is.
+            UnknownWorker: There is no such worker; the message lists the workers present.
         """
         try:
             if isinstance(to, str):
@@ -78,18 +78,18 @@ class Members:
         )
 
     def present(self) -> list[Peer]:
-        """Returns the workers of the group by rank; of an open one, those that are not lost."""
+        """Returns the workers of the group by rank; in an open group, without lost workers."""
         with self._lock:
             peers = sorted(self._by_rank.items())
         return [peer for _, peer in peers if peer.lost is None or not self.is_open]
 
     def known(self) -> list[Peer]:
-        """Returns the workers that can be found by name: also those that are lost."""
+        """Returns the workers that can be found by name, including lost workers."""
         with self._lock:
             return list(self._by_name.values())
 
     def on_joined(self, callback: Callable[[Peer], None]) -> None:
-        """Has ``callback`` run for every worker, those of now and those that join."""
+        """Has ``callback`` run for every known worker now, and for each that joins later."""
         with self._lock:
             self._on_joined.append(callback)
             peers = list(self.by_id.values())
@@ -99,19 +99,19 @@ class Members:
     def join(
         self, registration: Registration, *, is_introduced: bool = True
     ) -> tuple[Peer, tuple[Peer, ...]]:
-        """Takes up a worker of an open group.
+        """Adds a worker of an open group.
 
         Args:
-            registration: What it says of itself.
-            is_introduced: Whether it said so itself; if not, it was read from the store.
+            registration: The registration of the worker.
+            is_introduced: Whether the worker sent it; if not, it was read from the store.
 
         Returns:
             The worker, and the lives that had its name or its rank before.
 
         Raises:
             ProtocolError: The group is closed.
-            DuplicateName: It has the name or rank of this worker, or of one that has introduced
-                itself since it wrote what was read.
+            DuplicateName: It has the name or rank of this worker, or of a worker that introduced
+                itself after the stored registration was written.
         """
         with self._lock:
             if not is_introduced and self._roster.is_replaced(registration):
@@ -125,12 +125,12 @@ class Members:
         return peer, former
 
     def _tell(self, peer: Peer) -> None:
-        """Has a worker known to all who want to know, before anybody can find it."""
+        """Runs the callbacks of ``on_joined`` for a worker, before it can be found."""
         for callback in self._on_joined:
             callback(peer)
 
     def departed(self, worker: int) -> Peer:
-        """Returns, as one that is lost, a worker that left an open group before this one came.
+        """Returns, marked as lost, a worker that left an open group before this worker joined.
 
         Raises:
             ProtocolError: There cannot have been such a worker.
@@ -147,6 +147,6 @@ class Members:
             return self.by_id[worker]
 
     def retire(self, peer: Peer) -> None:
-        """Has a worker that leaves not be found any more."""
+        """Removes a leaving worker from the directory."""
         with self._lock:
             self._roster.retire(peer)

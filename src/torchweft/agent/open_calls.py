@@ -1,7 +1,7 @@
 """The calls that this worker has open, and the threads that wait for their answers.
 
-A thread that waits reads the connection on which the answer will come itself, unless another one
-does so already: the answer then needs no hand-over from the thread that read it.
+A waiting thread itself reads the connection on which the answer will come, unless another thread
+already does. The answer then needs no hand-over between threads.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torchweft.wire.messages import Kind
 
 
 class Request(Protocol):
-    """What is sent to open a call."""
+    """The request that opens a call."""
 
     def message(self, number: int) -> Outgoing:
         """Returns the frame, given the number of the call."""
 
     def take_back(self) -> None:
-        """Takes back what the frame hands on: it is not sent."""
+        """Takes back what the frame hands on (references, graph records): it is not sent."""
 
 
 class SimpleRequest:
@@ -62,10 +62,10 @@ class OpenCalls:
     Args:
         peers: The workers of the group, by id.
         reactor: Its threads complete calls.
-        timers: End the calls whose time is up, by ``expire``.
+        timers: End the calls that are past their deadlines, by ``expire``.
         first_contacts: Keeps requests to peers to which there is no connection yet.
         sender: Sends the requests.
-        receiver: Reads the answers, and hands them over from here on.
+        receiver: Reads the answers, and passes them to this object from here on.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class OpenCalls:
     ) -> None:
         """Opens ``call`` and sends its request; the answer completes it.
 
-        Where there is no connection yet, the request is sent as soon as there is one. If there is
-        none in time, or the peer turns out to be lost, the call ends with that error.
+        If there is no connection yet, the request is sent once there is one. If no connection is
+        made in time, or the peer turns out to be lost, the call ends with that error.
 
         Args:
-            peer: Whom to ask.
+            peer: The callee.
             call: The call.
-            request: Makes the frame. It is taken back, later, if this has returned and the frame is
-                never sent.
+            request: Makes the frame. It is taken back later if this method has returned and the
+                frame is never sent.
             may_block: Whether to wait until the socket has room; see ``Sender.send``.
 
         Raises:
@@ -128,7 +128,7 @@ class OpenCalls:
         except BaseException:
             self._client.withdraw(call)
             raise
-        # Lost between the two, nobody would have failed this call.
+        # Race: a loss that was handled before the call was in the table has not failed the call.
         if peer.lost is not None and self._client.withdraw(call):
             raise peer.lost_error()
         parent = call.parent
@@ -154,8 +154,8 @@ class OpenCalls:
             self.ask(peer, call, request)
             self.wait(call)
             return
-        # From here on this thread is the reader. Paused before the request goes out, the link
-        # wakes no other thread when the answer comes.
+        # From here on this thread is the reader. The link is paused before the request is sent, so
+        # that the answer wakes no other thread.
         self._reactor.pause_reading(link.read_fd)
         try:
             self.ask(peer, call, request, may_block=False)
@@ -163,19 +163,19 @@ class OpenCalls:
         finally:
             link.readers.pop(0)
             self._reactor.resume_reading(link.read_fd)
-        # Done as well as outcome: whoever looks at the outcome takes it away.
+        # Check ``is_done`` too: reading the outcome clears it.
         if not (call.frame or call.error or call.is_done):
             self.wait(call)
 
     def wait(self, call: PendingCall, *, may_complete: bool = True) -> None:
         """Blocks until ``call`` is done. Its outcome is in ``call.frame`` or ``call.error``.
 
-        A call whose time is up is closed, with a ``CallTimeout`` as its error.
+        A call past its deadline is closed, with a ``CallTimeout`` as its error.
 
         Args:
             call: The call.
             may_complete: Whether ``on_done`` may run in the main thread, where it may be
-                interrupted: not if it runs callbacks of the program.
+                interrupted. Must be False if ``on_done`` runs callbacks of the program.
         """
         if get_ident() == interrupts.main_id:
             if may_complete and not call.is_done:
@@ -205,7 +205,7 @@ class OpenCalls:
             self._reactor.resume_reading(link.read_fd)
 
     def _complete_in_main(self, call: PendingCall) -> None:
-        """Does what ``wait`` does, in steps of which each may be the last.
+        """Does what ``wait`` does, in the main thread, which may be interrupted at any step.
 
         The future of a call outlives an interrupted wait: another thread then completes it.
         """
@@ -228,7 +228,7 @@ class OpenCalls:
         self._client.completions.pop(call.number, None)
 
     def _leave_completion(self, completion: Completion[PendingCall]) -> None:
-        """Leaves a call to another thread. May be interrupted anywhere, and done again."""
+        """Hands a call over to another thread. Interruptible at any step, and repeatable."""
         if self._client.interrupted(completion):
             self._reactor.submit(self._complete_interrupted, completion)
 
@@ -240,7 +240,7 @@ class OpenCalls:
             completion.on_done(call)
 
     def mend(self) -> None:
-        """Goes on where the main thread was interrupted with a call or a link."""
+        """Recovers calls and links at which the main thread was interrupted."""
         for completion in list(self._client.completions.values()):
             if not is_waiting(completion.call):
                 self._leave_completion(completion)
@@ -261,16 +261,16 @@ class OpenCalls:
         request: Request | None,
         consumed: list[int],
     ) -> None:
-        """Waits for an answer in steps of which each may be the last.
+        """Waits for an answer in the main thread, which may be interrupted at any step.
 
-        It reads answers that are its own; what else comes is left to a thread of the reactor.
+        The main thread reads only its own answers; a reactor thread reads all other data.
 
         Args:
-            peer: Who answers.
-            link: The connection to it, if there is one.
-            call: The call. Where its answer was ``consumed``, it is still in the table.
-            request: Opens the call; None where it is open.
-            consumed: Takes the sizes of what was read, when it will be read by nobody else.
+            peer: The callee.
+            link: The connection to the callee, if there is one.
+            call: The call. If its answer was ``consumed``, the call is still in the table.
+            request: Opens the call; None if the call is open.
+            consumed: Takes the sizes of the data read, once no other thread will read that data.
         """
         if link is None or not link.may_be_interrupted:
             if request is not None:
@@ -287,7 +287,7 @@ class OpenCalls:
                 self.ask(peer, call, request, may_block=False)
             if is_reader:
                 self._read_own(peer, link, call, consumed)
-                # As ``give_back``, without calling it.
+                # ``give_back``, inlined.
                 link.readers.pop(0)
                 if link.pending:
                     self._receiver.read_pending(peer, link)
@@ -302,7 +302,7 @@ class OpenCalls:
             self._wait_in_main(call)
 
     def _read_own(self, peer: Peer, link: Link, call: PendingCall, consumed: list[int]) -> None:
-        """Reads until ``call`` is answered, or there is something else to read."""
+        """Reads until ``call`` is answered, or other data arrives."""
         spinning = link.answer_spinning
         look = spinning.begin() if spinning.is_worthwhile() else None
         if self._reactor.unarmed:
@@ -322,7 +322,7 @@ class OpenCalls:
                 elif frame.kind == _PULLED:
                     peer.held.release(int.from_bytes(frame.control[:8], "little"))
                 else:
-                    return  # Who reads on sees the others once more, which is harmless.
+                    return  # The next reader handles all these frames again, which is harmless.
             if answer is not None:
                 call.frame = answer
                 link.end_own(consumed)
@@ -332,9 +332,9 @@ class OpenCalls:
             link.end_own([])
 
     def _wait_in_main(self, call: PendingCall) -> None:
-        """Waits for other threads to complete ``call``, which ends here when its time is up.
+        """Waits for other threads to complete ``call``, and ends it at its deadline.
 
-        One that a future waits for is left to the timer thread: an interrupt must not lose it.
+        The timer thread ends a call for which a future waits: an interrupt must not lose that call.
         """
         self._reactor.arm_unarmed()
         is_late = not call.wait(call.deadline_s - time.monotonic())
@@ -343,7 +343,7 @@ class OpenCalls:
         call.wait(math.inf)
 
     def _read_until_done(self, peer: Peer, link: Link, call: PendingCall) -> None:
-        """Reads a link, whose ``reading`` this thread has, until ``call`` is answered."""
+        """Reads a link, as the thread in its ``readers``, until ``call`` is answered."""
         receiver, spinning = self._receiver, link.answer_spinning
         reactor = self._reactor
         if spinning.is_worthwhile():
@@ -352,7 +352,7 @@ class OpenCalls:
                 reactor.wake()
             if call.frame:
                 return
-        # A read may take longer than what is left in the end; others read on then.
+        # A read may take longer than the time that is left; other threads read on then.
         limit_s = call.deadline_s - READ_TICK_S
         is_counted = reactor.begin_wait()
         try:
@@ -371,7 +371,7 @@ class OpenCalls:
         is_counted = self._reactor.begin_wait()
         try:
             if not call.wait(call.deadline_s - time.monotonic()):
-                # Either it is taken here, and fails, or somebody took it and completes it now.
+                # Either ``expire`` fails the call here, or another thread completes it now.
                 self.expire(time.monotonic())
                 call.wait(math.inf)
         finally:
@@ -379,7 +379,7 @@ class OpenCalls:
                 self._reactor.end_wait()
 
     def expire(self, now_s: float) -> float:
-        """Fails the calls whose time is up; a job of the timers."""
+        """Fails the calls that are past their deadlines; a timer job."""
         actions, earliest_s = self._client.expire(now_s)
         self._act(actions)
         return earliest_s
@@ -390,13 +390,13 @@ class OpenCalls:
         self._act([Complete(call)])
 
     def cancel(self, call: PendingCall, error: BaseException) -> bool:
-        """Gives up a call: it fails with ``error``. Returns False where it has ended already."""
+        """Cancels a call, which fails with ``error``. Returns False if it has ended already."""
         actions = self._client.cancelled(call, error)
         self._act(actions)
         return bool(actions)
 
     def cancel_nested(self, parents: Set[ServedCall]) -> None:
-        """Gives up the calls that were made in the course of some calls of other workers."""
+        """Cancels the calls that were made in the course of ``parents``, calls of other workers."""
         self._act(self._client.parents_cancelled(parents))
 
     def _act(self, actions: list[Action[PendingCall]]) -> None:
@@ -410,7 +410,7 @@ class OpenCalls:
                 self._reactor.submit(_run_on_done, action.call)
 
     def take_reply(self, frame: Frame, awaited: PendingCall | None) -> bool:
-        """Gives an answer to the call that waits for it; returns False where none does any more.
+        """Gives an answer to the call that waits for it; returns False if none waits any more.
 
         Args:
             frame: The answer.
@@ -434,7 +434,7 @@ class OpenCalls:
         self._act(self._client.worker_lost(peer.id, peer.lost_error))
 
     def fail_all(self, error: NotInitialized) -> None:
-        """Fails all calls, in this thread: the others have ended."""
+        """Fails all calls in this thread, because the other threads are ending."""
         for action in self._client.closed(error):
             assert isinstance(action, Complete)
             _run_on_done(action.call, None)

@@ -1,9 +1,9 @@
-"""Parcels: messages with tensors, between Python objects' bytes and frames.
+"""Parcels: messages with tensors, encoded into frames and decoded again.
 
-The layers above say what a message is (a head and a pickled payload) and which tensors were
-taken out of it. Here the tensors get their table, every buffer its channel, and on the other
-side the way back. A message from a worker to itself touches neither bytes nor channels: its
-tensors arrive as they are, by reference.
+The layers above give a message (a head and a pickled payload) and the tensors that were taken out
+of it. This module writes the table of the tensors and chooses a channel for every buffer; the
+receiver reverses both. A message from a worker to itself touches neither bytes nor channels: its
+tensors arrive by reference.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Parcel:
     Attributes:
         head: Bytes of the message kind's fixed layout.
         payload: The pickle; opaque here.
-        table: What describes the tensors; empty where there are none.
-        buffers: The memory of the tensors, as far as it has come.
-        channel_table: How the rest comes; empty once all is here.
-        externals: Other objects taken out of the pickle; only in a message to oneself.
+        table: Describes the tensors; empty if there are none.
+        buffers: The memory of the tensors that has arrived.
+        channel_table: The channels of the missing buffers; empty once all have arrived.
+        externals: Other objects taken out of the pickle; only in a message to this worker itself.
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class Parcel:
 
     @classmethod
     def local(cls, control: LocalParcel, worker: str) -> Parcel:
-        """Returns a message to oneself, whose tensors need no table."""
+        """Returns a message from this worker to itself, whose tensors need no table."""
         parcel = cls(ParcelSections(control.head, control.payload, b"", b""), (), worker, 0)
         parcel._tensors = list(control.tensors)
         parcel.externals = control.externals
@@ -86,24 +86,24 @@ class Parcel:
 
     @property
     def some_require_grad(self) -> bool:
-        """Whether some of its tensors required grad at the sender; no for a local message."""
+        """Whether some of its tensors required grad at the sender; False for a local message."""
         return bool(self.table) and tensor_table.some_require_grad(self.table)
 
     @property
     def some_are_computed(self) -> bool:
-        """Whether some of its tensors have a graph at the sender; ask after ``tensors``."""
-        # Asked for every message with tensors: one function, not two.
+        """Whether some of its tensors have a graph at the sender; valid after ``tensors``."""
+        # Inlined: it runs for every message with tensors.
         return bool(self.table) and bool(self.table[HEADER.size - 1] & SOME_COMPUTED)
 
     def flags(self) -> list[tensor_table.GradFlags]:
-        """Returns what the autograd layer has to know of each tensor."""
+        """Returns the flags of each tensor for the autograd layer."""
         return tensor_table.grad_flags(self.table)
 
     def tensors(self, *, detached: bool) -> list[Tensor]:
         """Returns the tensors; each owns its memory.
 
         Args:
-            detached: Whether to return those that required grad at the sender without it.
+            detached: Whether tensors that required grad at the sender are returned without it.
         """
         if self._tensors is not None:
             return self._tensors
@@ -129,7 +129,7 @@ class ParcelService:
     """Seals and opens parcels for one worker.
 
     Attributes:
-        sources: For every way of buffers that do not follow a message, what fetches them.
+        sources: The fetcher of each channel whose buffers do not follow the message.
 
     Args:
         agent: The worker's agent.
@@ -153,7 +153,7 @@ class ParcelService:
         agent.receiver.on(Kind.SUPPLY, self._on_supply, inline=True)
 
     def peer_lost(self, peer: Peer) -> None:
-        """Fails the waits for tensors of a lost worker; takes back memory that it was lent."""
+        """Fails the waits for tensors of a lost worker; takes back memory lent to it."""
         self.peer_disconnected(peer)
         peer.held.close()
         peer.channels.lose()
@@ -163,12 +163,12 @@ class ParcelService:
         self._data.give_up(peer)
 
     def close(self, limit_s: float = _CLOSE_LIMIT_S) -> None:
-        """Sends what is waiting, at most for ``limit_s``; ends the threads that move tensors."""
+        """Sends waiting data, for at most ``limit_s``; ends the threads that move tensors."""
         self._data.close(limit_s)
         self._copier.close()
 
     def tick(self, now_s: float) -> float:
-        """Gives warm memory back that has not been used for a while; a job of the timers."""
+        """Frees pooled memory that has not been used for a while; a timer job."""
         if now_s >= self._next_trim_s:
             self._next_trim_s = now_s + self._idle_s / 2
             self._agent.pool.trim(self._idle_s)
@@ -189,19 +189,20 @@ class ParcelService:
         tensors: Sequence[Tensor],
         externals: Sequence[object] = (),
     ) -> Outgoing:
-        """Returns a message for ``Agent.send``.
+        """Returns a message for ``Sender.send``.
 
         Tensors that will be pulled are kept until the peer has them.
 
         Args:
-            peer: Who will get it.
-            kind: What kind of message it is.
+            peer: The receiver.
+            kind: The kind of the message.
             flags: Flags of that kind.
-            number: The call that it belongs to, or 0.
+            number: The call that the message belongs to, or 0.
             head: Bytes of that kind's fixed layout.
             payload: A pickle; opaque here.
             tensors: The tensors taken out of the pickle, in order.
-            externals: Other objects taken out of it; they travel by reference only, to oneself.
+            externals: Other objects taken out of the pickle; passed by reference, and only to this
+                worker itself.
         """
         if peer.is_self:
             local = LocalParcel(head, payload, tensors, externals)
@@ -223,12 +224,12 @@ class ParcelService:
             raise
         frame = encode_frame(kind, flags, number, control, prepared.following)
         if prepared.striped:
-            # Last: what cannot be sent after all must not have begun to arrive.
+            # Last: no tensor may begin to arrive of a message that cannot be sent after all.
             self._data.send(peer, prepared.token, prepared.striped, waits=kind == Kind.REPLY)
         return frame
 
     def read(self, frame: Frame) -> Parcel:
-        """Takes a received message apart, without fetching anything.
+        """Decodes a received message, without fetching tensors.
 
         Raises:
             ProtocolError: The message is malformed.
@@ -239,7 +240,7 @@ class ParcelService:
         return Parcel(decode_parcel(control), frame.buffers, self._name, self._tensor_limit)
 
     def fetch(self, peer: Peer, parcel: Parcel) -> None:
-        """Fetches the tensors that did not come with the message. May block; not for readers.
+        """Fetches tensors that did not come with the message. May block; not for reading threads.
 
         Raises:
             ProtocolError: The message is malformed.
@@ -260,7 +261,7 @@ class ParcelService:
         return parcel
 
     def discard(self, peer: Peer, parcel: Parcel) -> None:
-        """Lets the sender of a message that nobody will read go of its tensors."""
+        """Tells the sender to release the tensors of a message that will not be read."""
         if parcel.channel_table:
             table = self._read_table(parcel)
             for kind in _fetched_kinds(table):
@@ -284,9 +285,9 @@ class ParcelService:
         return in_order(table, parcel.buffers, fetched)
 
     def _on_supply(self, peer: Peer, frame: Frame) -> None:
-        """Sends, behind a message, buffers that did not get to the peer the way they were to.
+        """Sends, behind a message, buffers that did not reach the peer over their channel.
 
-        Inline: it must not wait for a free thread.
+        Inline: the request must not wait for a free thread.
         """
         token, kind = read_request(frame.control)
         buffers: Sequence[memoryview]
@@ -308,6 +309,6 @@ class ParcelService:
 
 
 def _fetched_kinds(table: BufferTable) -> list[ChannelKind]:
-    # What cannot fail comes first: nothing that was lent is forgotten when another way fails.
+    # SHM cannot fail and comes first: no loan is forgotten when another channel fails.
     present = {entry.kind for entry in table.entries}
     return [kind for kind in (SHM, CMA, STRIPED) if kind in present]

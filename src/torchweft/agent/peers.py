@@ -19,45 +19,45 @@ from torchweft.transport.link import Link
 from torchweft.wire.frames import Buffer, Frame
 
 Outgoing = list[Buffer] | Frame
-"""What to send: bytes to write, or, to oneself, a frame as it will be received."""
+"""A message to send: bytes to write or, from a worker to itself, a frame as it is received."""
 
 
 class Unsent:
     """A message that waits for the first connection to its receiver.
 
     Args:
-        message: What is to be sent.
+        message: The message to send.
     """
 
     def __init__(self, message: Outgoing) -> None:
         self._message = message
 
     def make(self) -> Outgoing:
-        """Returns what to send; an error that it raises is given to ``drop``."""
+        """Returns the message to send; an exception raised here is passed to ``drop``."""
         return self._message
 
     def is_wanted(self) -> bool:
-        """Whether it is still to be sent."""
+        """Whether the message is still to be sent."""
         return True
 
     def drop(self, error: Exception | None) -> None:
-        """Is told that the message will not be sent, and why; None where it is not wanted."""
+        """Called if the message will not be sent; ``error`` is None if it is not wanted."""
 
 
 class Unreachable(ConnectionError):
-    """Nobody answers where a peer said it listens; the agent declares the peer lost."""
+    """A peer does not answer at its addresses; the agent declares the peer lost."""
 
 
 class Peer:
     """One worker of the group, seen from another (or from itself).
 
-    Its connection is made when it is first needed, by the side that needs it; ``connecting``
-    decides all about that. What is needed for each message is a plain attribute, set as the
-    machine says: ``link`` and ``lost``.
+    The side that first needs the connection makes it; ``connecting`` decides how. ``link`` and
+    ``lost``, which every message needs, are plain attributes, set as the state machine says.
 
     Args:
-        registration: What the peer said of itself when it joined.
-        main_by_name: Whether both run the same main program, so that its functions go by name.
+        registration: The registration with which the peer joined.
+        main_by_name: Whether both workers run the same main program, so that its functions are sent
+            by name.
     """
 
     def __init__(self, registration: Registration, *, main_by_name: bool, is_self: bool) -> None:
@@ -67,21 +67,21 @@ class Peer:
         self.name = registration.name
         self.main_by_name = main_by_name
         self.is_self = is_self
-        # Both are of use once there is a connection.
+        # Both are used once there is a connection.
         self.channels = Channels(self.name, 0)
         self.held = HeldTensors()
         self.link: Link | None = None
         self.unsent: deque[Unsent] = deque()
-        """What waits for the first connection; see ``torchweft.agent.first_contacts``."""
+        """Messages that wait for the first connection; see ``torchweft.agent.first_contacts``."""
         self.lost: WorkerLost | None = None
-        # Of use once there is somebody who takes data connections, and, to dial them, a link.
+        # Set by ``DataConnections``; ``dial_data`` is set once there is a link.
         self.accept_data: Callable[[socket.socket, int], None] | None = None
         self.dial_data: Callable[[int, int], list[socket.socket]] | None = None
         self.reach_data: Callable[[], bool] = lambda: False
         self.served: dict[int, ServedCall] = {}
         """Calls of the peer that this worker has received and not ended, by their numbers."""
         self.connecting = Connecting(self.id, self.name)
-        """Decides about the connection; to be used with ``state_lock``."""
+        """State machine of the connection; to be used with ``state_lock``."""
         self.state_lock = threading.Lock()
         self.dial_lock = threading.Lock()
         """Held by the thread that carries out the steps of the first connection."""
@@ -89,7 +89,7 @@ class Peer:
         """Set when there is a first connection, or never will be."""
 
     def adopt(self, link: Link, terms: Terms | None, patience: Patience) -> str:
-        """Takes a connection as the one to the peer; returns why that cannot be, or nothing."""
+        """Installs the connection to the peer; returns the obstacle, or an empty string."""
         with self.state_lock:
             obstacle = self.connecting.adopt(time.monotonic(), terms, patience)
             if not obstacle:
@@ -97,14 +97,14 @@ class Peer:
         return obstacle
 
     def depart(self) -> None:
-        """Notes that the peer leaves an open group: its end is no loss."""
+        """Records that the peer leaves an open group, so that its end is not a loss."""
         with self.state_lock:
             self.connecting.depart()
 
     def declare_lost(self, cause: str) -> WorkerLost | None:
-        """Marks the peer as lost; returns the error for those who wait, None if it was already.
+        """Marks the peer as lost; returns the error for waiting threads, None if lost already.
 
-        Where the launcher may know better why, this waits for that, a few milliseconds.
+        Waits a few milliseconds for the launcher's note if that may tell the cause.
         """
         connecting = self.connecting
         if not connecting.knows_cause:

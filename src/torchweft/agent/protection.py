@@ -1,4 +1,4 @@
-"""What a worker is told of strangers and of networks."""
+"""How a worker authenticates peers and secures connections."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torchweft.transport.secure import TlsOptions
 
 
 class Protection(NamedTuple):
-    """Who is let in, and how connections are protected.
+    """How peers are authenticated, and how connections are protected.
 
     Attributes:
-        key: What others must have, of this run.
-        has_secret: Whether it was made with a secret of the group; if not, whoever reads the
-            rendezvous store has it.
-        tls: How TCP connections are secured; None for not at all.
+        key: The key of this run, which peers must have.
+        has_secret: Whether the key was made with a secret of the group; if not, every reader of
+            the rendezvous store has the key.
+        tls: How TCP connections are secured; None for no TLS.
     """
 
     key: Secret
@@ -26,6 +26,6 @@ class Protection(NamedTuple):
     def of_run(
         cls, token: str, secret: Secret | None = None, tls: TlsOptions | None = None
     ) -> Protection:
-        """Returns the protection of the run with a token, by a secret if there is one."""
+        """Returns the protection for the run with a token; its key uses the secret, if any."""
         key = Secret(token.encode()) if secret is None else secret.derive(token)
         return cls(key, secret is not None, tls)

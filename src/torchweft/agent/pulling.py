@@ -1,4 +1,4 @@
-"""The agent's part in buffers that the receiver fetches: one source for every way."""
+"""Buffers that the receiver fetches: one source for each channel."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torchweft.wire.messages import Kind
 
 
 class Source(Protocol):
-    """Fetches the buffers that come one way."""
+    """Fetches the buffers that come over one channel."""
 
     def fetch(self, peer: Peer, table: BufferTable) -> Sequence[Buffer]:
-        """Returns those buffers of ``table`` that come this way, in order. May block.
+        """Returns the buffers of ``table`` that use this channel, in order. May block.
 
-        What fails is tried another way in here; the sender is told not to use this one again.
+        On failure, this method fetches the buffers over another channel.
 
         Raises:
-            ProtocolError: The sender says what cannot be.
+            ProtocolError: The sender's table is impossible.
             WorkerLost: The sender was lost before its buffers could be fetched.
         """
 
     def drop(self, peer: Peer, table: BufferTable) -> None:
-        """Has the sender get its memory back: nobody will fetch these buffers."""
+        """Returns the memory of these buffers to the sender: they will not be fetched."""
 
 
 class Borrowing:
@@ -58,7 +58,7 @@ class Borrowing:
 class Pulling:
     """Buffers that are copied out of the sender's memory, which the sender keeps until then.
 
-    Where that fails the sender is asked to stream them, and offers this way no more.
+    If a copy fails, the sender is asked to stream the buffers, and no longer offers this channel.
 
     Args:
         agent: The worker's agent.

@@ -1,10 +1,10 @@
-"""Messages as they come in: which thread reads a connection, and what handles each message.
+"""Incoming messages: which thread reads a connection, and which handler gets each message.
 
 A handler is *inline* or a *task*. Inline handlers run on the thread that reads the connection:
 they neither block nor run user code. Tasks run where the reactor finds a thread for them.
 
-One thread reads a connection at a time: the one whose object is in ``Link.readers``. That is a
-thread of the reactor, or one that waits for an answer of the peer.
+One thread reads a connection at a time: the thread whose object is in ``Link.readers``. That is a
+thread of the reactor, or a thread that waits for an answer of the peer.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class _Route(NamedTuple):
 
 
 class Receiver:
-    """Reads the connections of one worker, and has each message handled. Thread-safe.
+    """Reads the connections of one worker, and dispatches each message. Thread-safe.
 
     Args:
-        reactor: Runs tasks, and says which connections can be read.
+        reactor: Runs tasks, and reports which connections can be read.
         lose: Declares a peer lost, with the cause.
     """
 
@@ -60,7 +60,7 @@ class Receiver:
     # What handles each kind of message
 
     def on(self, kind: Kind, handler: Handler, *, inline: bool) -> None:
-        """Has ``handler`` called with the sender and each frame of ``kind``.
+        """Registers ``handler`` for frames of ``kind``.
 
         Args:
             kind: The kind of message.
@@ -70,18 +70,18 @@ class Receiver:
         self._routes[kind] = _Route(handler, inline)
 
     def on_calls(self, handler: CallHandler, refuse: CallHandler, call: type[ServedCall]) -> None:
-        """Has calls of other workers handled.
+        """Registers the handlers for calls of other workers.
 
         Args:
             handler: Called, as a task, with the peer and the call.
-            refuse: Called instead where too many calls of the peer wait already.
-            call: The type that a call is made an object of, as soon as it is read.
+            refuse: Called instead if too many calls of the peer wait already.
+            call: The type of the object that is made of a call as soon as it is read.
         """
         self._routes[Kind.CALL] = _Route(handler, False, call)
         self._refuse = refuse
 
     def on_replies(self, take: TakeReply) -> None:
-        """Has replies given to ``take``, which returns whether a call waits for them.
+        """Registers ``take`` for replies; it returns whether a call waits for the reply.
 
         Args:
             take: Called with the frame and the call that the reading thread waits for.
@@ -89,10 +89,10 @@ class Receiver:
         self._take_reply = take
 
     def dispatch(self, peer: Peer, frame: Frame, awaited: PendingCall | None) -> None:
-        """Has one message handled.
+        """Handles one message, or queues a task that does.
 
         Raises:
-            ProtocolError: No worker sends such a message.
+            ProtocolError: The message violates the protocol.
         """
         if frame.kind == _REPLY:
             if not self._take_reply(frame, awaited):
@@ -136,12 +136,12 @@ class Receiver:
         awaited: PendingCall | None = None,
         spinning: Spinning | None = None,
     ) -> bool:
-        """Receives, and handles what is complete; returns whether there was anything.
+        """Receives data, and handles complete frames; returns whether there were any.
 
         Args:
             peer: The sender.
-            link: The connection, which this thread has in ``readers``.
-            may_block: Whether to wait for a moment if nothing is there.
+            link: The connection, in whose ``readers`` this thread is.
+            may_block: Whether to wait for a moment if no data is there.
             awaited: The call that this thread waits for, whose answer it takes itself.
             spinning: How long to look for data without blocking.
         """
@@ -162,12 +162,12 @@ class Receiver:
         return False
 
     def turn_away(self, peer: Peer, error: ProtocolError) -> None:
-        """Declares a worker lost that sent what no worker sends."""
+        """Declares a worker lost that violated the protocol."""
         _log.error("closing the connection to worker %r: %s", peer.name, error)
         self._lose(peer, f"it sent an invalid message: {error}")
 
     def on_readable(self, peer: Peer, link: Link) -> None:
-        """Reads a connection of which the reactor says that it can be read."""
+        """Reads a connection that the reactor reports as readable."""
         me = object()
         if link.readers.setdefault(0, me) is not me:
             return  # A caller reads this link itself, and arms it again when it is done.
@@ -183,11 +183,11 @@ class Receiver:
                 reactor.resume_reading(link.read_fd)
 
     def after_tasks(self, peer: Peer, link: Link, may_look: bool) -> bool:
-        """Looks, after a request, whether the next one comes at once; returns whether it did."""
+        """Polls briefly, after a request, for the next one; returns whether it came."""
         reactor, fd = self._reactor, link.read_fd
         if not reactor.take_unarmed(fd):
             return False  # Armed meanwhile: another thread may be reading it.
-        # After answers only, others of this worker go on meanwhile, and need the interpreter.
+        # After answers only, other threads of this worker go on and need the interpreter lock.
         may_look = may_look and link.brought_tasks
         me = object()
         if (
@@ -209,10 +209,10 @@ class Receiver:
     # What the main thread leaves to others
 
     def give_back(self, peer: Peer, link: Link, reader: object) -> None:
-        """Leaves a link to other threads that ``reader`` has taken in the main thread.
+        """Leaves a link that ``reader`` has taken in the main thread to other threads.
 
-        May be interrupted anywhere, and done again, also by another thread: the last step is to
-        note that it is done.
+        Interruptible at any step, and repeatable, also by another thread: the last step records
+        that it is done.
         """
         if link.taken_by is reader:
             if link.readers.get(0) is reader:
@@ -223,17 +223,18 @@ class Receiver:
                 self._reactor.resume_reading(link.read_fd)
             link.taken_by = None
         elif link.readers.get(0) is reader:
-            link.readers.pop(0)  # Interrupted at once: still armed, or read by no thread.
+            # Interrupted before ``taken_by`` was set: still armed, or read by no thread.
+            link.readers.pop(0)
             self._reactor.resume_reading(link.read_fd)
 
     def read_pending(self, peer: Peer, link: Link) -> None:
-        """Has another thread read on where the main thread has received what is not its own."""
+        """Has another thread handle data that the main thread received but does not handle."""
         self._reactor.submit(self._read_pending, peer, link)
 
     def _read_pending(self, peer: Peer, link: Link) -> None:
         me = object()
         if link.readers.setdefault(0, me) is not me:
-            return  # That one does.
+            return  # The current reader handles the data.
         try:
             self.read(peer, link, may_block=False)
         finally:
@@ -244,7 +245,7 @@ class Receiver:
 
 
 def _ignore(peer: Peer, message: object) -> None:
-    """Does nothing: what a message is for is not known yet."""
+    """Does nothing: no handler is registered yet."""
 
 
 def _size(frame: Frame) -> int:

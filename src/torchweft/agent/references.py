@@ -1,9 +1,9 @@
-"""The shell of the reference protocol: the owned values, and the machine's events and actions.
+"""The I/O shell of the reference protocol: owned values, and the machine's events and actions.
 
 See ``docs/protocols/references.md`` for the protocol. A finalizer may run at any point of any
-thread, also inside the lock of this module; so it only appends to a queue, which the timer thread
-empties a little later. Messages of the protocol are collected for the same short while and go
-out as one frame a peer.
+thread, even while that thread holds the lock of this module. So it only appends to a queue, which
+the timer thread empties a little later. Messages of the protocol are collected for the same short
+time and sent as one frame per peer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger("torchweft")
 class OwnedValue:
     """A value that this worker owns, perhaps still being made.
 
-    It becomes a value or an error once; who waits, waits for that.
+    It becomes a value or an error once; waiting threads and callbacks wait for that.
     """
 
     __slots__ = (
@@ -54,7 +54,7 @@ class OwnedValue:
         self.error: BaseException | None = None
         self.is_being_made = self.was_asked_for = False
         self.guard: Any = None
-        """Reports the error if nobody looks at it."""
+        """Reports the error if no caller retrieves it."""
         self._callbacks: list[Callable[[OwnedValue], None]] | None = []
         self._lock = allocate_lock()
         self._ready = allocate_lock()
@@ -66,7 +66,7 @@ class OwnedValue:
         return self._callbacks is None
 
     def resolve(self, value: Any, error: BaseException | None = None) -> None:
-        """Makes it a value or an error, once, and calls back those who wait."""
+        """Makes it a value or an error, once, and runs the waiting callbacks."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks, None
             if callbacks is None:
@@ -77,7 +77,7 @@ class OwnedValue:
             callback(self)
 
     def give_up(self, error: BaseException) -> None:
-        """Makes it an error for those who block in ``wait``; nobody is called back."""
+        """Makes it an error for threads that block in ``wait``; runs no callbacks."""
         with self._lock:
             if self._callbacks is None:
                 return
@@ -86,7 +86,7 @@ class OwnedValue:
         self._ready.release()
 
     def when_ready(self, callback: Callable[[OwnedValue], None]) -> None:
-        """Calls ``callback`` with this, now or as soon as it is ready."""
+        """Calls ``callback`` with this object, now or as soon as it is ready."""
         with self._lock:
             if self._callbacks is not None:
                 self._callbacks.append(callback)
@@ -94,7 +94,7 @@ class OwnedValue:
         callback(self)
 
     def forget(self, callback: Callable[[OwnedValue], None]) -> bool:
-        """Takes back ``when_ready``; returns False where it has come to be called already."""
+        """Takes back ``when_ready``; returns False if the callback is no longer pending."""
         with self._lock:
             if self._callbacks is None or callback not in self._callbacks:
                 return False
@@ -132,13 +132,13 @@ class ReferenceKeeper:
         self._due_s = math.inf
         self._remind_s = math.inf
         self.before_flush: Callable[[], None] = lambda: None
-        """Sends what others must hear before the messages of the protocol."""
+        """Sends messages that must precede the messages of the protocol."""
         agent.receiver.on(Kind.REFERENCES, self._on_message, inline=True)
 
     # Values of this worker
 
     def own(self, value: Any) -> ReferenceId:
-        """Takes up a value of this worker and returns a new reference to it, with one handle."""
+        """Registers a value of this worker; returns a new reference to it, with one handle."""
         owned = OwnedValue()
         owned.resolve(value)
         with self._lock:
@@ -157,10 +157,10 @@ class ReferenceKeeper:
         return reference, owned
 
     def created(self, reference: ReferenceId) -> OwnedValue | None:
-        """Notes that another worker's call to make a value has arrived.
+        """Records that another worker's call to make a value has arrived.
 
         Returns:
-            Where to put the value; None if it is not to be made (again).
+            Where to put the value; None if it must not be made (again).
         """
         with self._lock:
             if not self._machine.created(reference):
@@ -168,7 +168,7 @@ class ReferenceKeeper:
             owned = self._values.get(reference)
             if owned is None:
                 owned = OwnedValue()
-                # A call to oneself finds nothing where its reference has been dropped meanwhile.
+                # A call to this worker itself finds no value if its reference has been dropped.
                 if reference.creator != self._me:
                     self._values[reference] = owned
             owned.is_being_made = True
@@ -176,11 +176,11 @@ class ReferenceKeeper:
         return owned
 
     def value_of(self, reference: ReferenceId, *, is_use: bool = True) -> OwnedValue:
-        """Returns what this worker owns under ``reference``, perhaps still to be made.
+        """Returns the value that this worker owns under ``reference``, perhaps still to be made.
 
         Args:
             reference: The reference.
-            is_use: Whether an error in place of the value is told to somebody.
+            is_use: Whether the caller reports an error in place of the value.
 
         Raises:
             ReferenceGone: The value was released.
@@ -192,7 +192,7 @@ class ReferenceKeeper:
                     raise ReferenceGone(
                         f"the value of {reference} was released; keep a reference to it alive"
                     )
-                # Asked for before the call that makes it has come: calls have no order.
+                # The request came before the call that makes the value: calls have no order.
                 owned = self._values[reference] = OwnedValue()
             if is_use:
                 owned.was_asked_for = True
@@ -203,7 +203,7 @@ class ReferenceKeeper:
     # References of this worker
 
     def creating(self, owner: Peer) -> ReferenceId:
-        """Names a value that a call to ``owner`` will make; counts one handle."""
+        """Returns a reference to a value that a call to ``owner`` will make; counts one handle."""
         with self._lock:
             reference = self._machine.creating(owner.id)
             self._handles[reference] += 1
@@ -216,11 +216,11 @@ class ReferenceKeeper:
         self._settle()
 
     def note_site(self, reference: ReferenceId, site: tuple[CodeType, int, str]) -> None:
-        """Remembers where in the program, by code and line, and by what a reference was made."""
+        """Records where a reference was made, by code and line, and what made it."""
         self._sites[reference] = site
 
     def end_handle(self, reference: ReferenceId) -> None:
-        """Notes that a handle is gone. For finalizers: it only enqueues."""
+        """Records that a handle is gone. For finalizers: it only enqueues."""
         self._ended.append(reference)
         self._wake_by()
 
@@ -236,7 +236,7 @@ class ReferenceKeeper:
         self._settle()
 
     def received(self, handed: HandedReference, sender: Peer) -> bool:
-        """Notes a reference that came in a message; returns whether it counts as a handle."""
+        """Records a reference that came in a message; returns whether it counts as a handle."""
         owner = handed.reference.owner
         if owner not in self.agent.peers:
             self.peer_lost(self.agent.members.departed(owner))
@@ -248,10 +248,10 @@ class ReferenceKeeper:
         return is_counted
 
     def came_home(self, reference: ReferenceId) -> bool:
-        """Notes a reference to a value of this worker in a call, by a caller that keeps its own.
+        """Records a reference to an own value in a call whose caller keeps its own handle.
 
         Returns:
-            Whether it counts as a handle.
+            Whether the reference counts as a handle.
         """
         with self._lock:
             is_counted = self._machine.came_home(reference)
@@ -261,30 +261,30 @@ class ReferenceKeeper:
         return is_counted
 
     def refused(self, handed: HandedReference, sender: Peer) -> None:
-        """Notes a reference in a message that nobody will read."""
+        """Records a reference in a message that will not be read."""
         with self._lock:
             self._machine.refused(handed.reference, handed.token, sender.id)
         self._settle()
 
     def is_owned(self, reference: ReferenceId) -> bool:
-        """Whether somebody refers to a value of this worker."""
+        """Whether this worker owns a value that is still referred to."""
         return reference in self._values
 
     def is_confirmed(self, reference: ReferenceId) -> bool:
-        """Whether the owner has said that it counts this worker as a user."""
+        """Whether the owner has confirmed that it counts this worker as a user."""
         return reference in self._confirmed or reference.owner == self.agent.me.id
 
     def check_alive(self, reference: ReferenceId) -> None:
-        """Raises what happened to the value, if it is lost or was released."""
+        """Raises an error if the value is lost or was released."""
         error = self._dead.get(reference)
         if error is not None:
-            # A copy: this one is kept, and would keep the frames that it passes when raised.
+            # Raise a copy: the traceback of the kept error would keep frames alive.
             raise copy.copy(error)
 
     # Shutdown
 
     def close(self) -> None:
-        """Fails those who wait here for a value that is not made: this worker leaves."""
+        """Fails threads that wait here for a value that is not made: this worker leaves."""
         gone = NotInitialized(f"worker {self.agent.info.name!r} shut down before the value came")
         with self._lock:
             waiting = [owned for owned in self._values.values() if not owned.is_ready]
@@ -292,7 +292,7 @@ class ReferenceKeeper:
             owned.give_up(gone)
 
     def begin_settling(self) -> None:
-        """Drops all handles; what is left afterwards, when settled, is a leak."""
+        """Drops all handles; references that are left once settled are leaks."""
         self._drain_ended()
         with self._lock:
             self._machine.drop_all()
@@ -300,18 +300,18 @@ class ReferenceKeeper:
         self.flush()
 
     def is_settled(self) -> bool:
-        """Whether nothing waits for an answer of another worker."""
+        """Whether no message waits to be sent, or for an answer of another worker."""
         with self._lock:
             return self._machine.is_settled() and not self._outgoing
 
     def counts(self) -> dict[str, int]:
-        """Returns how many values are owned and how many references of others are held."""
+        """Returns the counts of owned values and of held references to other workers' values."""
         with self._lock:
             held = sum(1 for leak in self._machine.leaks() if leak.reference.owner != self._me)
             return {"owned": len(self._values), "held": held}
 
     def census(self) -> protocol.Census:
-        """Returns how many references there are, and how far they have come."""
+        """Returns how many references there are, by their states in the protocol."""
         with self._lock:
             return self._machine.census()
 
@@ -338,7 +338,7 @@ class ReferenceKeeper:
         return f"{site[0].co_filename}:{site[1]}" if site else "another worker"
 
     def describe(self, reference: ReferenceId) -> str:
-        """Returns what a reference is to its user: what made it, and where."""
+        """Returns a description of a reference for its user: what made it, and where."""
         site = self._sites.get(reference)
         if site is None:
             creator = self.agent.peers.get(reference.creator)
@@ -364,7 +364,7 @@ class ReferenceKeeper:
         self._settle()
 
     def peer_lost(self, peer: Peer) -> None:
-        """Gives up what a lost worker held and what it owned."""
+        """Gives up the references that a lost worker held, and the values that it owned."""
         with self._lock:
             self._machine.peer_lost(peer.id)
             self._outgoing.pop(peer.id, None)
@@ -378,10 +378,10 @@ class ReferenceKeeper:
             owned.resolve(None, peer.lost_error())
 
     def tick(self, now_s: float) -> float:
-        """Does what is due; a job of the timers."""
+        """Performs due work; a timer job."""
         if min(self._due_s, self._remind_s) > now_s:
             return min(self._due_s, self._remind_s)
-        # First: a handle that ends from here on has it called again.
+        # Reset first: a handle dropped concurrently must schedule another tick.
         self._due_s = math.inf
         self._drain_ended()
         with self._lock:
@@ -389,7 +389,7 @@ class ReferenceKeeper:
             is_waiting = not self._machine.is_settled()
         self._settle()
         self.flush()
-        # What was just sent may have to be sent again.
+        # The messages just sent may need retransmission.
         self._remind_s = now_s + 1.0 if is_waiting else math.inf
         return min(self._due_s, self._remind_s)
 
@@ -404,7 +404,7 @@ class ReferenceKeeper:
         self._settle()
 
     def _forget(self, reference: ReferenceId) -> None:
-        """Lets go of what is only of use to handles of this worker."""
+        """Drops the state that only handles of this worker use."""
         del self._handles[reference]
         self._confirmed.discard(reference)
         self._dead.pop(reference, None)
@@ -412,7 +412,7 @@ class ReferenceKeeper:
             self._sites.pop(reference, None)
 
     def _settle(self) -> None:
-        """Carries out what the machine asks for."""
+        """Carries out the actions of the state machine."""
         with self._lock:
             actions = self._machine.take_actions()
             released = [value for action in actions if (value := self._act(action)) is not None]
@@ -422,7 +422,7 @@ class ReferenceKeeper:
             self._wake_by()
         for owned, error in orphans:
             owned.resolve(None, error)
-        # Outside the lock: the end of a value may run any code.
+        # Outside the lock: the destruction of a value may run any code.
         del actions
         released.clear()
 

@@ -1,7 +1,7 @@
 """How the workers of a group find each other, through a store that all of them reach.
 
-What is written, read and waited for there, ``torchweft.protocol.membership.joining`` says. The
-stores are PyTorch's: what ``torchrun`` and every init method already provide.
+``torchweft.protocol.membership.joining`` decides which keys are written, read and waited for. The
+stores are PyTorch's, which ``torchrun`` and every init method already provide.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _log = logging.getLogger("torchweft")
 T = TypeVar("T")
 
 _ROUNDING_S = 1.0
-"""By so much stores are late to notice that a time is up: some count in whole seconds."""
+"""How late stores may notice that a time is up: some count in whole seconds."""
 _POLL_S = 0.02
 _LEAST_S = 1.0
-"""How long opening a store may take at least, once somebody listens there."""
+"""Minimum time allowed for opening a store, once its host listens."""
 _IN_USE = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT")
 
@@ -68,7 +68,7 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
         timeout_s: Bound of the wait, in seconds.
 
     Raises:
-        ConfigurationError: The method is none, or the environment lacks something.
+        ConfigurationError: The method is unknown, or the environment lacks a variable.
         RendezvousTimeout: The store could not be reached in time.
     """
     method = init_method or "env://"
@@ -76,8 +76,8 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
     if urlsplit(method).scheme == OF_LAUNCHER:
         return open_launcher_store(urlsplit(method).netloc, timeout_s)
     separator = "&" if "?" in method else "?"
-    # Rank 0 must not wait here until all have come: it could not say who has not. Only a file has
-    # to know how many there are, to be removed by the last one.
+    # Rank 0 must not wait here for all workers: it could not name the missing ones. Only a file
+    # store needs the number of workers: the last worker removes the file.
     size = world_size if world_size and urlsplit(method).scheme == "file" else -1
     url = f"{method}{separator}rank={rank}&world_size={size}"
     start_s = time.monotonic()
@@ -95,12 +95,12 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
 
 
 def check_answers(init_method: str, rank: int, timeout_s: float) -> None:
-    """Sees that the host of a TCP store answers, without waiting for anybody else.
+    """Checks that the host of a TCP store answers, without waiting for other workers.
 
-    Does nothing where this worker hosts the store itself, or there is no host.
+    Does nothing if this worker hosts the store itself, or if there is no host.
 
     Raises:
-        RendezvousTimeout: Nobody answers there in time.
+        RendezvousTimeout: The host does not answer in time.
     """
     if urlsplit(init_method).scheme in ("tcp", "env") and rank > 0:
         open_store(init_method, rank, None, timeout_s)
@@ -109,13 +109,13 @@ def check_answers(init_method: str, rank: int, timeout_s: float) -> None:
 def why_not_open(
     error: Exception, init_method: str, rank: int, elapsed_s: float
 ) -> RendezvousError:
-    """Returns the error of a worker that could not open the store, with what helps.
+    """Returns the error of a worker that could not open the store, with advice.
 
     Args:
         error: What PyTorch raised.
         init_method: Where the store is.
         rank: This worker's rank; rank 0 hosts the store of ``tcp://`` and ``env://``.
-        elapsed_s: How long it has tried, in seconds.
+        elapsed_s: How long the worker has tried, in seconds.
     """
     place, said = name_of(init_method), _first_line(error)
     if rank == 0 and _IN_USE.search(said):
@@ -156,16 +156,16 @@ def _check_method(method: str) -> None:
 
 
 def join(store: Any, registration: Registration, world_size: int, timeout_s: float) -> Directory:
-    """Joins a closed group; blocks until all have come, and returns the directory of the group.
+    """Joins a closed group; blocks until all workers have joined, and returns the directory.
 
     Args:
-        store: A store with keys of this group only, each of whose operations ends in time.
+        store: A store with keys of this group only, whose every operation ends in time.
         registration: This worker's own entry.
         world_size: Number of workers of the group.
-        timeout_s: How long to wait for all of them, in seconds.
+        timeout_s: How long to wait for all workers, in seconds.
 
     Raises:
-        RendezvousError: There is no group; see ``joining.join_closed``. Or the store has ended.
+        RendezvousError: There is no group, see ``joining.join_closed``; or the store has ended.
     """
     notice = Notice(
         subject_of(registration.name), lambda: f"in init_rpc for {_awaited(store, world_size)}"
@@ -184,9 +184,9 @@ def enter(store: Any, registration: Registration, timeout_s: float) -> Admission
     """Registers this worker, which listens already, in an open group; returns its place in it.
 
     Args:
-        store: A store with keys of this group only, each of whose operations ends in time.
-        registration: This worker's own; its id is taken for its rank.
-        timeout_s: How long all of it may take, in seconds.
+        store: A store with keys of this group only, whose every operation ends in time.
+        registration: This worker's own entry; its id is taken for its rank.
+        timeout_s: How long the whole operation may take, in seconds.
 
     Raises:
         RendezvousError: The group is a closed one, or the store is broken.
@@ -212,7 +212,7 @@ def enter(store: Any, registration: Registration, timeout_s: float) -> Admission
 
 
 def note_left(store: Any, place: int) -> None:
-    """Tells those who come later that the worker of a place is not there any more.
+    """Tells workers that join later that the worker of a place is gone.
 
     Waits for the store for a moment at most.
     """
@@ -227,7 +227,7 @@ def carry_out(steps: Steps[T], perform: Callable[[Request], Any]) -> T:
 
     Args:
         steps: The machine.
-        perform: Does what a request says, and returns the answer.
+        perform: Performs a request, and returns the answer.
     """
     try:
         request = next(steps)
@@ -244,7 +244,7 @@ def carry_out(steps: Steps[T], perform: Callable[[Request], Any]) -> T:
 
 
 def perform(store: Any, request: Request, notice: Notice | None = None) -> Any:
-    """Does one operation of a rendezvous store; tells of a long wait by ``notice``."""
+    """Performs one operation of a rendezvous store; ``notice`` reports a long wait."""
     if isinstance(request, Wait):
         noticed = notice if request.awaited else None
         return _wait_noticing(store, request.key, request.limit_s, noticed)
@@ -265,7 +265,7 @@ def _token() -> str:
 
 
 def _awaited(store: Any, world_size: int) -> str:
-    """Returns for whom a group waits that is not complete."""
+    """Describes the workers that an incomplete group waits for."""
     keys = [joining.registration_key(rank) for rank in range(world_size)]
     missing = [f"rank {rank}" for rank, key in enumerate(keys) if not _is_there(store, key)]
     if not missing:
@@ -274,7 +274,7 @@ def _awaited(store: Any, world_size: int) -> str:
 
 
 def _wait_noticing(store: Any, key: str, timeout_s: float, notice: Notice | None) -> bool:
-    """Waits as ``_wait``, and tells of it where it takes long."""
+    """Waits as ``_wait``, and reports a long wait."""
     end_s = time.monotonic() + timeout_s
     untold_s = math.inf if notice is None else notice.left_s()
     if notice is not None and untold_s < timeout_s:
@@ -285,7 +285,7 @@ def _wait_noticing(store: Any, key: str, timeout_s: float, notice: Notice | None
 
 
 def _wait(store: Any, key: str, timeout_s: float) -> bool:
-    """Returns whether ``key`` is there within the time; a time already up still looks once."""
+    """Returns whether ``key`` is there in time; looks once even if the time is already up."""
     end_s = time.monotonic() + timeout_s
     if timeout_s > 2 * _ROUNDING_S:
         try:
@@ -294,9 +294,9 @@ def _wait(store: Any, key: str, timeout_s: float) -> bool:
         except RendezvousTimeout:
             raise  # The store itself does not answer.
         except WeftError:
-            return False  # A store of Weft's own knows that nobody will come.
+            return False  # One of Weft's own stores knows that the key will never come.
         except (RuntimeError, ValueError):
-            pass  # Or the store is gone, and so is whoever hosts it: to be seen below.
+            pass  # The time is up, or the store is gone with its host: checked below.
     while not _is_there(store, key):
         left_s = end_s - time.monotonic()
         if left_s <= 0:

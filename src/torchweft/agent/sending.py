@@ -1,4 +1,4 @@
-"""Messages on their way out."""
+"""Outgoing messages."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Sender:
         self._lose = lose
 
     def send(self, peer: Peer, message: Outgoing, *, may_block: bool = True) -> None:
-        """Sends one frame; where there is no connection yet, as soon as there is one.
+        """Sends one frame; if there is no connection yet, as soon as there is one.
 
         Args:
             peer: The receiver.
             message: The frame.
-            may_block: Whether to wait until the socket has room. A thread that keeps others from
-                reading must not: the peer may be waiting for the same.
+            may_block: Whether to wait until the socket has room. Must be False in a thread that
+                keeps others from reading: the peer may be waiting in the same way.
 
         Raises:
-            WorkerLost: The peer is lost. If it turns out to be later, ``Agent.on_lost`` tells.
+            WorkerLost: The peer is lost. A later loss is reported by ``Agent.on_lost``.
             NotInitialized: This worker has shut down.
         """
         if isinstance(message, Frame):
@@ -69,7 +69,7 @@ class Sender:
     def post(self, peer: Peer, message: Outgoing) -> None:
         """Sends one frame without ever blocking; for inline handlers and jobs of the timers.
 
-        Nothing is raised if the peer is lost: those who wait for it are told otherwise.
+        Raises nothing if the peer is lost: threads that wait for the peer are told otherwise.
         """
         link = peer.link
         if peer.lost is not None or self._lifetime.is_closed:

@@ -1,4 +1,4 @@
-"""Cancels the calls of other workers, as the shell of ``torchweft.protocol.calls.CallServer``."""
+"""Cancels calls of other workers: the I/O shell of ``torchweft.protocol.calls.CallServer``."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
 
 current_call: ContextVar[ServedCall | None] = ContextVar("weft_served_call", default=None)
-"""The call that the running code serves. Tasks of asyncio have that of who started them."""
+"""The call that the running code serves. An asyncio task inherits it from its creator."""
 
 
 class Cancelling:
-    """Ends what other workers have given up.
+    """Ends the calls that other workers have given up.
 
     Args:
-        reactor: Has threads that cancel.
-        calls: The calls that this worker has open, some of them in the course of those it serves.
-        receiver: Hands over the messages that cancel calls.
+        reactor: Provides the threads that cancel.
+        calls: The calls that this worker has open, some of them nested in calls that it serves.
+        receiver: Delivers the messages that cancel calls.
     """
 
     def __init__(self, reactor: Reactor, calls: OpenCalls, receiver: Receiver) -> None:
@@ -33,7 +33,7 @@ class Cancelling:
         receiver.on(Kind.CANCEL, self._on_message, inline=True)
 
     def end_creations(self, making: Iterable[AnsweredCall], peer: Peer) -> None:
-        """Cancels what makes values for a lost worker, where nobody else refers to them."""
+        """Cancels calls that make values for a lost worker, unless others refer to the values."""
         self._act(self._server.creations_lost(making, peer))
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:

@@ -1,4 +1,4 @@
-"""How this worker's shared memory gets to its peers, and theirs to this worker."""
+"""Exchanges shared memory between this worker and its peers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchweft.channel.shm.pool import make_pool
 
 
 class MemoryExchange:
-    """Hands this worker's shared memory to peers as they connect, and maps what they hand over.
+    """Hands this worker's shared memory to peers as they connect, and maps the memory of peers.
 
-    A descriptor travels over Unix sockets only, and behind a greeting that answers one with the
-    secret of the run: nobody else gets it. So a peer in another container gets it as well,
-    wherever it reaches this worker by such a socket.
+    A descriptor travels over Unix sockets only, behind a greeting that answers one with the secret
+    of the run: no other process gets it. A peer in another container gets it as well, if it reaches
+    this worker by such a socket.
 
     Attributes:
-        pool: This worker's shared memory; None where there is to be none.
+        pool: This worker's shared memory; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class MemoryExchange:
 
     @property
     def nonce(self) -> str:
-        """What the memory begins with, in hexadecimal digits; empty if there is none."""
+        """The nonce at the start of the memory, in hexadecimal digits; empty without memory."""
         return "" if self.pool is None else self.pool.area.nonce.hex()
 
     @contextlib.contextmanager
     def descriptor_for(self, connection: socket.socket) -> Iterator[int | None]:
-        """Gives what to send with the next greeting; None where nothing can be."""
+        """Yields the descriptor to send with the next greeting; None if there is none to send."""
         descriptor = None
         if self.pool is not None and connection.family == socket.AF_UNIX:
             descriptor = self.pool.duplicate()
@@ -46,18 +46,18 @@ class MemoryExchange:
                 os.close(descriptor)
 
     def lend(self, channels: Channels, connection: socket.socket) -> None:
-        """Lends to the peer at the other end, from when it confirms that it can borrow."""
+        """Lends to the connected peer, once that peer confirms that it can borrow."""
         if self.pool is not None and connection.family == socket.AF_UNIX:
             channels.lend_by(Lender(self.pool, peer_of(connection)))
 
     def close(self) -> None:
-        """Lends no more; what is in use stays."""
+        """Stops lending; memory in use stays."""
         if self.pool is not None:
             self.pool.close()
 
 
 def map_memory(channels: Channels, descriptors: list[int], nonce: str) -> None:
-    """Maps what came with a peer's greeting, if anything did, and closes the descriptor."""
+    """Maps the memory that came with a peer's greeting, if any, and closes the descriptor."""
     try:
         channels.map_memory(descriptors[0] if descriptors else None, nonce)
     finally:

@@ -1,10 +1,10 @@
-"""A rendezvous store in which only the holders of the group's secret can write anything of use.
+"""A rendezvous store that accepts only values written by holders of the group's secret.
 
-PyTorch's stores let in whoever reaches them. Who writes to one could have the workers connect to
-somebody in the middle, who passes on the proofs of both sides. So what a worker writes is signed
-with the secret, along with the key that it stands under, and nothing else is read. Whether a value
-is that of *this* run is for the reader to see. Counters, and whether a key is there, are not
-protected: with them, somebody can keep workers from finding each other, and no more.
+PyTorch's stores accept every client. A malicious client could direct the workers to a man in the
+middle, which relays the proofs of both sides. So each worker signs its values, along with their
+keys, with the secret, and reads only signed values. The reader must check that a value belongs to
+*this* run. Counters, and the presence of keys, are not protected: an attacker can use them to keep
+workers from finding each other, and no more.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _SIGNATURE_BYTES = 64  # in hexadecimal
 
 
 class SignedStore:
-    """Signs what it writes to another store, and reads what is signed.
+    """Signs the values written to another store, and verifies the values read.
 
     Args:
         store: A ``torch.distributed.Store``.
-        secret: The group's. None: nothing is signed, and what is signed is refused.
+        secret: The group's secret. If None, nothing is signed, and signed values are refused.
     """
 
     def __init__(self, store: Any, secret: Secret | None) -> None:
@@ -40,12 +40,12 @@ class SignedStore:
         """Returns the value of a key.
 
         Raises:
-            RendezvousError: No holder of the secret has written it there.
+            RendezvousError: The value was not written by a holder of the secret.
         """
         return self._checked(key, bytes(self._store.get(key)))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Sets a key that is not there; returns what is there then. Raises as ``get``."""
+        """Sets a key that is not there; returns its value afterwards. Raises as ``get``."""
         if expected:
             raise ValueError("a signed value cannot be compared")
         there = self._store.compare_set(key, "", self._signed(key, desired))
@@ -78,7 +78,7 @@ class SignedStore:
 
 
 def _split(content: bytes) -> tuple[bytes, bytes]:
-    """Returns a signature and what it is of; one that is none is of nothing."""
+    """Returns a signature and the signed value; a malformed signature becomes empty."""
     try:
         signature = bytes.fromhex(content[:_SIGNATURE_BYTES].decode())
     except ValueError:

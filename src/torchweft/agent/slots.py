@@ -1,9 +1,9 @@
-"""Objects that a worker has beside its agent, by typed keys.
+"""Per-worker objects of the layers above the agent, by typed keys.
 
-Layers above the agent have objects of which each worker has one: the autograd engine, the calls,
-the lock of its optimizers. Functions that programs and other workers call must find them from the
-current agent, which is below those layers and cannot name their types. So the module that defines
-such an object also makes its key, a ``Slot`` of its type.
+Each worker has one autograd engine, one object for its calls, one lock for its optimizers.
+Functions that programs and other workers call must find these objects from the current agent. The
+agent is below those layers and cannot name their types. So the module that defines such an object
+also makes its key, a ``Slot`` of its type.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Slot(Generic[T]):
-    """The key of an object of type ``T`` that a worker has; a constant of the module of ``T``.
+    """The key of a worker's object of type ``T``; a constant of the module of ``T``.
 
     Args:
-        make: Makes the object where it is first asked for; None where ``rpc.node`` makes it.
+        make: Makes the object on first access; None if ``rpc.node`` makes it.
     """
 
     def __init__(self, make: Callable[[], T] | None = None) -> None:
@@ -34,7 +34,7 @@ class Slots(dict[Slot[Any], Any]):
         self._lock = threading.RLock()
 
     if TYPE_CHECKING:
-        # The lookup is that of ``dict``, as every call makes one; only its type is known here.
+        # Every call makes a lookup, so it stays that of ``dict``; only its type is declared here.
         def __getitem__(self, slot: Slot[T]) -> T: ...
         def __setitem__(self, slot: Slot[T], value: T) -> None: ...
 

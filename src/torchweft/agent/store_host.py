@@ -1,6 +1,6 @@
-"""Waits for whoever hosts a rendezvous store.
+"""Waits for the host of a rendezvous store.
 
-PyTorch's own client waits as well, but longer than it was told, and logs a stack for each attempt.
+PyTorch's client waits as well, but longer than it was told, and logs a stack for each attempt.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _LEAST_S = 0.01
 
 
 def await_host(init_method: str, rank: int, timeout_s: float) -> None:
-    """Blocks until somebody listens where ``init_method`` says that the store is.
+    """Blocks until a host listens at the store's address in ``init_method``.
 
     Args:
-        init_method: ``env://``, ``tcp://host:port``; for others there is nobody to wait for.
+        init_method: ``env://`` or ``tcp://host:port``; other methods have no host to wait for.
         rank: This worker's rank; rank 0 is the host itself, unless ``torchrun`` is.
-        timeout_s: How long to wait, in seconds; a long wait is told of.
+        timeout_s: How long to wait, in seconds; a long wait is logged.
 
     Raises:
-        OSError: Nobody did in time; says what was noticed last.
-        ValueError: The port is no number.
+        OSError: No host listened in time; the error of the last attempt.
+        ValueError: The port is not a number.
     """
     place = _place_of(init_method)
     if place is None or (rank == 0 and not _is_hosted_by_launcher()):
@@ -48,7 +48,7 @@ def await_host(init_method: str, rank: int, timeout_s: float) -> None:
 
 
 def name_of(init_method: str) -> str:
-    """Returns where the store of an init method is, for messages."""
+    """Returns the address of the store of an init method, for messages."""
     place = _place_of(init_method)
     return init_method if place is None else f"{place[0]}:{place[1]}"
 

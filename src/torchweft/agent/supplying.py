@@ -1,4 +1,4 @@
-"""Tensors that did not come the way that they were to take: the receiver asks for them again."""
+"""Tensors that did not arrive over their channel: the receiver asks for them again."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def ask_for_supply(
     sizes: list[int],
     reason: Exception,
 ) -> Sequence[Buffer]:
-    """Has the sender of a message send its buffers of one kind behind a message. Blocks.
+    """Has the sender of a message resend its buffers of one kind behind a message. Blocks.
 
     Raises:
-        WorkerLost: The sender was lost before they came.
-        ProtocolError: The sender does not have them any more, or others.
+        WorkerLost: The sender was lost before the buffers came.
+        ProtocolError: The sender no longer has the buffers, or sent buffers of other sizes.
     """
     call = PendingCall(peer.id, peer.name, "resend of tensors", math.inf)
     request = encode_ints(token, kind)
@@ -45,10 +45,10 @@ def ask_for_supply(
 
 
 def read_request(control: Buffer) -> tuple[int, int]:
-    """Reads a ``SUPPLY``: which message's buffers, and of which kind.
+    """Decodes a ``SUPPLY``: the token of the message, and the kind of the buffers.
 
     Raises:
-        ProtocolError: It is none.
+        ProtocolError: The request is malformed.
     """
     values = decode_ints(control)
     if len(values) != 2:

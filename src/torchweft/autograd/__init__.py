@@ -1,4 +1,4 @@
-"""Distributed autograd: recording what is sent, and backward through all workers."""
+"""Distributed autograd: records messages, and runs backward passes through all workers."""
 
 from torchweft.autograd.api import (
     backward,

@@ -1,4 +1,4 @@
-"""What users call: ``context``, ``backward``, ``grad`` and ``get_gradients``."""
+"""The public functions: ``context``, ``backward``, ``grad`` and ``get_gradients``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torchweft.serialize.tracebacks import without_own_frames
 class context:
     """Opens a distributed autograd context for a ``with`` block, and yields its number.
 
-    Within the block, calls of this thread or task, and what the callees call in turn, are recorded.
-    The context is a context variable: tasks of ``asyncio`` and ``asyncio.to_thread`` take it along,
-    and ``pool.submit(contextvars.copy_context().run, function)`` does. Calls of other threads are
-    recorded outside of it; ``backward`` goes through them as well.
-    ``backward`` goes along them. The context has gradients of its own, on every worker that took
-    part: contexts that run side by side never mix, and nothing has to be set to zero. On leaving
-    the block, all workers let go of it.
+    Within the block, the calls of this thread or task are recorded, and so are the calls that
+    their callees make. The context is a context variable: ``asyncio`` tasks and
+    ``asyncio.to_thread`` inherit it, and so does
+    ``pool.submit(contextvars.copy_context().run, function)``. Calls of other threads are recorded
+    outside of it; ``backward`` goes through them as well. The context has its own gradients on
+    every worker that took part: concurrent contexts never mix, and gradients need no zeroing.
+    On leaving the block, all workers release the context.
 
     Example::
 
@@ -89,31 +89,31 @@ def backward(
 ) -> None:
     """Backpropagates from ``roots`` through all workers that took part. Blocks until done.
 
-    In a context, gradients of leaves are added up in it, each on the worker where the leaf lives;
-    ``.grad`` is not touched. Read them with ``get_gradients``, or pass the context to
+    In a context, gradients of leaves are summed in the context, each on the worker where the leaf
+    lives; ``.grad`` is not touched. Read them with ``get_gradients``, or pass the context to
     ``torchweft.optim.DistributedOptimizer.step``.
 
-    Outside of any context, as ``backward(loss)``, they are added to ``.grad`` of the leaves, on
-    all workers, as in one process. Results of calls keep their graphs for as long as they live.
-    An argument that is a leaf arrives as a leaf of its own, so gradients come back for arguments
-    that were computed, and for whatever the functions use on their workers.
+    Outside of any context, ``backward(loss)`` adds gradients to ``.grad`` of the leaves on all
+    workers, as in one process. Results of calls keep their graphs for as long as they live. An
+    argument that is a leaf arrives as a separate leaf. So gradients return for computed arguments,
+    and reach the tensors that the functions use on their workers.
 
     Args:
-        context_id: The context that is to have the gradients; or the roots, for the context that
-            is open here, and ``.grad`` where there is none.
-        roots: Tensors of this worker that require grad; scalars, where no gradient is given.
+        context_id: The context that receives the gradients. Or the roots, for the context that is
+            open here, and for ``.grad`` if none is open.
+        roots: Tensors of this worker that require grad; scalars if no gradient is given.
         retain_graph: Whether to keep the graphs for another pass.
-        create_graph: Whether the gradients are to have a graph, through all workers, so that
-            they can be differentiated in turn, within the context; keeps the graphs as well.
-        grad_tensors: The gradient at each root; None for that of a scalar, which is one.
-        mode: Either name means the same: gradients go ahead as in the FAST mode of
-            ``torch.distributed.autograd``, and results that were not used are found out where
-            they keep gradients waiting, so that it is right for every program.
+        create_graph: Whether the gradients get a graph, through all workers, so that they can be
+            differentiated in turn within the context. Keeps the graphs as well.
+        grad_tensors: The gradient at each root; None means one, for a scalar.
+        mode: Both names mean the same. Gradients are sent eagerly, as in the FAST mode of
+            ``torch.distributed.autograd``; unused results are discovered where they keep
+            gradients waiting. So the pass is correct for every program.
 
     Raises:
         ArgumentTypeError: An argument is of the wrong type.
         ConfigurationError: ``create_graph`` outside of any context.
-        AutogradError: A root cannot be one, or the pass failed; names the worker and the operation.
+        AutogradError: A root is invalid, or the pass failed; names the worker and the operation.
     """
     if mode not in ("smart", "fast"):
         raise ConfigurationError(f"mode is {mode!r}; it must be 'smart' or 'fast'")
@@ -148,7 +148,7 @@ def _only_roots(given: int | Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def check_context_id(context_id: int) -> None:
-    """Raises ArgumentTypeError if something is no number of a context."""
+    """Raises ArgumentTypeError if ``context_id`` is not an integer."""
     try:
         operator.index(context_id)
     except TypeError:
@@ -170,27 +170,27 @@ def grad(
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of tensors of this worker, through all workers. Blocks until done.
 
-    As ``torch.autograd.grad``: nothing is added to ``.grad``, to the context or to anything on
-    another worker, so a function that another worker has called may use it within its inner
-    loop, in the context of the call (see ``current_context_id``).
+    Like ``torch.autograd.grad``, it adds nothing to ``.grad``, to the context or on another
+    worker. So a remotely called function may use it in an inner loop, in the context of the call
+    (see ``current_context_id``).
 
     Args:
         context_id: The context in which the outputs were computed.
         outputs: Tensors of this worker.
         inputs: Tensors of this worker that the outputs depend on, leaves or not.
-        grad_outputs: The gradient at each output; None for that of a scalar, which is one.
+        grad_outputs: The gradient at each output; None means one, for a scalar.
         retain_graph: Whether to keep the graphs for another pass; by default ``create_graph``.
-            If not, more of them is freed than by torch: whatever may lead to an input.
-        create_graph: Whether the gradients are to have a graph, through all workers, so that
-            they can be differentiated in turn, to any order, within the context.
-        allow_unused: Whether an input that no output depends on has None for its gradient.
+            If not, it frees more than torch does: every part that may lead to an input.
+        create_graph: Whether the gradients get a graph, through all workers, so that they can be
+            differentiated in turn, to any order, within the context.
+        allow_unused: Whether an input that no output depends on gets None instead of an error.
 
     Returns:
         A gradient for each input.
 
     Raises:
         ArgumentTypeError: An argument is of the wrong type.
-        AutogradError: An argument cannot work, an input was not used, or the pass failed; names
+        AutogradError: An argument is invalid, an input was not used, or the pass failed; names
             the worker and the operation.
     """
     check_context_id(context_id)
@@ -210,7 +210,7 @@ def all_used(found: Sequence[Tensor | None], allow_unused: bool) -> tuple[Tensor
     """Returns gradients of inputs as a tuple.
 
     Raises:
-        AutogradError: One is None, and that is not allowed.
+        AutogradError: A gradient is None without ``allow_unused``.
     """
     for place, gradient in enumerate(found):
         if gradient is None and not allow_unused:
@@ -222,12 +222,12 @@ def all_used(found: Sequence[Tensor | None], allow_unused: bool) -> tuple[Tensor
 
 
 def current_context_id() -> int:
-    """Returns the number of the context that the running code is recorded in.
+    """Returns the number of the context that records the running code.
 
-    In a function that another worker has called, that is the context of the call.
+    In a function that another worker called, that is the context of the call.
 
     Raises:
-        AutogradError: There is none.
+        AutogradError: No context is open.
     """
     context_id = current_id()
     if not context_id:
@@ -243,7 +243,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """Returns the gradients that a context holds on this worker, by leaf tensor.
 
     Args:
-        context_id: A context that is open.
+        context_id: An open context.
 
     Raises:
         AutogradError: There is no such context here.
@@ -254,5 +254,5 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
 
 def is_available() -> bool:
-    """Whether distributed autograd can be used: always."""
+    """Returns whether distributed autograd can be used: always True."""
     return True

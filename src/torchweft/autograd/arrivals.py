@@ -1,10 +1,10 @@
-"""Tensors with a graph at their sender that travel outside of autograd contexts.
+"""Received tensors that have a graph at their sender but belong to no autograd context.
 
-Such a tensor was *computed*: it requires grad at its sender and is no leaf. The local engine knows
-nothing of that graph, so a pass that it runs into the tensor would lose the gradient without a
-word. The tensor can be used like any other. But it is marked: a pass that ends in it raises, and
-says what to write; ``torchweft.autograd.backward`` goes on at the sender. A leaf of the sender is
-a leaf here, too, of its own.
+Such a tensor was *computed*: it requires grad at its sender and is not a leaf. The local engine
+does not know that graph, so a local pass that reaches the tensor would silently lose the gradient.
+The tensor can be used like any other, but it is marked: a local pass that reaches it raises an
+error that names the remedy. ``torchweft.autograd.backward`` continues at the sender. A leaf of the
+sender arrives as a separate leaf.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torchweft.autograd.placeholders import make_placeholders
 from torchweft.errors import AutogradError
 
 NO_GRAD = (1 << 64) - 1
-"""In the place of a context's number: the caller wants no graph of the arguments and the result."""
+"""Sent in place of a context's number: the caller wants no graph of arguments and result."""
 
 
 class Arrivals:
-    """Makes such tensors ready for the program, on one worker. Thread-safe.
+    """Prepares such tensors for the program, on one worker. Thread-safe.
 
     Args:
-        records: What the worker records of them.
-        warns: Whether nothing is recorded, a tensor becomes a leaf, as in
-            ``torch.distributed.rpc``, and the first pass that ends in one is answered with a
-            warning instead of an error.
+        records: The worker's records of messages outside of contexts.
+        warns: Whether to record nothing and make each tensor a leaf, as in
+            ``torch.distributed.rpc``. The first pass that ends in such a leaf then warns instead
+            of raising.
     """
 
     def __init__(self, records: OutsideRecords, warns: bool = False) -> None:
@@ -42,13 +42,13 @@ class Arrivals:
 
     @property
     def no_grad_id(self) -> int:
-        """What a call under ``torch.no_grad`` says in the place of its context."""
-        # There, what comes back requires grad whatever the mode of the caller is.
+        """The value that a call under ``torch.no_grad`` sends in place of its context's number."""
+        # As in ``torch.distributed.rpc``, results require grad whatever the caller's grad mode.
         return 0 if self._warns else NO_GRAD
 
     @property
     def keeps_graphs(self) -> bool:
-        """Whether gradients outside of contexts are to go back to where they belong."""
+        """Whether gradients outside of contexts go back to the senders."""
         return not self._warns
 
     def place(
@@ -60,18 +60,18 @@ class Arrivals:
         context_id: int,
         message_id: int,
     ) -> None:
-        """Puts tensors for the program in the place of those that were received.
+        """Replaces received tensors by tensors for the program, in place.
 
         Args:
-            values: What was received, all tensors as leaves.
-            computed: Where in it the tensors are that have a graph at the sender.
+            values: The received values, all tensors as leaves.
+            computed: Positions in ``values`` of the tensors that have a graph at the sender.
             sender: The name of the worker that sent them.
             worker: Its rank.
-            context_id: What the call said of its context: under ``torch.no_grad`` they are
+            context_id: The context that the call named; with ``NO_GRAD`` the tensors become
                 constants.
-            message_id: Under which number the sender has recorded the message; 0 where it has not.
+            message_id: The number of the sender's record of the message; 0 if it has none.
         """
-        if context_id:  # It was recorded in a context that is over.
+        if context_id:  # Its record belonged to a context that has ended.
             message_id = 0
         if context_id == NO_GRAD:
             for place in computed:

@@ -1,12 +1,12 @@
-"""What ``DistributedDataParallel`` averages in one backward pass on one worker, and when.
+"""Decides what ``DistributedDataParallel`` averages in a backward pass on one worker, and when.
 
-Gradients of modules under DDP are not given to the context as they come, but summed up. When no
-component can add to those of a module any more, they are averaged, see ``ddp.py``. Until then
-the messages that lead to the module do not count as executed, so the pass does not end.
+Gradients of modules under DDP do not go to the context at once, but are summed. When no component
+can add to a module's gradients any more, they are averaged; see ``ddp.py``. Until then the
+messages that lead to the module do not count as executed, so the pass does not end.
 
-Rules of the file: modules take turns in an order that is the same on all ranks, or their
-collectives would not match. Nothing that another worker waits for waits for an average, or two
-ranks might wait for each other: gradients for others are sent first.
+Rules of the file: modules take turns in the same order on all ranks; otherwise their collectives
+would not match. Work that another worker waits for never waits for an average, or two ranks might
+wait for each other: gradients for other workers are sent first.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Components = Iterable[tuple[Reached, Sequence[Live]]]
 def find_averaging(
     components: Components, gradients: Gradients, sink: Sink | None = None
 ) -> Averaging | None:
-    """Returns what is to be averaged in a pass on this worker, if anything.
+    """Returns the averaging that a pass needs on this worker; None if it needs none.
 
     Args:
-        components: For each message sent from here, live or not, and the roots: what is reached
-            together with it. Those of one component are the same objects.
-        gradients: Take the averages.
-        sink: Takes the gradients of all other leaves; by default ``gradients`` do.
+        components: An item for each message sent from here, live or not, and for the roots: its
+            component. Items of one component hold the same objects.
+        gradients: Receives the averages.
+        sink: Receives the gradients of all other leaves; by default ``gradients`` does.
 
     Raises:
         AutogradError: DDP is used in a way that is not supported.
@@ -43,7 +43,7 @@ def find_averaging(
     if not known:
         return None
     components = list({id(sends): (reached, sends) for reached, sends in components}.values())
-    # The module that was made last is usually the first to have all its gradients.
+    # The module that was constructed last usually has all its gradients first.
     turns = [_Turn(Replica(module, lock), components) for module, lock in reversed(known)]
     turns = [turn for turn in turns if turn.open]
     return Averaging(gradients, sink or gradients.add_all, turns) if turns else None
@@ -53,9 +53,9 @@ class Averaging:
     """The modules under DDP that a backward pass reaches. One thread at a time may use it.
 
     Args:
-        gradients: Take the averages.
-        sink: Takes the gradients of leaves that are not averaged.
-        turns: The modules, in their order.
+        gradients: Receives the averages.
+        sink: Receives the gradients of leaves that are not averaged.
+        turns: The modules, in order.
 
     Raises:
         AutogradError: DDP is used in a way that is not supported.
@@ -74,7 +74,7 @@ class Averaging:
             turn.replica.prepare()
 
     def add_all(self, pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
-        """Takes the gradients of leaves in place of the context, and keeps those to average."""
+        """Receives the gradients of leaves in place of the context; keeps those to average."""
         pairs, borrowed = list(pairs), list(borrowed)
         kept = [pair for pair in pairs if pair[0] in self._replicated]
         others = [pair for pair in pairs if pair[0] not in self._replicated]
@@ -82,12 +82,12 @@ class Averaging:
         self._sink(others, [*borrowed, *[gradient for _, gradient in kept]])
 
     def hold_back(self, progress: Progress, is_settled: bool, live: Mapping[int, object]) -> None:
-        """Removes from ``progress`` that messages ran which lead to what is not averaged.
+        """Removes executed messages from ``progress`` while they lead to unaveraged modules.
 
         Args:
-            progress: What this worker did since the last time.
+            progress: This worker's progress since the last call.
             is_settled: Whether all live messages are known.
-            live: They, as far as they are known.
+            live: The live messages that are known.
         """
         executed = set(progress.executed)
         for turn in self._turns:
@@ -103,17 +103,17 @@ class Averaging:
 
     @property
     def is_due(self) -> bool:
-        """Whether a module has all its gradients, and none before it is missing some."""
+        """Whether the module whose turn is next has all its gradients."""
         return bool(self._turns) and not self._turns[0].open
 
     def run(self) -> Progress:
-        """Averages the modules whose turn it is. Blocks until all their ranks have come to it.
+        """Averages the modules that are due. Blocks until all their ranks do the same.
 
         Returns:
-            The messages that have run now.
+            The messages that count as executed now.
 
         Raises:
-            AutogradError: DDP could not do it for these gradients.
+            AutogradError: DDP cannot average these gradients.
             RuntimeError: The collective failed.
         """
         while self.is_due:
@@ -124,7 +124,7 @@ class Averaging:
         return Progress(executed=self._take_released())
 
     def close(self) -> None:
-        """Gives up what has not been averaged."""
+        """Gives up modules that have not been averaged."""
         for turn in self._turns:
             turn.replica.give_up()
         self._turns = ()
@@ -136,7 +136,7 @@ class _Turn:
     Attributes:
         replica: The module.
         message_ids: Messages, live or not, that lead to some of its parameters.
-        open: The same by component, as far as gradients may still come of it.
+        open: The same by component, for components that may still yield gradients.
     """
 
     def __init__(self, replica: Replica, components: Components) -> None:
@@ -151,7 +151,7 @@ class _Turn:
     def close_components(
         self, executed: set[int], is_settled: bool, live: Mapping[int, object]
     ) -> None:
-        """Notes that components have run, or that those without a live message never will."""
+        """Closes components that have run, and once settled, those without a live message."""
         self.open = [
             message_ids
             for message_ids in self.open

@@ -1,15 +1,14 @@
-"""The gradients at certain places of the graph: what ``grad`` asks of a pass.
+"""Captures the gradients at certain places of the graph, for ``grad``.
 
-A pass for certain tensors need not go on behind them, unless others of them are there. What is
-there is not known here as a whole: the graph goes through other workers. But whatever comes back
-from another worker comes through a message that this one sent before it received the one through
-which the way leads on: messages that were sent later cannot matter. So it is enough to look at
-the graph of this worker, and at the order of its messages; that errs on the side of taking a way
-for one that leads to a tensor.
+A pass for certain inputs may stop at an input unless another input lies upstream. No worker sees
+the whole graph; but a path that returns from another worker enters through a message that this
+worker sent before it received the message by which the path left. Later messages cannot matter.
+So this worker's graph and the order of its messages suffice. The result is conservative: it may
+report a path to an input where there is none.
 
-Rules of the file: a pass ends at a tensor that is asked for, or goes through it where others may
-be behind it. It also ends at what has been replaced, since its graph was lost with a worker: a
-pass of its own goes on from the replacement, when the gradient is complete.
+Rules of the file: a pass ends at an input, or goes through it if other inputs may lie upstream.
+It also ends at a replaced result, whose graph was lost with a worker: when the gradient there is
+complete, another pass continues from the replacement.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from torchweft.errors import ArgumentTypeError, AutogradError
 
 
 class Captures:
-    """Collects the gradients at some places over the passes that are needed for it.
+    """Collects the gradients at some places, over as many passes as needed.
 
     Args:
-        context: What this worker has recorded.
+        context: This worker's records.
         inputs: Tensors of this worker that require grad.
-        replaced: For places in the graph, tensors from which to go on in their stead.
-        for_inputs: Whether nothing but the gradients of ``inputs`` is wanted.
+        replaced: Replacement tensors, from which to continue, by the places they replace.
+        for_inputs: Whether only the gradients of ``inputs`` are wanted.
 
     Attributes:
         stops: The nodes at which passes end.
-        cuts: Those behind which there is something on this worker: the engine must be kept from
-            them, for it goes on through a node if anything that it is asked for lies behind.
+        cuts: The replaced nodes that this worker computed. The engine must be kept from them: it
+            runs through a node if any target lies behind it.
         passed: The places of inputs that passes go through.
         ends: Where walks end on this worker: at the stops, and at received messages.
         first_send: How many messages were sent before the first that leads to an input.
@@ -51,7 +50,7 @@ class Captures:
         replaced: Mapping[Place, Tensor] | None = None,
         for_inputs: bool = True,
     ) -> None:
-        # Edges to Python nodes alone do not keep the graph alive.
+        # Keep the tensors: edges to Python nodes do not keep the graph alive.
         self._inputs = inputs
         self._replaced = replaced or {}
         self._places = [place_of(tensor) for tensor in inputs]
@@ -74,7 +73,7 @@ class Captures:
         self.ends.update(self.stops)
 
     def _with_others_behind(self, nodes: Collection[Node]) -> set[Node]:
-        """Returns those of ``nodes`` that may lead to others of them."""
+        """Returns the members of ``nodes`` that may lead to other members."""
         nexts = self._nexts
         seeds = [target for node in nodes for target in nexts(node)]
         if not any(node in nodes for node in _walk(seeds, set(), nexts)):
@@ -87,11 +86,11 @@ class Captures:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is more to do than one pass."""
+        """Whether more than one pass is needed."""
         return bool(self._replaced)
 
     def sink_beside(self, sink: Sink) -> Sink:
-        """Returns what keeps the gradients at the places, and gives those of leaves to ``sink``."""
+        """Returns a sink that keeps the captured gradients and passes all others to ``sink``."""
 
         def add_all(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
             others = []
@@ -111,13 +110,13 @@ class Captures:
         self._gradients[place] = gradient if earlier is None else sum_of(earlier, gradient)
 
     def further_roots(self) -> Iterator[Roots]:
-        """Yields where to go on, pass by pass."""
+        """Yields the roots of each further pass."""
         pending = {node for node, _ in self._replaced}
         behind = {
             node: set(_walk(self._nexts(node), set(), self._nexts)) & pending for node in pending
         }
         while pending:
-            # Whatever leads to them has added to their gradients before.
+            # No pending node leads to these, so their gradients are complete.
             nodes = pending.difference(*[behind[node] for node in pending])
             assert nodes, "a graph leads to what was there before it"
             pending -= nodes
@@ -128,15 +127,15 @@ class Captures:
                 yield Roots(edges, gradients, (self._inputs, self._replaced))
 
     def results(self) -> list[Tensor | None]:
-        """Returns the gradient of each input; None where there is none."""
+        """Returns the gradient of each input, or None."""
         return [self._gradients.get(place) for place in self._places]
 
 
 class _History:
-    """What one worker knows of the graph of a context.
+    """One worker's knowledge of the graph of a context.
 
     Args:
-        context: What it has recorded.
+        context: The worker's records.
     """
 
     def __init__(self, context: Context) -> None:
@@ -153,14 +152,14 @@ class _History:
         return len(self._sends)
 
     def _nexts_here(self, node: Node) -> Iterable[Node]:
-        """Returns what ``node`` leads to on this worker, before the next message."""
+        """Returns the nodes that ``node`` leads to on this worker, without following messages."""
         return () if node in self.receive_of else _next_nodes(node)
 
     def nexts_after(self, first_send: int) -> Callable[[Node], Iterable[Node]]:
-        """Returns what tells where a node may lead to, also by way of other workers.
+        """Returns a function that gives a node's successors, also by way of other workers.
 
         Args:
-            first_send: Of the messages that were sent, these many do not matter.
+            first_send: How many of the first sent messages to ignore.
         """
 
         def nexts(node: Node) -> Iterable[Node]:
@@ -190,7 +189,7 @@ def _stops_at(places: Iterable[Place], inputs: Iterable[Tensor]) -> dict[Node, S
     hooked = {
         node
         for (node, _), tensor in zip(places, inputs, strict=True)
-        if tensor._backward_hooks  # Unlike a sum, they must not be called on parts.
+        if tensor._backward_hooks  # A sum may be captured in parts; a hook must see the whole.
     }
     return {node: Stop(node, node in hooked) for node, _ in places}
 
@@ -206,7 +205,7 @@ def _next_nodes(node: Node) -> list[Node]:
 def _walk(
     seeds: Iterable[Node], visited: set[Node], nexts: Callable[[Node], Iterable[Node]]
 ) -> Iterator[Node]:
-    """Yields all nodes that ``seeds`` lead to, with them, as far as not in ``visited``."""
+    """Yields ``seeds`` and all nodes they lead to, except nodes in ``visited``."""
     stack = list(seeds)
     while stack:
         node = stack.pop()
@@ -220,8 +219,8 @@ def checked_inputs(inputs: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Returns the tensors whose gradients are wanted, as a list.
 
     Raises:
-        ArgumentTypeError: Something is no tensor.
-        AutogradError: There are none, or one does not require grad.
+        ArgumentTypeError: An input is not a tensor.
+        AutogradError: There are no inputs, or one does not require grad.
     """
     if isinstance(inputs, Tensor):
         inputs = [inputs]

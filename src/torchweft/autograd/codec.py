@@ -1,9 +1,9 @@
-"""The messages of a backward pass as bytes.
+"""Encodes the messages of a backward pass.
 
-The frame has the number of the pass as its number, and the mode of the pass in its flags.
-Gradients are a head and, behind it, compact values or (as a parcel) tensors; all other messages
-are a tag and 64-bit integers. ``Failed`` has two byte strings behind them, whose lengths are among
-the integers.
+The number of a frame is the number of its pass, and its flags hold the mode of the pass. A
+message of gradients is a head followed by compact values or, in a parcel, tensors. All other
+messages are a tag and 64-bit integers. In ``Failed`` two byte strings follow, whose lengths are
+among the integers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import decode_ints, encode_ints
 
 COMPACT = 2
-"""Flag of a frame, beside those of the mode of its pass."""
+"""Flag of a frame, in addition to the flags of its pass's mode."""
 
 _HEAD = struct.Struct("<qqqqIIII")
 _HEAD_INTEGERS = 3
@@ -37,7 +37,7 @@ _FAILED_HEAD_BYTES = 8 * (_HEAD_INTEGERS + 3)
 
 
 class PassName(NamedTuple):
-    """Says which pass a message belongs to.
+    """Identifies the pass of a message.
 
     Attributes:
         context_id: The context.
@@ -53,13 +53,13 @@ class PassName(NamedTuple):
 
 
 def encode_head(name: PassName, message: Gradients, recorded_id: int = 0) -> bytes:
-    """Returns what goes before the gradients themselves.
+    """Returns the head that precedes the gradients.
 
     Args:
         name: The pass.
         message: The message.
-        recorded_id: The number under which the gradients were recorded as a message of the
-            context in their turn; 0 where they have no graph.
+        recorded_id: The number under which the gradients were themselves recorded as a message
+            of the context; 0 if they have no graph.
     """
     progress = message.progress
     ids = (name.context_id, name.oldest_id, message.message_id, recorded_id)
@@ -77,11 +77,11 @@ def _parts_of(progress: Progress) -> tuple[tuple[int, int, int, int], list[int]]
 
 
 def decode_head(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Gradients, int, int]:
-    """Reads what ``encode_head`` wrote.
+    """Decodes the result of ``encode_head``.
 
     Returns:
-        The pass, the message without its gradients, the number under which these were recorded,
-        and where they begin.
+        The pass, the message without its gradients, ``recorded_id``, and the offset of the
+        gradients.
 
     Raises:
         ProtocolError: It is malformed.
@@ -114,7 +114,7 @@ def _progress_of(counts: list[int] | tuple[int, ...], ids: tuple[int, ...]) -> P
 
 
 def encode(name: PassName, message: Message) -> bytes:
-    """Returns any other message as bytes; the error of a ``Failed`` is bytes already."""
+    """Encodes any other message; the error of a ``Failed`` must be bytes already."""
     head = (_TAGS[type(message)], name.context_id, name.oldest_id)
     if isinstance(message, Failed):
         operation = message.operation.encode()
@@ -130,7 +130,7 @@ def encode(name: PassName, message: Message) -> bytes:
 
 
 def decode(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Message]:
-    """Reads what ``encode`` wrote.
+    """Decodes the result of ``encode``.
 
     Raises:
         ProtocolError: It is malformed.

@@ -1,6 +1,6 @@
-"""Runs the part of a graph that some live sends reach, as far as their gradients have arrived.
+"""Runs the graph behind live sends that share nodes, as far as their gradients have arrived.
 
-What the rules are and why they are right is in ``docs/protocols/autograd.md``.
+The rules and their proofs are in ``docs/protocols/autograd.md``.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from torchweft.protocol.backward import Progress
 
 
 class Live(NamedTuple):
-    """A send, or the roots (number 0): where in the graph its gradients go."""
+    """A send, or the roots (number 0), with the places in the graph where its gradients go."""
 
     message_id: int
     edges: tuple[GradientEdge, ...]
 
 
 class Answer(NamedTuple):
-    """The gradients of a received message, complete."""
+    """The complete gradients of a received message."""
 
     receive: ReceiveRecord
     gradients: list[Gradient]
 
 
 class Component:
-    """Sends that share nodes or placeholders, and all that they reach.
+    """Sends that share nodes or placeholders, and the graph that they reach.
 
-    Which of the sends are live shows only in time. Until all of them are known to be, or it is
-    settled that the others are not, nothing of the component runs.
+    The worker learns only gradually which sends are live. Nothing of the component runs until
+    all its sends are known to be live, or the pass has settled that the others are not.
 
     Args:
         sends: The sends, live or not.
-        reached: What they reach together.
+        reached: The leaves and receives that they reach together.
         ends: Where the graph ends, by node.
         sink: Takes the gradients of leaves.
         mode: How the pass is run.
@@ -78,7 +78,7 @@ class Component:
 
     @property
     def is_finished(self) -> bool:
-        """Whether everything has run; ask after ``advance``."""
+        """Whether everything has run; valid after ``advance``."""
         return self._has_run
 
     def announce(self, message_id: int) -> None:
@@ -92,7 +92,7 @@ class Component:
         """Takes the gradients of one send, which is live.
 
         Raises:
-            ProtocolError: If the pass has no use for them.
+            ProtocolError: If they came before, or the send was settled not to be live.
         """
         place = self._place_of[message_id]
         if self._arrived >> place & 1:
@@ -107,7 +107,7 @@ class Component:
                 self._keep(edge.node, edge.output_nr, None if gradient is UNDEFINED else gradient)
 
     def _keep(self, node: Node, output_nr: int, gradient: Tensor | None) -> None:
-        """Adds to what waits at a node; without a gradient, it is noted that the node is to run."""
+        """Adds to the gradients pending at a node; None only marks the node as one to run."""
         if node in self._reached.cuts:
             if gradient is not None:
                 self._sink([((node, output_nr), gradient)], [gradient])  # type: ignore[list-item]
@@ -120,11 +120,11 @@ class Component:
         at_node[output_nr] = gradient if earlier is None else sum_of(earlier, gradient)
 
     def advance(self, is_settled: bool, progress: Progress) -> list[Answer]:
-        """Runs what is ready, if that answers a message or ends the component.
+        """Runs the ready nodes, if that answers a message or finishes the component.
 
         Args:
             is_settled: Whether all live sends have been announced.
-            progress: Takes what became of messages by that.
+            progress: Receives the progress of messages that results.
         """
         if self._has_run:
             return []
@@ -145,7 +145,7 @@ class Component:
         return [number for number, place in self._place_of.items() if self._live >> place & 1]
 
     def _newly_reached(self) -> set[int]:
-        """Returns the receives that no live send before the latest ones reached."""
+        """Returns the receives that the latest live sends are the first to reach."""
         news, self._news = self._news, []
         if not news or not self._reached.receives:
             return set()
@@ -172,7 +172,7 @@ class Component:
         return Group(self._all, self._reached.leaves, self._answerable(self._reached.receives))
 
     def _answerable(self, receives: Mapping[Node, ReceiveRecord]) -> dict[Node, ReceiveRecord]:
-        """Leaves out what only sends lead to that are not live: nobody waits for an answer."""
+        """Omits receives that no live send reaches: their senders await no answer."""
         live = self._live_receives
         return {node: record for node, record in receives.items() if record.message_id in live}
 
@@ -199,10 +199,10 @@ class Component:
         return self._run(ready)
 
     def _run_undefined(self, nodes: Iterable[Node]) -> None:
-        """Runs those of ready nodes that the engine would not come by, for want of a gradient.
+        """Runs the ready nodes that the engine would not reach, since no gradient leads to them.
 
         Args:
-            nodes: What is ready, a node always before those it leads to.
+            nodes: The ready nodes, in topological order.
         """
         by_engine: set[Node | None] = set()
         for node in nodes:
@@ -217,7 +217,7 @@ class Component:
         if gradients is None:
             return
         passed = [place for place in self._reached.passed if place[0] == node]
-        if passed:  # Before hooks, as the engine has it.
+        if passed:  # Before the node's hooks, as in the engine.
             pairs = pairs_of(passed, [gradients.get(output_nr) for _, output_nr in passed])
             self._sink(pairs, [gradient for _, gradient in pairs])
         results = run_node(node, gradients, self._mode.create_graph)
@@ -229,10 +229,10 @@ class Component:
         return self._partition is None or not self._partition.signature_of(node) & ~self._arrived
 
     def _run(self, ready: Group) -> list[Answer]:
-        """Runs the nodes of a group; they must lead to no node that is not ready."""
+        """Runs the nodes of a group, which must lead only to ready nodes."""
         roots = self._take_roots()
         for edge, _ in roots:
-            if edge.node in self._reached.leaves:  # A parameter that was sent as it is.
+            if edge.node in self._reached.leaves:  # A parameter that was itself sent.
                 ready.leaves[edge.node] = self._reached.leaves[edge.node]
         targets, variables = targets_of(ready.leaves, self._reached.passed)
         targets += [GradientEdge(node, 0) for node in ready.receives]
@@ -244,7 +244,7 @@ class Component:
         return answers_of(ready.receives, for_messages, self._used)
 
     def _used(self) -> Collection[Node]:
-        """Returns the placeholders that gradients lead to, be they undefined."""
+        """Returns the placeholders that gradients lead to, including undefined gradients."""
         if self._is_all_used and self._arrived == self._all == self._live:
             return self._reached.receives
         return receives_behind(self._used_edges, self._ends, set())
@@ -270,7 +270,7 @@ class Component:
 def pairs_of(
     variables: Iterable[Any], gradients: Iterable[Tensor | None]
 ) -> list[tuple[Any, Tensor]]:
-    """Returns leaves with their gradients, as far as there are any."""
+    """Returns the leaves that have a gradient, with it."""
     return [
         (variable, gradient)
         for variable, gradient in zip(variables, gradients, strict=True)
@@ -287,8 +287,8 @@ def answers_of(
 
     Args:
         receives: The messages by their placeholders.
-        gradients: What has come to each placeholder.
-        used: Called where some have none; returns the placeholders that were used.
+        gradients: The gradient at each placeholder, if any.
+        used: Called if some placeholders have no gradient; returns the placeholders that were used.
     """
     answers: dict[int, Answer] = {}
     without: list[Node] = []

@@ -1,8 +1,8 @@
-"""Contexts: what a worker records about one forward pass, and the gradients that come of it.
+"""Contexts: a worker's record of one forward pass, and the resulting gradients.
 
 A context has one number in the whole group and a ``Context`` on each worker that took part. A
-message that carries tensors which require grad leaves a send at its sender and a receive at its
-receiver, under one message id; backward passes go along them in the opposite direction.
+message that carries tensors which require grad leaves a send record at its sender and a receive
+record at its receiver, under one message id. Backward passes follow them in the opposite direction.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PARAMETER = 2
 """Flag of a tensor that was a ``torch.nn.Parameter`` at its sender."""
 
 SHARED = 4
-"""Flag of a tensor that has memory in common with another one of its message."""
+"""Flag of a tensor that shares memory with another tensor of its message."""
 
 
 @dataclass(slots=True)
 class TensorMeta:
-    """What a gradient must look like to belong to a tensor."""
+    """The shape, type and device that the gradient of a tensor must have."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -46,13 +46,13 @@ class TensorMeta:
 
 @dataclass(slots=True)
 class SendRecord:
-    """A message that was sent, by the tensors in it that require grad, in their order.
+    """A sent message: its tensors that require grad, in their order.
 
     Attributes:
         message_id: Number of the message in the group.
-        to_worker: Who received it, and will send the gradients.
+        to_worker: The receiver, which will send the gradients.
         edges: Where in the graph the gradients go.
-        metas: What they must look like.
+        metas: Shape, type and device of each gradient.
         owners: Nodes that keep the graph behind ``edges`` alive.
     """
 
@@ -65,16 +65,16 @@ class SendRecord:
 
 @dataclass(slots=True)
 class ReceiveRecord:
-    """A message that was received, by the tensors in it that required grad, in their order.
+    """A received message: its tensors that required grad, in their order.
 
     Attributes:
         message_id: Number of the message in the group.
-        from_worker: Who sent it, and waits for the gradients.
+        from_worker: The sender, which waits for the gradients.
         nodes: The placeholders, one for each tensor.
-        metas: What the tensors look like here.
-        sends_before: How many messages this worker had sent in the context before: nothing that
-            was sent later can lead to this one.
-        is_answer: Whether it is the result of a call that this worker has made.
+        metas: Shape, type and device of each tensor on this worker.
+        sends_before: How many messages this worker had sent in the context before. No message
+            sent later can lead to this one.
+        is_answer: Whether it is the result of a call that this worker made.
     """
 
     message_id: int
@@ -86,13 +86,13 @@ class ReceiveRecord:
 
 
 def flags_of(tensor: Tensor) -> int:
-    """Returns what a receiver must know of a tensor to record it."""
+    """Returns the flags that a receiver needs to record a tensor."""
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     return flags | PARAMETER if isinstance(tensor, torch.nn.Parameter) else flags
 
 
 class Context:
-    """What one worker knows of a context; thread-safe.
+    """One worker's part of a context. Thread-safe.
 
     Args:
         context_id: Number of the context in the group.
@@ -107,9 +107,9 @@ class Context:
         self.receive_of: dict[Node, ReceiveRecord] = {}
         """Receives by placeholder nodes; graph walks end at these."""
         self.maps: list[Any] = []
-        """Computations of this worker that can be repeated if others are lost; see mapreduce."""
+        """Maps of this worker that can be repeated if other workers are lost; see mapreduce."""
         self.is_differentiated_twice = False
-        """Whether a pass through what was recorded has been recorded itself."""
+        """Whether a pass through this context was itself recorded (``create_graph``)."""
         self._counter = itertools.count(1) if counter is None else counter
         self._lock = threading.Lock()
         self._sends: dict[int, SendRecord] = {}
@@ -121,8 +121,8 @@ class Context:
         """Records a message that is about to be sent.
 
         Args:
-            tensors: All tensors of the message; those that do not require grad are passed over.
-            to_worker: Who will receive it.
+            tensors: All tensors of the message; tensors that do not require grad are skipped.
+            to_worker: The receiver.
 
         Returns:
             The number of the message, or 0 if none of its tensors requires grad.
@@ -146,15 +146,15 @@ class Context:
         flags: Sequence[int],
         is_answer: bool = False,
     ) -> list[Tensor]:
-        """Records a message that was received, and puts placeholders for its tensors.
+        """Records a received message, and replaces its tensors by placeholders.
 
         Args:
-            message_id: What ``record_send`` returned at the sender.
+            message_id: The number that ``record_send`` returned at the sender.
             from_worker: The sender.
-            tensors: All tensors of the message, as received; those with ``REQUIRES_GRAD`` are
-                used up: only what is returned may be used afterwards.
+            tensors: All tensors of the message, as received. Tensors with ``REQUIRES_GRAD`` are
+                consumed: only the returned tensors may be used afterwards.
             flags: ``flags_of`` each tensor at the sender, and ``SHARED``.
-            is_answer: Whether it is the result of a call.
+            is_answer: Whether the message is the result of a call.
 
         Returns:
             The tensors for the program.
@@ -164,14 +164,14 @@ class Context:
         places = [place for place, flag in enumerate(flags) if flag & REQUIRES_GRAD]
         if message_id and places:
             for place in places:
-                # Graphs of their own need memory of their own: nothing would tell the one of a
-                # change in place of the other.
+                # Each placeholder has its own graph, so it needs its own memory: an in-place
+                # change of one tensor would not appear in the graph of the other.
                 if flags[place] & SHARED:
                     result[place] = result[place].clone()
             self.place_received(message_id, from_worker, result, places, is_answer)
         for tensor, flag in zip(result, flags, strict=True):
             if flag & PARAMETER:
-                # What isinstance(tensor, torch.nn.Parameter) looks at.
+                # isinstance(tensor, torch.nn.Parameter) checks this attribute.
                 tensor._is_param = True
         return result
 
@@ -186,11 +186,11 @@ class Context:
         """Records the tensors of a received message that required grad at a known worker.
 
         Args:
-            message_id: What ``record_send`` returned at the sender.
+            message_id: The number that ``record_send`` returned at the sender.
             from_worker: The sender.
-            values: What was received; placeholders take the place of these tensors.
-            places: Where in it they are.
-            is_answer: Whether it is the result of a call.
+            values: The received values; placeholders replace the tensors at ``places``.
+            places: Positions of these tensors in ``values``.
+            is_answer: Whether the message is the result of a call.
         """
         tensors = [values[place] for place in places]
         metas = metas_of(tensors)
@@ -210,35 +210,35 @@ class Context:
         Raises:
             AutogradError: If the context has been released, and the worker was not known before.
         """
-        # One add to a set is atomic; readers copy under the lock that adders of new ones take.
+        # An unlocked test is safe: one add to a set is atomic. Adds and copies take the lock.
         if worker != self.worker and worker not in self._known_workers:
             with self._lock:
-                if self._is_cleared:  # Those known have been told, and nobody would tell this one.
+                if self._is_cleared:  # The release was sent already and would miss this worker.
                     raise _released_error(self.id)
                 self._known_workers.add(worker)
 
     @property
     def known_workers(self) -> frozenset[int]:
-        """The other workers that this one exchanged messages of the context with."""
+        """The other workers with which this worker exchanged messages of the context."""
         with self._lock:
             return frozenset(self._known_workers)
 
     def send(self, message_id: int) -> SendRecord | None:
-        """Returns what was recorded of a message that was sent here."""
+        """Returns the record of a message that this worker sent."""
         return self._sends.get(message_id)
 
     def sends(self) -> list[SendRecord]:
-        """Returns all messages that were sent here."""
+        """Returns the records of all messages that this worker sent."""
         with self._lock:
             return list(self._sends.values())
 
     def receives(self) -> list[ReceiveRecord]:
-        """Returns all messages that were received here."""
+        """Returns the records of all messages that this worker received."""
         with self._lock:
             return list(self._receives.values())
 
     def leaves_behind_placeholders(self) -> set[Node | None]:
-        """Returns the nodes of leaves that nobody sees."""
+        """Returns the nodes of the hidden leaves behind the placeholders."""
         return {target for node in list(self.receive_of) for target, _ in node.next_functions}
 
     def accumulate(self, tensor: Tensor, gradient: Tensor) -> None:
@@ -250,7 +250,7 @@ class Context:
         return self.gradients.snapshot()
 
     def clear(self) -> None:
-        """Lets go of all graphs and gradients."""
+        """Releases all graphs and gradients."""
         with self._lock:
             self._is_cleared = True
             self._sends.clear()
@@ -261,7 +261,7 @@ class Context:
 
 
 def send_record(message_id: int, to_worker: int, tensors: Sequence[Tensor]) -> SendRecord:
-    """Makes the record of a message with ``tensors``, which require grad."""
+    """Returns the record of a message with ``tensors``, which require grad."""
     edges, owners = _edges_of(tensors)
     return SendRecord(message_id, to_worker, edges, metas_of(tensors), owners)
 
@@ -272,11 +272,11 @@ def _edges_of(tensors: Sequence[Tensor]) -> tuple[tuple[GradientEdge, ...], tupl
     for tensor in tensors:
         node = tensor.grad_fn
         if node is not None and not isinstance(node, torch._C._FunctionBase):
-            edges.append(GradientEdge(node, tensor.output_nr))  # as below, without the detours
+            edges.append(GradientEdge(node, tensor.output_nr))  # equals get_gradient_edge, faster
             continue
         edge = get_gradient_edge(tensor)
         edges.append(edge)
-        # A Python node does not keep its graph alive. Newer torch puts one in the edge that does.
+        # A Python node does not keep its graph alive. Newer torch adds an owner to the edge.
         if isinstance(edge.node, torch._C._FunctionBase) and len(edge) == 2:
             with torch.enable_grad():
                 owner = tensor.view_as(tensor).grad_fn
@@ -286,17 +286,17 @@ def _edges_of(tensors: Sequence[Tensor]) -> tuple[tuple[GradientEdge, ...], tupl
 
 
 def metas_of(tensors: Iterable[Tensor]) -> tuple[TensorMeta, ...]:
-    """Returns what gradients of ``tensors`` must look like."""
+    """Returns the shape, type and device of each of ``tensors``."""
     return tuple([TensorMeta(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
 
 
 class Contexts:
-    """The contexts that one worker takes part in; thread-safe.
+    """The contexts in which one worker takes part. Thread-safe.
 
     Args:
         worker: This worker.
-        remembered: How many released contexts are remembered, so that late messages of one do
-            not bring it back.
+        remembered: How many released contexts are remembered, so that their late messages do
+            not recreate them.
     """
 
     def __init__(self, worker: int, remembered: int = 4096) -> None:
@@ -315,12 +315,12 @@ class Contexts:
         return context_id
 
     def get_or_create(self, context_id: int) -> Context:
-        """Returns a context that this worker, or another one, has opened.
+        """Returns a context that this or another worker opened; creates it here if missing.
 
         Raises:
             AutogradError: If it has been released here.
         """
-        # A plain read of a dict is safe beside writers, and this is on the path of every call.
+        # Every call comes here, so read without the lock: a dict read is safe beside writers.
         context = self._contexts.get(context_id)
         if context is not None:
             return context
@@ -343,10 +343,10 @@ class Contexts:
         return context
 
     def release(self, context_id: int) -> frozenset[int]:
-        """Lets go of a context, for good.
+        """Releases a context permanently.
 
         Returns:
-            The workers to tell; none if it was released before or never known here.
+            The workers to notify; none if it was released before or never known here.
         """
         with self._lock:
             context = self._contexts.pop(context_id, None)
@@ -369,8 +369,8 @@ def _released_error(context_id: int) -> AutogradError:
     )
 
 
-# Of Python's own context, which each thread and each task has: tasks that take turns on a thread
-# stay apart, and what is run in a copy of it records into the same.
+# A context variable, since each thread and each task has its own: tasks that share a thread stay
+# apart, and code that runs in a copy of the Python context records into the same one.
 _current: ContextVar[int] = ContextVar("torchweft autograd context", default=0)
 
 current_id: Callable[[], int] = _current.get

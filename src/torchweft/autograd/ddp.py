@@ -1,16 +1,16 @@
-"""Modules under ``DistributedDataParallel``: which there are, and how one averages gradients.
+"""Tracks modules under ``DistributedDataParallel``, and has DDP average their gradients.
 
 The problem: DDP's reducer averages what is accumulated into ``.grad``, by a hook on the node that
-accumulates. A pass in a context asks for gradients instead of accumulating them, so that contexts
-stay apart; no hook runs, and nothing would be averaged. The obvious way, to accumulate in the
-whole pass, runs into placeholders, runs a weight's node once for each component, and holds
-gradients for other workers back until all ranks have met.
+accumulates. A pass in a context asks for gradients instead of accumulating them, to keep contexts
+apart. So no hook runs, and nothing would be averaged. The obvious way is to accumulate in the
+whole pass. That runs into placeholders, runs a weight's node once for each component, and delays
+gradients for other workers until all ranks have met.
 
-The idea: a pass takes the gradients of such parameters as it does all others, and sums them up.
-Then they are accumulated by themselves, as if the parameters were the roots of a graph. That
-runs DDP's hooks and nothing else, and what is then in ``.grad`` is the average.
+The idea: a pass takes the gradients of such parameters like all others, and sums them. Then it
+accumulates the sums alone, as if the parameters were the roots of a graph. That runs DDP's hooks
+and nothing else, and leaves the average in ``.grad``.
 
-Rule of the file: the context's gradients take the place of ``.grad``, which is put back.
+Rule of the file: the context's gradients replace ``.grad`` meanwhile; ``.grad`` is restored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torchweft.autograd.local_engine import accumulate
 from torchweft.errors import AutogradError
 
 AVERAGING = "averaging by DistributedDataParallel"
-"""The operation in which a worker failed whose gradients could not be averaged."""
+"""The operation named in errors of averaging."""
 
 _lock = threading.Lock()
 _watching: RemovableHandle | None = None
@@ -46,7 +46,7 @@ _lock_of: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictio
 
 
 def watch() -> None:
-    """Takes note of modules under DDP from now on, and of those that there are."""
+    """Registers modules under DDP: existing ones now, and later ones on construction."""
     global _watching
     if not distributed.is_available():
         return
@@ -54,7 +54,7 @@ def watch() -> None:
         if _watching is not None:
             return
         _watching = register_module_module_registration_hook(_on_registration)
-    if distributed.is_initialized():  # Without, there can be none.
+    if distributed.is_initialized():  # A DDP module needs a process group.
         for found in gc.get_objects():
             if issubclass(type(found), DistributedDataParallel):
                 _note(found)
@@ -70,7 +70,7 @@ def known_modules() -> list[tuple[Any, threading.Lock]]:
 
 
 def _on_registration(module: Module, _: str, __: object) -> None:
-    # DDP makes the module that it wraps one of its own.
+    # DDP registers the module that it wraps as its submodule.
     if isinstance(module, DistributedDataParallel):
         _note(module)
 
@@ -88,10 +88,10 @@ class Replica:
 
     Args:
         module: The ``DistributedDataParallel``.
-        lock: Of the module: who holds it uses its reducer and its ``.grad``.
+        lock: The module's lock: held while using its reducer and its ``.grad``.
 
     Attributes:
-        parameters: All that DDP may average.
+        parameters: All parameters that DDP may average.
     """
 
     def __init__(self, module: Any, lock: threading.Lock) -> None:
@@ -101,19 +101,19 @@ class Replica:
         self.parameters: frozenset[Tensor] = frozenset(module._module_parameters)
 
     def check_use(self) -> None:
-        """Checks that DDP does nothing with the module that is not supported.
+        """Checks that the module uses only supported features of DDP.
 
         Raises:
-            AutogradError: It does.
+            AutogradError: It uses an unsupported feature.
         """
         if reason := _unsupported_use(self._module):
             raise AutogradError(f"DistributedDataParallel in an autograd context: {reason}")
 
     def prepare(self) -> None:
-        """Makes the module ready for nodes of its graph to run."""
+        """Prepares the module for its graph to run."""
         module = self._module
         if module.static_graph and not module._static_graph_delay_allreduce_enqueued:
-            # Or its graph would have all be reduced at the end of the first engine call.
+            # Otherwise its graph would reduce everything at the end of the first engine call.
             module._static_graph_delay_allreduce_enqueued = True
             self._is_first_of_static_graph = True
 
@@ -123,7 +123,7 @@ class Replica:
             self._module._static_graph_delay_allreduce_enqueued = False
 
     def average(self, new: Gradients, gradients: Gradients) -> None:
-        """Adds the average of what is ``new`` to ``gradients``; blocks until all ranks do so.
+        """Adds the average of ``new`` gradients to ``gradients``; blocks until all ranks do so.
 
         Raises:
             AutogradError: Gradients are missing.
@@ -144,7 +144,7 @@ class Replica:
     def _totals(
         self, fresh: Mapping[Tensor, Tensor], earlier: Mapping[Tensor, Tensor]
     ) -> dict[Tensor, Tensor]:
-        """Returns new gradients with earlier ones, which may be of passes under ``no_sync``."""
+        """Returns the sums of new and earlier gradients, which passes under ``no_sync`` leave."""
         totals: dict[Tensor, Tensor] = {}
         for parameter in self._module._module_parameters:
             if parameter not in earlier:
@@ -177,7 +177,7 @@ class Replica:
         }
 
     def _graph_of(self, totals: Iterable[Tensor]) -> list[Tensor]:
-        """Returns outputs in whose graph DDP finds what has gradients, if it looks for that."""
+        """Returns outputs in whose graph DDP finds parameters with gradients, if it looks."""
         if not self._module.find_unused_parameters or self._module.static_graph:
             return []
         with torch.enable_grad():
@@ -201,11 +201,11 @@ class Replica:
 
 
 def _is_synchronized(module: Any) -> bool:
-    """Tells whether DDP is to average, or the program is under ``no_sync``.
+    """Returns whether DDP must average, that is, whether the program is not under ``no_sync``.
 
-    What counts for DDP is the forward pass with grad; one without it for evaluation, or the end
-    of ``no_sync`` since, changes one of the flags. What is averaged too early does not differ
-    after the pass that is not under ``no_sync``.
+    DDP decides by the last forward pass with grad. An evaluation pass without grad, or leaving
+    ``no_sync`` afterwards, changes one of the flags. Averaging too early is harmless: after the
+    pass outside of ``no_sync`` the result is the same.
     """
     return bool(module.require_forward_param_sync or module.require_backward_grad_sync)
 
@@ -228,7 +228,7 @@ def _unsupported_use(module: Any) -> str:
 def _grad_set_aside(module: Any) -> Iterator[None]:
     """Makes ``.grad`` of all parameters None within a ``with`` block."""
     kept = [(parameter, parameter.grad) for parameter in module._module_parameters]
-    # Views into DDP's buckets are written to meanwhile.
+    # DDP writes to its buckets meanwhile, and ``.grad`` may be a view into one.
     copies = [
         (grad, grad.clone())
         for _, grad in kept
@@ -250,9 +250,9 @@ Hook = Callable[[Tensor], "Tensor | None"]
 
 @contextlib.contextmanager
 def _hooks_passed_by(totals: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Keeps the users' hooks from being called a second time, for the same gradients.
+    """Keeps the users' hooks from being called a second time for the same gradients.
 
-    They stay where they are for gradients of passes on other threads.
+    The hooks still run for gradients of passes on other threads.
     """
     hooked: list[tuple[dict[int, Hook], dict[int, Hook]]] = []
     for parameter, total in totals.items():

@@ -1,12 +1,11 @@
-"""Lets modules under ``DistributedDataParallel`` end without hanging the process.
+"""Frees modules under ``DistributedDataParallel`` without a deadlock.
 
-The problem: the last owner of a process group may be DDP's reducer, after
-``destroy_process_group()``. It lets go of the group while it holds the interpreter lock, which
-waits for the group's threads; and one of those may be waiting for the lock, to let go of a tensor
-that was just reduced. The other threads of a worker make that likely where it was rare.
+The problem: after ``destroy_process_group()``, DDP's reducer may be the last owner of the process
+group. It frees the group while it holds the interpreter lock, and freeing waits for the group's
+threads. One of those threads may be waiting for the lock, to free a tensor that was just reduced.
+The other threads of a worker make this rare deadlock likely.
 
-The idea: the group's own Python object gives the lock up while it waits. So that one has to go
-last.
+The idea: the group's Python object releases the lock while it waits. So it must be freed last.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ _former: list[object] = []
 
 
 def keep_group_of(module: Any) -> None:
-    """Has the process group of a module outlive the module's reducer."""
+    """Keeps the process group of a module alive until the module's reducer is freed."""
     ending = weakref.finalize(module, _former.append, module.process_group)
     ending.atexit = False
 
 
 def release_groups() -> None:
-    """Lets go of the process groups of modules that are gone."""
+    """Releases the process groups of freed modules."""
     _former.clear()
 
 

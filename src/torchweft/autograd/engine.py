@@ -1,8 +1,8 @@
-"""The shell of the backward pass: messages in and out, and who runs what on which thread.
+"""The shell of the backward pass: sends and receives its messages, and assigns work to threads.
 
-What comes for a pass is put into its inbox by the thread that reads it. One thread at a time
-takes all that is there, runs what became ready, and sends what follows: of a pass that a thread
-of this worker leads, that thread; of any other, a task of the reactor.
+The thread that reads a message puts it into the inbox of its pass. One thread at a time empties
+the inbox, runs the ready nodes and sends the resulting messages. For a pass that this worker
+leads, that is the thread that called ``backward``; for any other pass, a task of the reactor.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from torchweft.wire.messages import Kind, decode_ints
 _REMEMBERED_PASSES = 4096
 
 _LOOK_S = 0.5
-"""How often who leads a pass looks whether the worker has shut down."""
+"""How often the thread that leads a pass checks whether the worker has shut down."""
 
 
 class Engine:
@@ -92,7 +92,7 @@ class Engine:
         agent.receiver.on(Kind.RELEASE_CONTEXT, self._on_release, inline=True)
         agent.receiver.on(Kind.RELEASE_MESSAGES, self._on_release_messages, inline=True)
 
-    # For users of this worker
+    # For programs on this worker
 
     def backward(
         self, context_id: int, roots: Sequence[Tensor], *, retain_graph: bool = False
@@ -116,9 +116,9 @@ class Engine:
             context_id: The context.
             roots: Where it starts.
             mode: How it is run.
-            gradients: Take those of leaves of this worker; by default the context's do.
-            captures: Collect those of certain tensors.
-            retains_here: Whether graphs of this worker must survive, whatever becomes of others.
+            gradients: Table for gradients of this worker's leaves; by default the context's.
+            captures: Collects the gradients of certain tensors.
+            retains_here: Whether this worker's graphs must survive, even if others' need not.
         """
         context = self.contexts.get(context_id)
         here = mode._replace(retain_graph=True) if retains_here else mode
@@ -136,8 +136,8 @@ class Engine:
             local.close()
 
     def run_into_grad(self, roots: Roots | Sequence[Tensor], mode: PassMode) -> None:
-        """Runs a pass that belongs to no context, into ``.grad`` of leaves on all workers."""
-        # It has one of its own, so that nothing of the pass is left on any worker afterwards.
+        """Runs a pass outside of contexts that adds to ``.grad`` of leaves on all workers."""
+        # A context for this pass alone: releasing it removes the pass from all workers.
         context_id = self.contexts.open()
         try:
             self.run(context_id, roots, mode._replace(into_grad=True))
@@ -153,7 +153,7 @@ class Engine:
             context_id: The context.
             roots: Where the passes start.
             inputs: The tensors, which require grad.
-            mode: How the passes are run; ``for_inputs``.
+            mode: How the passes are run; has ``for_inputs``.
         """
         captures = Captures(self.contexts.get(context_id), inputs)
         self.run_all(context_id, roots, mode, captures)
@@ -168,8 +168,8 @@ class Engine:
         gradients: Gradients | None = None,
         retains_here: bool = False,
     ) -> None:
-        """Runs a pass from roots, and all that go on from where it ended; see ``run``."""
-        if captures.goes_on:  # More than one pass may come by the same nodes.
+        """Runs a pass from roots, and the passes that continue where it ended; see ``run``."""
+        if captures.goes_on:  # Several passes may run the same nodes.
             mode = mode._replace(retain_graph=True)
         for start in itertools.chain([roots], captures.further_roots()):
             self.run(
@@ -182,7 +182,7 @@ class Engine:
             )
 
     def release(self, context_id: int, told_by: int | None = None) -> None:
-        """Lets go of a context here, and tells the workers that know it."""
+        """Releases a context here, and tells the other workers that know it, except ``told_by``."""
         for worker in self.contexts.release(context_id):
             if worker != told_by:
                 self._agent.sender.post_ints(
@@ -196,13 +196,13 @@ class Engine:
                 part.local.close()
 
     def count_passes(self) -> int:
-        """Returns how many backward passes are under way here, whoever leads them."""
+        """Returns how many backward passes are under way here, including those led elsewhere."""
         with self._lock:
             parts = list(self._parts.values())
         return sum([part.is_under_way for part in parts])
 
     def open_waits(self) -> list[OpenWait]:
-        """Returns the passes that this worker leads, and in which it waits for others."""
+        """Returns the passes that this worker leads and in which it waits for other workers."""
         with self._lock:
             passes = list(self._led.values())
         return [
@@ -231,7 +231,7 @@ class Engine:
             return led
 
     def _lead(self, led: LedPart, others: Sequence[Peer]) -> None:
-        """Does this worker's part, and waits, until the pass is over."""
+        """Does this worker's part and waits for other workers until the pass is over."""
         sends = self._follow_up(led, self._work_off(led, ()))
         while led.outcome is None:
             if led.inbox or led.local.is_averaging_due:
@@ -253,7 +253,7 @@ class Engine:
                 self._listener.read_until(reading, led.inbox, led.deadline_s())
         finally:
             self._listener.give_back(reading)
-        if not led.inbox and led.outcome is None:  # It may have failed to send something.
+        if not led.inbox and led.outcome is None:  # A failed send sets the outcome.
             self._wait_for_others(led)
 
     def _wait_for_others(self, led: LedPart) -> None:
@@ -270,10 +270,10 @@ class Engine:
                 self._agent.reactor.end_wait()
 
     def _follow_up(self, led: LedPart, actions: Iterable[protocol.Action]) -> list[Send]:
-        """Carries out what concerns this worker; returns what is to be sent to others."""
+        """Carries out actions for this worker; returns the messages for other workers."""
         todo = list(actions)
         sends: list[Send] = []
-        for action in todo:  # It grows meanwhile.
+        for action in todo:  # The body appends to it.
             if isinstance(action, Tell):
                 todo += led.driver.progressed(action.progress)
             elif isinstance(action, Send):
@@ -303,7 +303,7 @@ class Engine:
             self._agent.reactor.tasks.append((self._take_part, part, None), peer.id)
 
     def _new_part(self, pass_id: int) -> Part | None:
-        """Returns this worker's part in a pass, made now; None if it is over or not led."""
+        """Creates this worker's part in a pass; None if the pass is over or its leader is lost."""
         driver = worker_of(pass_id)
         with self._lock:
             is_over = pass_id in self._ended or driver == self._me
@@ -319,21 +319,21 @@ class Engine:
                 self._send_all(part, self._average(part, part.local))
 
     def _work_off(self, part: Part, items: Iterable[tuple[Peer, object]]) -> list[protocol.Action]:
-        """Takes what has come, runs what became ready, and returns what follows."""
+        """Handles received items, runs ready nodes, and returns the resulting actions."""
         actions: list[protocol.Action] = []
         try:
             for peer, item in items:
                 actions += self._receive(part, peer, item)
             if part.local is not None and not part.machine.is_over:
                 actions += part.machine.worked(*part.local.work())
-        except BaseException as error:  # Hooks and functions of the program may raise anything.
+        except BaseException as error:  # Hooks and functions of the program can raise any error.
             if isinstance(part, LedPart) and not isinstance(error, Exception):
-                raise  # Ctrl-C, perhaps: this is the caller's own thread.
+                raise  # Perhaps a KeyboardInterrupt: this is the caller's own thread.
             actions += part.machine.failed(operation_of(error), error)
         return actions
 
     def _average(self, part: Part, local: LocalPass) -> list[protocol.Action]:
-        """Has DDP average gradients, which may take until others of its ranks get there."""
+        """Has DDP average gradients; may block until its other ranks do the same."""
         is_counted = self._agent.reactor.begin_wait()
         try:
             return part.machine.worked((), local.average())
@@ -376,11 +376,11 @@ class Engine:
         with self._lock:
             self._forget_older(name)
             self._passes_of.setdefault(name.context_id, []).append(name.pass_id)
-        # Released in between, nobody would let go of this part.
+        # Raises if the context was released in between: nothing would close this part then.
         self.contexts.get(name.context_id)
 
     def _forget_older(self, name: PassName) -> None:
-        """Lets go of parts in passes that are over by now, as a later one of their leader says."""
+        """Drops parts in passes that have ended, as implied by a later pass of their leader."""
         passes = self._passes_of.get(name.context_id, [])
         for pass_id in list(passes):
             if pass_id < name.oldest_id and worker_of(pass_id) == worker_of(name.pass_id):
@@ -389,7 +389,7 @@ class Engine:
                 self._ended.add(pass_id)
 
     def _end(self, part: Part) -> None:
-        """Lets go of a part, done or not; what still comes for the pass is dropped."""
+        """Releases a part, done or not; later messages of the pass are dropped."""
         with self._lock:
             self._parts.pop(part.pass_id, None)
             self._ended.add(part.pass_id)
@@ -405,7 +405,7 @@ class Engine:
     # Sending
 
     def _send_all(self, part: Part, actions: Iterable[protocol.Action]) -> None:
-        """Sends messages, those to one worker at once: a write wakes somebody."""
+        """Sends messages, in one write for each worker: every write wakes a thread there."""
         by_worker: dict[int, list[protocol.Message]] = {}
         for action in actions:
             if isinstance(action, Send):
@@ -426,21 +426,22 @@ class Engine:
         assert part.name is not None
         buffers = self._envelopes.seal(peer, part.name, messages)
         if type(messages[0]) in (Failed, Abort):
-            self._agent.sender.post(peer, buffers)  # Who is lost need not hear it.
+            self._agent.sender.post(peer, buffers)  # A lost worker need not receive it.
         else:
-            # Who leads reads the connections meanwhile, and must not wait for the other side to.
+            # The leading thread holds the connections for reading. If it blocked on a full
+            # socket while the peer did the same, neither side would read.
             self._agent.sender.send(peer, buffers, may_block=not isinstance(part, LedPart))
 
-    # The world outside
+    # Releases and lost workers
 
     def _on_release(self, peer: Peer, frame: Frame) -> None:
         context_id, *_ = decode_ints(frame.control, least=1)
-        # The end of a graph may run any code, and takes its time.
-        # Not ``submit``: the thread that reads this does it next, no other need wake for it.
+        # A task, since freeing a graph may run any code and take long.
+        # Not ``submit``: the thread that reads this runs it next; no other thread need wake.
         self._agent.reactor.tasks.append((self.release, context_id, peer.id), peer.id)
 
     def _release_soon(self) -> None:
-        """Has ``tick`` called soon; finalizers call it."""
+        """Schedules ``tick``; called by finalizers."""
         due_s = time.monotonic() + self._batch_s
         if due_s < self._release_due_s:
             self._release_due_s = due_s
@@ -448,10 +449,10 @@ class Engine:
                 self._agent.timers.wake_by(due_s)
 
     def tick(self, now_s: float) -> float:
-        """Tells senders of messages that nobody here can use any more; a job."""
+        """Tells senders which of their messages are unreachable here; a job of the timers."""
         if self._release_due_s > now_s:
             return self._release_due_s
-        # First: a message that ends from here on has it called again.
+        # Reset first: a message that becomes unreachable concurrently must schedule another tick.
         self._release_due_s = math.inf
         for worker, message_ids in self.outside.take_ended().items():
             peer = self._agent.peers.get(worker)
@@ -461,20 +462,20 @@ class Engine:
 
     def _on_release_messages(self, peer: Peer, frame: Frame) -> None:
         message_ids = decode_ints(frame.control)
-        # As above: the end of a graph may run any code.
+        # As above: freeing a graph may run any code.
         self._agent.reactor.tasks.append((self._drop_sends, peer.id, message_ids), peer.id)
 
     def _drop_sends(self, worker: int, message_ids: Sequence[int]) -> None:
         self.outside.drop_sends(message_ids, worker)
 
     def peer_lost(self, peer: Peer) -> None:
-        """Fails the passes of a lost worker, and drops the graphs behind what it was sent."""
+        """Tells all passes that a worker was lost; drops the graphs behind messages sent to it."""
         with self._lock:
             parts = list(self._parts.values())
         for part in parts:
             if part.put((peer, LOST)):
                 self._agent.reactor.submit_task(self._take_part, part)
-        self.outside.worker_lost(peer.id)  # The end of a graph may run any code.
+        self.outside.worker_lost(peer.id)  # Freeing a graph may run any code.
 
 
 ENGINE: Slot[Engine] = Slot()
@@ -484,6 +485,6 @@ def current_engine() -> Engine:
     """Returns the engine of this process's worker.
 
     Raises:
-        NotInitialized: This process is no worker.
+        NotInitialized: This process is not a worker.
     """
     return current().slots[ENGINE]

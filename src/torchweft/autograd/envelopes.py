@@ -1,4 +1,4 @@
-"""Messages of a backward pass as frames, and frames as messages."""
+"""Converts messages of a backward pass to frames, and frames to messages."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _SMALL_NUMEL = 1024
 class Envelopes:
     """Makes and opens the frames of backward passes, for one worker.
 
-    Gradients with a graph of their own, of a pass that is itself recorded, are recorded as any
-    other message of the context is.
+    In a pass that is itself recorded, gradients have a graph. They are recorded like any other
+    message of the context.
 
     Args:
         agent: The worker's agent.
-        parcels: Carries what is too large or too unusual for compact values.
-        contexts: What the worker has recorded.
+        parcels: Carries gradients that are too large or too unusual for compact values.
+        contexts: The worker's contexts.
         reader: Reads the errors of other workers.
     """
 
@@ -49,7 +49,7 @@ class Envelopes:
         self._reader = reader
 
     def seal(self, peer: Peer, name: PassName, messages: Sequence[Message]) -> list[Buffer]:
-        """Returns what to write for messages to another worker."""
+        """Returns the bytes to write for messages to another worker."""
         buffers: list[Buffer] = []
         for message in messages:
             if isinstance(message, Gradients):
@@ -77,7 +77,7 @@ class Envelopes:
         sealed = self._parcels.seal(
             peer, Kind.GRADIENTS, flags, name.pass_id, head, packed.payload, packed.tensors
         )
-        assert not isinstance(sealed, Frame)  # Nobody records messages to oneself.
+        assert not isinstance(sealed, Frame)  # A worker records no messages to itself.
         return sealed
 
     def _record(self, name: PassName, tensors: Sequence[Tensor], peer: Peer) -> int:
@@ -86,7 +86,7 @@ class Envelopes:
         return self._contexts.get_or_create(name.context_id).record_send(tensors, peer.id)
 
     def open(self, peer: Peer, frame: Frame) -> tuple[PassName, Message]:
-        """Returns the message in a frame, and its pass. May block: it fetches large gradients.
+        """Returns the pass and message of a frame. May block to fetch large gradients.
 
         Raises:
             ProtocolError: It is malformed.
@@ -115,22 +115,22 @@ class Envelopes:
         return name, message
 
     def error_of(self, content: bytes) -> BaseException:
-        """Returns the error in a message that a pass has failed."""
+        """Returns the error that a ``Failed`` message carries."""
         return self._reader.unpack_error(content)
 
     def discard(self, peer: Peer, frame: Frame) -> None:
-        """Has the sender of gradients that nobody needs any more let go of them."""
+        """Tells the sender of unneeded gradients to release them."""
         if frame.kind == Kind.GRADIENTS and not frame.flags & COMPACT:
             self._parcels.discard(peer, self._parcels.read(frame))
 
 
 def flags_in(parcel: Parcel) -> list[int]:
-    """Returns what a parcel tells of its tensors, as ``Context.record_receive`` takes it."""
+    """Returns the flags of a parcel's tensors, as ``Context.record_receive`` takes them."""
     return recorded_flags(parcel.flags())
 
 
 def recorded_flags(flags: Iterable[GradFlags]) -> list[int]:
-    """Returns what the table of a message tells, as ``Context.record_receive`` takes it."""
+    """Converts the flags in a message's table to those of ``Context.record_receive``."""
     return [
         REQUIRES_GRAD * each.requires_grad | PARAMETER * each.is_parameter | SHARED * each.is_shared
         for each in flags
@@ -138,7 +138,7 @@ def recorded_flags(flags: Iterable[GradFlags]) -> list[int]:
 
 
 def _plain(gradient: Gradient) -> Gradient:
-    """Returns a small gradient as one piece of memory; that of a sum is one number, repeated."""
+    """Returns a small gradient as contiguous; the gradient of a sum is one expanded number."""
     if (
         not isinstance(gradient, Tensor)
         or gradient.layout is not torch.strided

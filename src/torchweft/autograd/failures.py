@@ -1,4 +1,4 @@
-"""Says which operation of a backward pass an error came from."""
+"""Names the operation of a backward pass that raised an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXCHANGE = "exchanging gradients"
 def operation_of(error: BaseException) -> str:
     """Returns the name of the user's function whose backward raised ``error``.
 
-    torch does not say which of its own operations failed; its text usually tells.
+    torch does not report which of its own operations failed; its message usually does.
     """
     name = EXCHANGE if isinstance(error, WeftError) else NATIVE
     step: TracebackType | None = error.__traceback__

@@ -1,8 +1,8 @@
-"""The gradients of one context: which tensor got what so far.
+"""The gradients of one context, by tensor.
 
-Rules of the file: a stored gradient shares memory with nothing that others may write to, since
-optimizers and clipping work in place; and a sum is made in place only where this table made the
-tensor itself.
+Rules of the file: a stored gradient shares no memory that other code may write to, since
+optimizers and clipping work in place. A sum is made in place only if this table made the tensor
+itself.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ def _uses_of(tensor: Tensor) -> int:
     return int(_storage_use_count(tensor.untyped_storage()._cdata))  # type: ignore[misc]
 
 
-# Whether the storage object that was made to ask counts as a use depends on torch's version.
+# It depends on torch's version whether the storage object made for the query counts as a use.
 _UNSHARED_USES = _uses_of(torch.empty(1)) if _storage_use_count else 0
-# One more by the tensor that is returned for a part of a sparse one.
+# The tensor returned for a part of a sparse tensor is one more use.
 _UNSHARED_USES_OF_PART = _UNSHARED_USES + 1
 
 
 UNDEFINED: Final[Literal[False]] = False
-"""In place of a gradient: the tensor was used, and none came of it. The nodes behind it run, as
-those of torch's engine do. None: the tensor was not used, and nothing behind it runs."""
+"""Stands for the missing gradient of a tensor that was used: the nodes behind it run, as in
+torch's engine. None stands for that of an unused tensor: nothing behind it runs."""
 
 Gradient = Tensor | Literal[False] | None
-"""Of a tensor of a message."""
+"""The gradient of a tensor of a message, or why there is none."""
 
 
 def sum_of(first: Tensor, second: Tensor) -> Tensor:
@@ -44,9 +44,9 @@ def sum_of(first: Tensor, second: Tensor) -> Tensor:
 
 
 def is_private(gradient: Tensor) -> bool:
-    """Tells whether no other tensor shares the memory, and in-place operations are allowed on it.
+    """Returns whether no other tensor shares the memory and in-place operations are allowed.
 
-    Says no when in doubt: a needless copy is only slow.
+    Returns False when in doubt: a needless copy is only slow.
     """
     if gradient.layout is torch.strided:
         return _is_alone(gradient, _UNSHARED_USES)
@@ -58,7 +58,7 @@ def is_private(gradient: Tensor) -> bool:
 
 
 def owned(gradient: Tensor) -> Tensor:
-    """Returns a gradient in memory of its own: as much of it as need be is a copy."""
+    """Returns a gradient in memory of its own; copies only the shared parts."""
     if gradient.requires_grad:
         return gradient.clone()  # Its graph may have kept it.
     if is_private(gradient):
@@ -66,7 +66,7 @@ def owned(gradient: Tensor) -> Tensor:
     if gradient.layout is torch.sparse_coo:
         values = gradient._values()
         if _is_alone(values, _UNSHARED_USES_OF_PART):
-            # Those of an embedding: their indices are the input, which the program may overwrite.
+            # An embedding's gradient: its indices are the input, which the program may overwrite.
             return _with_own_indices(gradient, values)
     return gradient.clone()
 
@@ -95,17 +95,17 @@ def _repeated(ids: list[int]) -> set[int]:
 
 
 class Sink(Protocol):
-    """Where the gradients of leaves go."""
+    """Receives the gradients of leaves."""
 
     def __call__(
         self, pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]
     ) -> object:
-        """Adds the gradients of one engine call; ``borrowed`` ones are used elsewhere too."""
+        """Adds the gradients of one engine call; ``borrowed`` tensors are used elsewhere too."""
         ...
 
 
 class Gradients:
-    """Sums up gradients by tensor; thread-safe."""
+    """Sums gradients by tensor. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,7 +113,7 @@ class Gradients:
         self._made_here: set[Tensor] = set()
 
     def add(self, tensor: Tensor, gradient: Tensor) -> None:
-        """Adds a gradient that others may keep using; the first one is copied if need be."""
+        """Adds a gradient that other code may keep using; the first is copied if necessary."""
         self.add_all([(tensor, gradient)], borrowed=())
 
     def add_all(self, pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
@@ -121,8 +121,8 @@ class Gradients:
 
         Args:
             pairs: Tensors and their gradients; a tensor may occur more than once.
-            borrowed: Objects that are still used elsewhere; among the gradients, they are copied,
-                as is a gradient of several tensors, for each of them.
+            borrowed: Objects that are still used elsewhere. A borrowed gradient is copied, and so
+                is a gradient that occurs for several tensors.
         """
         pairs = list(pairs)
         used = {id(gradient) for gradient in borrowed}
@@ -142,13 +142,13 @@ class Gradients:
             self._made_here.add(tensor)
 
     def snapshot(self) -> dict[Tensor, Tensor]:
-        """Returns the sums so far; what is added later does not change the tensors returned."""
+        """Returns the sums so far; later additions do not change the returned tensors."""
         with self._lock:
             self._made_here.clear()
             return dict(self._sums)
 
     def keep(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Adds gradients that others may read but nobody writes to, without copying them."""
+        """Adds gradients without copying; other code may read but must not write them."""
         with self._lock:
             for tensor, gradient in gradients.items():
                 previous = self._sums.get(tensor)
@@ -156,20 +156,20 @@ class Gradients:
             self._made_here.difference_update(gradients)
 
     def put(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Replaces the sums of some tensors by gradients that nobody else writes to."""
+        """Replaces the sums of some tensors by gradients that no other code writes to."""
         with self._lock:
             self._sums.update(gradients)
             self._made_here.difference_update(gradients)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all sums."""
         with self._lock:
             self._sums.clear()
             self._made_here.clear()
 
 
 _accumulating = threading.Lock()
-"""Passes may add to ``.grad`` of the same tensors at the same time."""
+"""Held while adding to ``.grad``: concurrent passes may add to the same tensors."""
 
 
 def add_to_grad(
@@ -177,12 +177,12 @@ def add_to_grad(
     borrowed: Iterable[Tensor],
     create_graph: bool = False,
 ) -> None:
-    """Adds gradients to ``.grad`` of leaves, and calls the hooks that wait for that.
+    """Adds gradients to ``.grad`` of leaves, and calls their post-accumulate hooks.
 
     Args:
         pairs: Leaves and their gradients; a leaf may occur more than once.
         borrowed: Objects that are still used elsewhere; see ``Gradients.add_all``.
-        create_graph: Whether the gradients have a graph, which ``.grad`` is to have then.
+        create_graph: Whether the gradients have a graph that ``.grad`` must keep.
     """
     pairs = list(pairs)
     used = {id(gradient) for gradient in borrowed}
@@ -199,6 +199,6 @@ def add_to_grad(
                 else:
                     previous += gradient
         for tensor in dict.fromkeys([tensor for tensor, _ in pairs]):
-            # As ``.grad`` is complete: optimizers that step within backward wait for it.
+            # Only once ``.grad`` is complete: optimizers that step in backward rely on that.
             for hook in tuple((tensor._post_accumulate_grad_hooks or {}).values()):
                 hook(tensor)

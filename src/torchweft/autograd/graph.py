@@ -1,7 +1,7 @@
-"""A backward pass on one worker: what is live, what has arrived, what may run.
+"""A backward pass on one worker: which sends are live or have gradients, and which nodes may run.
 
-``LocalPass`` is all that the shell needs: it takes gradients and news of what is live, and runs
-what has become ready. One thread at a time may use it.
+``LocalPass`` is the interface for the shell: it takes gradients and announcements of live sends,
+and runs the ready nodes. One thread at a time may use it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class LocalPass:
     """One backward pass through the graphs that one worker recorded in a context.
 
     Args:
-        context: What the worker recorded; what is sent from now on has no part in the pass.
+        context: The worker's records; messages sent from now on have no part in the pass.
         mode: How the pass is run.
-        gradients: Take those of leaves; by default the context's do.
-        captures: The tensors of this worker, where it leads a pass for inputs.
-        outside: What this worker recorded outside of contexts.
+        gradients: Receives the gradients of leaves; by default the context's table does.
+        captures: Captures gradients at places on this worker, if it leads the pass and needs them.
+        outside: This worker's records outside of contexts.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class LocalPass:
         """Makes the roots live.
 
         Args:
-            roots: They, or scalars whose gradients are ones.
+            roots: The roots, or scalars whose gradients are ones.
 
         Raises:
-            ArgumentTypeError: If they are no tensors.
+            ArgumentTypeError: If they are not tensors.
             AutogradError: If a root cannot be backpropagated from.
         """
         self._roots = roots = roots if isinstance(roots, Roots) else roots_of(roots)
@@ -111,7 +111,7 @@ class LocalPass:
             component.arrive(ROOTS, gradients)
 
     def announce(self, message_ids: Iterable[int]) -> None:
-        """Notes that messages which were sent here are live.
+        """Notes that messages sent by this worker are live.
 
         Raises:
             ProtocolError: If this worker sent no such message in the context.
@@ -120,7 +120,7 @@ class LocalPass:
             self._touch(message_id).announce(message_id)
 
     def arrive(self, message_id: int, gradients: Sequence[Gradient]) -> None:
-        """Takes the gradients of a message that was sent here; they may not be written to.
+        """Takes the gradients of a message that this worker sent; does not write to them.
 
         Raises:
             ProtocolError: If they do not belong to a message that this worker sent.
@@ -130,16 +130,16 @@ class LocalPass:
             component.arrive(message_id, self._placed(message_id, gradients))
 
     def settle(self) -> None:
-        """Notes that of all live messages there has been news."""
+        """Notes that all live messages have been announced."""
         self._is_settled = True
         self._touched.update(self._unfinished)
 
     def work(self) -> tuple[list[Outgoing], Progress]:
-        """Runs what is ready.
+        """Runs the ready nodes.
 
         Returns:
-            Gradients to send to the senders of messages received here, and what has become of
-            messages since the last time.
+            Gradients to send to the senders of messages received here, and the progress of
+            messages since the last call.
         """
         progress = Progress()
         outgoing: list[Outgoing] = []
@@ -161,21 +161,21 @@ class LocalPass:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something that is part of the pass has not run yet."""
+        """Whether some part of the pass has not run yet."""
         return bool(self._touched or self._unfinished) or self.is_averaging_due
 
     @property
     def is_averaging_due(self) -> bool:
-        """Whether ``average`` has something to do, after what ``work`` returned was sent."""
+        """Whether to call ``average``, once the gradients that ``work`` returned were sent."""
         return self._averaging is not None and self._averaging.is_due
 
     def average(self) -> Progress:
-        """Has DDP average gradients. Blocks until the passes of other ranks come to it as well."""
+        """Has DDP average gradients. Blocks until the passes of other ranks do so as well."""
         assert self._averaging is not None
         return self._averaging.run()
 
     def close(self) -> None:
-        """Ends the pass, done or not: its memory is let go."""
+        """Ends the pass, done or not, and frees its memory."""
         if self._averaging is not None:
             self._averaging.close()
             self._averaging = None
@@ -212,7 +212,7 @@ class LocalPass:
         return component
 
     def _mode_for(self, sends: Sequence[Live]) -> PassMode:
-        """Returns how a component is run; see docs/protocols/autograd.md on its graphs' memory."""
+        """Returns the mode of a component; see docs/protocols/autograd.md on memory of graphs."""
         mode = self._mode
         if self._is_of_higher_order and not mode.retain_graph:
             edges = [edge for send in sends for edge in send.edges]
@@ -238,10 +238,10 @@ class LocalPass:
         self._sink = self._averaging.add_all
 
     def _walk_all(self) -> dict[int, tuple[Reached, Sequence[Live]]]:
-        """Walks from all that was sent, used or not; what shares nodes forms a component."""
+        """Walks from all sends, used or not; sends that share nodes form a component."""
         sends = [Live(record.message_id, record.edges) for record in self._context.sends()]
         found: dict[int, tuple[Reached, Sequence[Live]]] = {}
-        for send in sends[: self._skipped]:  # They lead to nothing that is wanted.
+        for send in sends[: self._skipped]:  # They lead to no wanted tensor.
             found[send.message_id] = (Reached([0], {}, {}), [send])
         sends = sends[self._skipped :]
         if self._outside is not None and not self._mode.for_inputs:
@@ -264,7 +264,7 @@ class LocalPass:
         return found
 
     def _as_wanted(self, reached: Reached) -> Reached:
-        """Leaves out the leaves whose gradients nobody asks for."""
+        """Omits leaves whose gradients are not wanted."""
         wanted = self._wanted
         if self._cuts:
             reached = reached._replace(cuts=self._cuts)
@@ -278,12 +278,12 @@ class LocalPass:
         }
         if hidden:
             own = self._context.leaves_behind_placeholders()
-            # What came in another context: asked for, it raises if the pass comes by.
+            # Leaves of other contexts' placeholders stay targets: reaching one must raise.
             leaves.update({node: leaf for node, leaf in hidden.items() if node not in own})
         return reached._replace(leaves=leaves, passed=self._passed)
 
     def _placed(self, message_id: int, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
-        """Returns the gradients checked, and where the tensors were when they were sent."""
+        """Checks gradients, and moves them to the devices of the sent tensors."""
         record = self._context.send(message_id)
         if record is None and self._outside is not None:
             record = self._outside.send(message_id)
@@ -300,9 +300,9 @@ class LocalPass:
 
 @contextlib.contextmanager
 def _recorded_in(context_id: int) -> Iterator[None]:
-    """Records what a pass does, whatever the thread was set to.
+    """Records a pass in a context, whatever the thread's grad mode and context.
 
-    That is what it adds up, and the calls that functions of the user make in their backward.
+    Covers the sums that it makes, and the calls that the user's functions make in backward.
     """
     with torch.enable_grad(), enter(context_id):
         yield
@@ -322,4 +322,4 @@ def _placed_as(meta: TensorMeta, gradient: Gradient) -> Gradient:
 
 
 def _nowhere(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
-    """Takes gradients that nobody asked for."""
+    """Discards gradients that are not wanted."""

@@ -1,9 +1,9 @@
-"""Hooks that a program put on the node that accumulates the gradient of a leaf.
+"""Calls hooks that a program put on the node that accumulates the gradient of a leaf.
 
-A backward pass in a context asks for gradients and runs no such node, so these hooks have to be
-called by hand. torch tells nobody whether a node has any, except by registering another one,
-which takes longer than the rest that is done for a leaf. So this is off unless somebody wants it.
-Hooks of tensors are another thing: torch's engine always calls them.
+A backward pass in a context asks for gradients and runs no such node, so Weft must call these
+hooks. torch reveals a node's hooks only when another hook is registered, which takes longer than
+all other work for a leaf. So this is off by default. Hooks of tensors differ: torch's engine
+always calls them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _is_enabled = False
 
 
 def enable_leaf_hooks(enabled: bool = True) -> None:
-    """Has passes that begin from now on call the hooks of nodes that accumulate, or not."""
+    """Sets whether passes that begin later call the hooks of accumulating nodes."""
     global _is_enabled
     _is_enabled = enabled
 
 
 def has_leaf_hooks(node: Node) -> bool:
-    """Tells whether hooks are to be called for a leaf; ``node`` accumulates its gradient."""
+    """Returns whether to call hooks of ``node``, which accumulates the gradient of a leaf."""
     return _is_enabled and bool(hooks_of(node.register_hook))
 
 
 def with_leaf_hooks(sink: Sink) -> Sink:
-    """Returns what adds gradients of leaves by ``sink`` and calls their hooks, if that is on."""
+    """Returns ``sink``, extended by calling the hooks of accumulating nodes if enabled."""
     if not _is_enabled:
         return sink
 

@@ -1,9 +1,9 @@
-"""How the thread that leads a backward pass waits: it reads the connections itself.
+"""Lets the thread that leads a backward pass read the connections itself while it waits.
 
-A thread that is woken by another one, which was woken by the kernel, waits for two wake-ups. So
-the leader takes over the connections of all workers that may send it something, before it sends
-anything itself, and gives them back before it runs a graph, which may take long. If another
-thread of this worker reads one of them already, or there are many, the leader is woken by others.
+A thread that is woken by another thread, which the kernel woke, waits for two wake-ups. So the
+leading thread takes over the connections of all workers that may send to it, before it sends
+anything itself. It returns them before it runs a graph, which may take long. If another thread of
+this worker already reads one of them, or there are many, other threads wake the leading thread.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torchweft.transport.spinning import Spinning
 Reading = list[tuple[Peer, Link]]
 
 _PASS_IN_CALLS = 3
-"""How much longer than for a small call it is worth looking for the answer of a small pass."""
+"""How much longer to spin for the answer of a small pass than for that of a small call."""
 
 _MOST_READ = 8
-"""With how many connections taking over costs less than being woken; it is done for each wait."""
+"""The most connections for which taking over, at each wait, costs less than being woken."""
 
 
 class Listener:
-    """Reads for the threads of one worker that lead passes. Thread-safe.
+    """Reads connections for threads of one worker that lead passes. Thread-safe.
 
     Args:
         agent: The worker's agent.
@@ -37,13 +37,13 @@ class Listener:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        # Not those of calls: what one of the two learns would be wrong for the other.
+        # Separate from those of calls: each adapts to its own waits, which differ.
         self._spinnings: dict[int, Spinning] = {}
 
     def take_over(self, peers: Collection[Peer]) -> Reading:
-        """Takes over the connections of ``peers``: all of them, or none if one cannot be had."""
+        """Takes over the connections of ``peers``: all, or none if one is unavailable."""
         reading: Reading = []
-        # The main thread may be interrupted while it handles what it has read.
+        # The main thread could be interrupted while it handles what it has read.
         if len(peers) > _MOST_READ or get_ident() == interrupts.main_id:
             return reading
         for peer in peers:
@@ -59,17 +59,17 @@ class Listener:
         return reading
 
     def give_back(self, reading: Reading) -> None:
-        """Leaves connections to the other threads of this worker again."""
+        """Returns connections to the other threads of this worker."""
         for _, link in reading:
             link.readers.pop(0)
             self._agent.reactor.resume_reading(link.read_fd)
 
     def read_until(self, reading: Reading, inbox: Collection[object], deadline_s: float) -> None:
-        """Reads until something is in ``inbox``, a worker is lost, or the time is up.
+        """Reads until ``inbox`` is not empty, a worker is lost, or the time is up.
 
         Args:
-            reading: What ``take_over`` returned; not empty.
-            inbox: Filled by the handlers of what is read.
+            reading: The connections that ``take_over`` returned; not empty.
+            inbox: Filled by the handlers of received messages.
             deadline_s: By the clock of ``time.monotonic``.
         """
         reactor = self._agent.reactor
@@ -102,12 +102,12 @@ class Listener:
         return spinning
 
     def _read_one(self, peer: Peer, link: Link) -> Callable[[Spinning | None], object]:
-        """Returns what reads one connection: spinning, or blocking for a moment."""
+        """Returns a function that reads one connection, spinning or blocking briefly."""
         read = self._agent.receiver.read
         return lambda spinning: read(peer, link, may_block=spinning is None, spinning=spinning)
 
     def _read_any(self, reading: Reading) -> Callable[[Spinning | None], object]:
-        """Returns what reads whichever of several connections has something."""
+        """Returns a function that reads those of several connections that have data."""
         poll = select.poll()
         by_fd = {link.read_fd: (peer, link) for peer, link in reading}
         for fd in by_fd:
@@ -117,7 +117,7 @@ class Listener:
             ready = poll.poll(READ_TICK_S * 1e3) if spinning is None else _spin(poll, spinning)
             for fd, _ in ready:
                 peer, link = by_fd[fd]
-                # A session without a connection is always ready, and has nothing.
+                # A session without a connection always polls as ready, without data.
                 self._agent.receiver.read(peer, link, may_block=link.is_broken)
 
         return read

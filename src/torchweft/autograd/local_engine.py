@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-# torch.autograd.grad checks shapes with the symbolic ones of torch.fx, whose first import takes
-# 0.3 s, and half of the time of a small call after that. The shapes are known to be right here.
+# torch.autograd.grad checks shapes with torch.fx's symbolic shapes. Their first import takes 0.3 s,
+# and the check takes half the time of a small call. Here the shapes are known to be right.
 _engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
@@ -22,17 +22,17 @@ def gradients_at(
     retain_graph: bool,
     create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Runs a graph from edges with gradients to other edges.
+    """Runs a graph from edges with gradients to requested edges.
 
     Args:
-        inputs: Where gradients are wanted; nothing behind them is run.
-        edges: Where the graph starts.
+        inputs: Edges whose gradients are wanted; nothing behind them runs.
+        edges: Edges at which the run starts.
         gradients: The gradients there, of the right shapes.
-        retain_graph: Whether what the nodes keep must survive.
+        retain_graph: Whether the saved tensors of the nodes must survive.
         create_graph: Whether the run itself is recorded.
 
     Returns:
-        A gradient for each of ``inputs``, None where none arrives.
+        A gradient for each of ``inputs``, or None if none arrives.
     """
     if _engine is None:
         return torch.autograd.grad(
@@ -52,7 +52,7 @@ def gradients_at(
 def accumulate(leaves: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
     """Adds gradients to ``.grad`` of leaves, as a pass through their graph would.
 
-    Hooks of the leaves run, and those of the nodes that accumulate, which wait for collectives.
+    Runs the hooks of the leaves and of the accumulating nodes; the latter wait for collectives.
     """
     if _engine is None:
         torch.autograd.backward(leaves, gradients)

@@ -1,6 +1,6 @@
-"""A send that shares no node with another one: the usual case, and the quick one.
+"""A send that shares no node with another send: the usual and fastest case.
 
-Whether it is live shows when its gradients come, and they are all that its nodes wait for. So it
+The arrival of its gradients shows that it is live, and its nodes wait for nothing else. So it
 takes one walk and one engine call. Sends that share nodes are in ``component.py``.
 """
 
@@ -21,11 +21,11 @@ from torchweft.protocol.backward import Progress
 
 
 class LoneSend:
-    """A send, and all that it reaches.
+    """A send, and the graph that it reaches.
 
     Args:
         send: The send.
-        reached: What it reaches.
+        reached: The leaves and receives that it reaches.
         ends: Where the graph ends, by node.
         sink: Takes the gradients of leaves.
         mode: How the pass is run.
@@ -48,20 +48,20 @@ class LoneSend:
         self._gradients: Sequence[Gradient] | None = None
 
     def announce(self, _: int) -> None:
-        """Notes that the send is live; this shows in what ``advance`` is asked next."""
+        """Does nothing: the next ``advance`` treats the send as live."""
 
     def arrive(self, message_id: int, gradients: Sequence[Gradient]) -> None:
         """Takes the gradients.
 
         Raises:
-            ProtocolError: There have been some before.
+            ProtocolError: They came before.
         """
         if self._gradients is not None or self.is_finished:
             raise ProtocolError(f"gradients of message {message_id} came without being due")
         self._gradients = gradients
 
     def advance(self, _: bool, progress: Progress) -> list[Answer]:
-        """Runs if there are gradients; see ``Component.advance``."""
+        """Runs the graph if the gradients have come; see ``Component.advance``."""
         if self.is_finished:
             return []
         message_id, gradients = self._send.message_id, self._gradients
@@ -107,7 +107,7 @@ class LoneSend:
         return answers_of(receives, for_messages, used)
 
     def _run_in_pieces(self, gradients: Sequence[Gradient]) -> list[Answer]:
-        """Runs nodes that no gradient comes to: the engine does not start at these."""
+        """Also runs nodes without a gradient, at which the engine does not start."""
         whole = Component([self._send], self._reached, self._ends, self._sink, self._mode)
         whole.arrive(self._send.message_id, gradients)
         return whole.advance(True, Progress())

@@ -1,4 +1,4 @@
-"""What a backward pass leaves behind: graphs for another one, a graph of its own, gradients."""
+"""The modes of a backward pass: whether it keeps or records graphs, and where gradients go."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RETAIN_GRAPH = 1
 CREATE_GRAPH = 4
 FOR_INPUTS = 8
 INTO_GRAD = 16
-"""Flags of a frame; the codec has others."""
+"""Flags of a frame; the codec defines further flags."""
 
 
 class PassMode(NamedTuple):
@@ -18,10 +18,10 @@ class PassMode(NamedTuple):
         retain_graph: Whether graphs must survive for another pass.
         create_graph: Whether the pass itself is recorded, so that its gradients can be
             differentiated in turn.
-        for_inputs: Whether only the gradients of certain tensors of the driver are wanted, and
-            none of leaves elsewhere.
-        into_grad: Whether gradients are added to ``.grad`` of the leaves, on all workers, and not
-            to the context, which is of this pass alone.
+        for_inputs: Whether only the gradients of certain tensors of the driver are wanted, and no
+            gradients of leaves elsewhere.
+        into_grad: Whether gradients are added to ``.grad`` of the leaves, on all workers. The
+            context belongs to this pass alone and gets none.
     """
 
     retain_graph: bool = False
@@ -41,7 +41,7 @@ class PassMode(NamedTuple):
 
 
 def mode_of(flags: int) -> PassMode:
-    """Returns the mode that the flags of a frame tell."""
+    """Returns the mode that the flags of a frame encode."""
     return PassMode(
         bool(flags & RETAIN_GRAPH),
         bool(flags & CREATE_GRAPH),

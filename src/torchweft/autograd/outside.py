@@ -1,12 +1,13 @@
-"""What is recorded of messages that are sent outside of autograd contexts.
+"""Records of messages that are sent outside of autograd contexts.
 
-In a context, whoever leaves the block tells all workers to let go of what they recorded. Outside
-there is no such moment, so each record lives as long as it can be of use: that of the receiver for
-as long as any graph leads to a tensor of the message, that of the sender until the receiver says
-that its own has ended, or is lost. Any pass may go through these records, in a context or not.
+The worker that leaves a context's block tells all workers to release their records. Outside of
+contexts there is no such moment, so each record lives while it can be of use. A receive record
+lives while any graph leads to a tensor of the message. A send record lives until the receiver
+reports the end of its receive record, or is lost. Any pass may go through these records, in a
+context or not.
 
-Rules of the file: nothing here keeps a received tensor or its graph alive. The end of a graph may
-come in any thread, within any lock; so it only enqueues.
+Rules of the file: nothing here keeps a received tensor or its graph alive. A graph may be freed in
+any thread, under any lock; so its finalizer only enqueues.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from torchweft.autograd.placeholders import PLACEHOLDER
 from torchweft.ids import scoped_id
 
 _KEY = "torchweft"
-"""In the dictionary that each node of torch has: to which message its tensor belongs."""
+"""Key in the metadata of a torch node: the message of its tensor, and the position there."""
 
 _NEITHER = (None, 0)
 
 
 class _Message:
-    """A received message. The nodes of its tensors keep it, and nothing else does."""
+    """A received message. Only the nodes of its tensors keep it alive."""
 
     __slots__ = ("from_worker", "message_id", "metas", "records")
 
@@ -58,12 +59,12 @@ class _Message:
 
 
 def _notes_of(node: Node) -> dict[str, Any]:
-    notes: Any = node.metadata  # torch says that it is a method
+    notes: Any = node.metadata  # torch declares it as a method
     return notes  # type: ignore[no-any-return]
 
 
 class OutsideRecords:
-    """What one worker sent and received outside of contexts. Thread-safe.
+    """Records of what one worker sent and received outside of contexts. Thread-safe.
 
     Args:
         worker: This worker.
@@ -78,14 +79,14 @@ class OutsideRecords:
         self._ended: deque[tuple[int, int]] = deque()
         self._received: set[int] = set()
         self.on_ended: Callable[[], None] | None = None
-        """Called, perhaps by a finalizer, when there is something for ``take_ended``."""
+        """Called, perhaps by a finalizer, when ``take_ended`` has new messages to return."""
 
     def record_send(self, tensors: Sequence[Tensor], to_worker: int) -> int:
         """Records a message that is about to be sent; returns its number.
 
         Args:
-            tensors: Those that require grad.
-            to_worker: Who will receive it.
+            tensors: The tensors of the message that require grad.
+            to_worker: The receiver.
         """
         # next() of itertools.count is one bytecode: atomic under the interpreter lock.
         message_id = scoped_id(self._worker, next(self._counter))
@@ -95,21 +96,21 @@ class OutsideRecords:
         return message_id
 
     def take_back(self, message_id: int) -> None:
-        """Lets go of a message that could not be sent."""
+        """Drops the record of a message that could not be sent."""
         with self._lock:
             record = self._sends.pop(message_id, None)
-        del record  # outside the lock, as below
+        del record  # Outside the lock: freeing a graph may run any code.
 
     def place_received(
         self, message_id: int, from_worker: int, tensors: Sequence[Tensor], nodes: Sequence[Node]
     ) -> None:
-        """Records a message that was received.
+        """Records a received message.
 
         Args:
-            message_id: What ``record_send`` returned at the sender.
+            message_id: The number that ``record_send`` returned at the sender.
             from_worker: The sender.
-            tensors: What was received of those that required grad.
-            nodes: Their placeholders.
+            tensors: The placeholder tensors of the message.
+            nodes: Their nodes.
         """
         message = _Message(message_id, from_worker, metas_of(tensors), self)
         self._received.add(message_id)
@@ -117,13 +118,13 @@ class OutsideRecords:
             _notes_of(node)[_KEY] = (message, place)
 
     def give_back(self, from_worker: int, message_id: int) -> None:
-        """Notes that a message was received and cannot be used any more. For finalizers, too."""
+        """Notes that a received message is unreachable here. Finalizers may call it."""
         self._ended.append((from_worker, message_id))
         if self.on_ended is not None:
             self.on_ended()
 
     def take_ended(self) -> dict[int, list[int]]:
-        """Returns the messages that nobody here can use any more, by sender."""
+        """Removes and returns the messages that became unreachable here, by sender."""
         ended: defaultdict[int, list[int]] = defaultdict(list)
         for _ in range(len(self._ended)):
             from_worker, message_id = self._ended.popleft()
@@ -132,49 +133,49 @@ class OutsideRecords:
         return ended
 
     def drop_sends(self, message_ids: Iterable[int], to_worker: int) -> None:
-        """Lets go of messages that a worker has received and cannot use any more."""
+        """Drops the records of messages that are unreachable at their receiver ``to_worker``."""
         with self._lock:
             records = [self._sends.get(message_id) for message_id in message_ids]
             ended = [each for each in records if each is not None and each.to_worker == to_worker]
             for record in ended:
                 del self._sends[record.message_id]
-        # What they kept ends here, outside the lock: it may run any code.
+        # The graphs are freed here, outside the lock: that may run any code.
 
     def worker_lost(self, worker: int) -> None:
-        """Lets go of all that was sent to a worker."""
+        """Drops the records of all messages sent to a worker."""
         with self._lock:
             ended = [each.message_id for each in self._sends.values() if each.to_worker == worker]
         self.drop_sends(ended, worker)
 
     def send(self, message_id: int) -> SendRecord | None:
-        """Returns what was recorded of a message that was sent here."""
+        """Returns the record of a message that this worker sent."""
         return self._sends.get(message_id)
 
     def sends(self) -> list[SendRecord]:
-        """Returns all messages that were sent here and may be of use."""
+        """Returns the records of all sent messages that may still be used."""
         if not self._sends:
             return []
         with self._lock:
             return list(self._sends.values())
 
     def count(self) -> tuple[int, int]:
-        """Returns how many messages are recorded as sent, and as received."""
+        """Returns the number of sent and of received messages on record."""
         return len(self._sends), len(self._received)
 
     def ends_beside(
         self, receive_of: Mapping[Node, ReceiveRecord], on_reached: Callable[[int], None]
     ) -> Mapping[Node, Any]:
-        """Returns where walks of a pass end: at the receives of a context, and at those here.
+        """Returns the ends of a pass's walks: the receives of a context, and the receives here.
 
         Args:
-            receive_of: Those of the context; may grow meanwhile.
-            on_reached: Called with the sender of each message of these records that is reached.
+            receive_of: The receives of the context; may grow during the pass.
+            on_reached: Called with the sender of each message that is reached in these records.
         """
         return _Ends(self, receive_of, on_reached) if self._received else receive_of
 
 
 class _Ends(Mapping[Node, Any]):
-    """The ends of walks in one pass; it keeps those that are reached until it is over itself."""
+    """The ends of walks in one pass; keeps the reached nodes alive for as long as it lives."""
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class _Ends(Mapping[Node, Any]):
         if type(node) is not PLACEHOLDER:
             return default
         message, place = _notes_of(node).get(_KEY, _NEITHER)
-        # That of an earlier group of this process leads nowhere.
+        # A message of an earlier group of this process leads nowhere.
         if message is None or message.records is not self._outside:
             return default
         return self._reached(node, message, place)

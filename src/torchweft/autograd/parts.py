@@ -1,4 +1,4 @@
-"""What a worker keeps of one backward pass, and the inbox through which all goes that comes."""
+"""A worker's state of one backward pass, and the inbox for its received messages."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from torchweft.protocol.backward import (
 )
 
 LOST: Final = "lost"
-"""Item that says that a worker was lost. All others are frames, or messages to oneself."""
+"""Inbox item for a worker's loss. All others are frames, or this worker's own messages."""
 
 Item = tuple[Peer, object]
 
 
 class Part:
-    """A worker's part in a pass that another one leads.
+    """A worker's part in a pass that another worker leads.
 
     Args:
-        machine: Decides what is sent.
+        machine: Decides what to send.
         pass_id: The pass.
     """
 
@@ -50,14 +50,14 @@ class Part:
         self._is_at_work = False
 
     def put(self, item: Item) -> bool:
-        """Puts something into the inbox; returns whether the caller must see that it is read."""
+        """Puts an item into the inbox; returns whether the caller must schedule its handling."""
         with self._lock:
             self.inbox.append(item)
             was_at_work, self._is_at_work = self._is_at_work, True
         return not was_at_work
 
     def take_all(self) -> list[Item]:
-        """Returns what is in the inbox; if that is nothing, whoever puts something sees to it."""
+        """Empties the inbox. After an empty result the next ``put`` must schedule the handling."""
         with self._lock:
             items = list(self.inbox)
             self.inbox.clear()
@@ -66,11 +66,11 @@ class Part:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether this worker is at work for the pass, or waits for more to do."""
+        """Whether this worker works on the pass, or waits for more of its messages."""
         return self._is_at_work or (self.local is not None and self.local.is_waiting)
 
     def apply(self, message: Gradients | Discover | Settled) -> None:
-        """Has the pass on this worker take a message."""
+        """Delivers a message to the pass on this worker."""
         local = self.local
         assert local is not None
         if isinstance(message, Gradients):
@@ -91,7 +91,7 @@ class LedPart(Part):
     Args:
         worker: This worker.
         name: The pass.
-        local: What is run here, with the roots.
+        local: This worker's graphs, with the roots.
     """
 
     name: PassName
@@ -106,45 +106,45 @@ class LedPart(Part):
         self._signal: threading.Event | None = None
         self._deadline_s: float | None = None
         self.waits_since_s = math.inf
-        """When this worker first had nothing to do but to wait, by ``time.monotonic``."""
+        """When this worker first had to wait, by ``time.monotonic``."""
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the pass is not over."""
+        """Whether the pass is not over: always, for a led part."""
         return True
 
     def put(self, item: Item) -> bool:
-        """Puts something into the inbox, and wakes the thread that leads."""
+        """Puts an item into the inbox, and wakes the leading thread."""
         self.inbox.append(item)
         if self._signal is not None:
             self._signal.set()
         return False
 
     def take_all(self) -> list[Item]:
-        """Returns what is in the inbox."""
+        """Removes and returns the items of the inbox."""
         inbox = self.inbox
         return [inbox.popleft() for _ in range(len(inbox))]
 
     def deadline_s(self) -> float:
-        """Returns when to give up, by ``time.monotonic``: counted from when this is first asked."""
+        """Returns the deadline by ``time.monotonic``; the first call starts the timeout."""
         if self._deadline_s is None:
             self.waits_since_s = time.monotonic()
             self._deadline_s = self.waits_since_s + knobs.BACKWARD_TIMEOUT_S.get()
         return self._deadline_s
 
     def wait(self, limit_s: float) -> bool:
-        """Blocks until something is in the inbox; returns False if the time is up before."""
-        # There first, then a look into the inbox: what comes after the look sets it.
+        """Blocks until an item is in the inbox; returns False if the time is up before."""
+        # Publish the signal before checking the inbox: a concurrent ``put`` then sets it.
         signal = self._signal = threading.Event()
         return bool(self.inbox) or signal.wait(
             min(max(self.deadline_s() - time.monotonic(), 0.0), limit_s)
         )
 
     def to_itself(self, me: Peer, message: Message) -> list[Action]:
-        """Takes a message from this worker to itself; returns what follows at once."""
+        """Takes a message from this worker to itself; returns the actions that follow at once."""
         if isinstance(message, Failed):
             return self.driver.failed(message)
-        if isinstance(message, Abort):  # Nobody looks into the inbox any more.
+        if isinstance(message, Abort):  # The inbox is not read any more.
             return self.machine.receive(me.id, message)
         self.put((me, message))
         return []

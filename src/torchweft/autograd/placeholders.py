@@ -1,12 +1,12 @@
-"""Placeholders: the tensors that stand for received ones in the receiver's graph.
+"""Placeholders: the tensors that stand for received tensors in the receiver's graph.
 
-They must be no leaves, since programs modify received tensors in place, and a walk through the
-graph must see where it goes on at another worker. Both follow from making each of them the output
-of a node. torch has a node that fits and raises when it is run; making it takes less than half the
+They must not be leaves, since programs modify received tensors in place. And a walk must see
+where the graph continues on another worker. Both follow from making each placeholder the output of
+a node. torch has a suitable node that raises when it is run. Making it takes less than half the
 time of a Python function, which is the fallback.
 
 Each tensor has a node of its own. The engine calls the hooks of all outputs of a node that it
-runs, with None where there is no gradient, so the tensors of a message must not share one.
+runs, with None for missing gradients, so the tensors of a message must not share a node.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EMPTY = torch.empty(0)
 class _Received(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        # Detached rather than a view: a view out of a function cannot be modified in place.
+        # Detached, not a view: a view that a function returns cannot be modified in place.
         return tensor.detach()
 
     @staticmethod
@@ -53,7 +53,7 @@ _delayed_error: Any = getattr(torch._C._functions, "DelayedError", None)
 _output: Callable[[Tensor], Tensor] = _by_function if _delayed_error is None else _by_torch
 
 PLACEHOLDER = type(_output(torch.empty(0, requires_grad=True)).grad_fn)
-"""The type of their nodes."""
+"""The type of placeholder nodes."""
 
 
 def make_placeholders(tensors: Sequence[Tensor]) -> tuple[list[Node], list[Tensor]]:
@@ -64,7 +64,7 @@ def make_placeholders(tensors: Sequence[Tensor]) -> tuple[list[Node], list[Tenso
             and the caller must drop them.
 
     Returns:
-        For each tensor its node, and its placeholder.
+        The nodes and the placeholders, in the order of ``tensors``.
     """
     if not torch.is_grad_enabled():
         with torch.enable_grad():
@@ -80,11 +80,11 @@ def make_placeholders(tensors: Sequence[Tensor]) -> tuple[list[Node], list[Tenso
 
 
 def is_without_memory(leaf: object) -> bool:
-    """Whether a leaf may be behind a placeholder, of whatever context; few others are like it."""
+    """Returns whether a leaf may be a placeholder's, of any context; few other leaves match."""
     return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.numel()
 
 
 def _drop_memory(leaf: Tensor) -> None:
-    # The node keeps its leaf for as long as the context lives; the memory need not stay.
+    # The node keeps its leaf while the context lives; the memory can be freed now.
     if leaf.layout is torch.strided:
         leaf.data = _EMPTY if leaf.is_cpu else leaf.new_empty(0)

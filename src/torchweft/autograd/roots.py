@@ -1,4 +1,4 @@
-"""Where a backward pass starts: tensors of the driver, and the gradients there."""
+"""The start of a backward pass: tensors of the driver, and their gradients."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchweft.errors import ArgumentTypeError, AutogradError
 
 
 class Roots(NamedTuple):
-    """Where a pass starts.
+    """The start of a pass.
 
     Attributes:
         edges: Places in the graph.
         gradients: The gradient at each of them.
-        kept: What keeps the graph alive: an edge to a Python node alone would not.
+        kept: Keeps the graph alive, since an edge to a Python node does not.
     """
 
     edges: tuple[GradientEdge, ...]
@@ -33,15 +33,15 @@ def roots_of(
     *,
     what: str = "root",
 ) -> Roots:
-    """Returns the roots that tensors are.
+    """Returns tensors and their gradients as roots.
 
     Args:
-        tensors: They; they must require grad.
-        gradients: The gradient at each of them; None for ones, where it is a scalar.
-        what: What they are called in error messages.
+        tensors: The tensors, which must require grad.
+        gradients: The gradient at each of them; None means one, for a scalar.
+        what: The name of a tensor in error messages.
 
     Raises:
-        ArgumentTypeError: Something is no tensor.
+        ArgumentTypeError: An item of ``tensors`` or ``gradients`` is not a tensor.
         AutogradError: A tensor cannot be backpropagated from, or a gradient does not fit.
     """
     checked = _checked(tensors, what)

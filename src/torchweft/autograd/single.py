@@ -1,15 +1,14 @@
 """Runs one node of a graph, and nothing behind it.
 
-The engine stops at a node only if nothing that is asked for lies behind it; weights that are used
-in every step of a loop always do. So where a graph is cut, the nodes before the cut are run one
-by one. The engine runs each of them, with all that it does for a node: tensor hooks on the
-complete gradient, the hooks of the node, zeros in place of missing gradients where the node wants
-them, and results brought into the shape and type of what they are gradients of. The last hook
-of the node takes the results and ends the run.
+The engine stops at a node only if no requested target lies behind it; weights that are used in
+every step of a loop always do. So where a graph is cut, the nodes before the cut run one by one.
+The engine runs each of them with its usual steps: tensor hooks on the complete gradient, the
+node's hooks, zeros for missing gradients if the node wants them, and conversion of each result to
+the shape and type of its tensor. The last hook of the node takes the results and ends the run.
 
-Several threads may run the same node of a retained graph at a time, and each meets the hooks of the
-others. On the CPU a node runs in the thread that asked for it, by which a hook knows its own run.
-On other devices it runs in a thread of the engine; there, one run of a node waits for another.
+Several threads may run the same node of a retained graph at once, and each runs the hooks of the
+other threads. On the CPU a node runs in the calling thread, so a hook recognises its own run by
+thread. On other devices a node runs in a thread of the engine, so a lock serializes such runs.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class _HasRun(BaseException):
-    """Ends a run behind the node that was to run; no code of the user sees it."""
+    """Ends a run after its node; user code never sees it."""
 
 
 def run_node(node: Node, gradients: Mapping[int, Tensor], create_graph: bool = False) -> Gradients:
-    """Runs ``node``, once and for all.
+    """Runs ``node`` once.
 
     Args:
-        node: A node that is no leaf.
-        gradients: What has come for its outputs, by output number; none where all that led to it
-            has run and left no gradient.
+        node: A node that is not a leaf.
+        gradients: The gradients of its outputs, by output number; empty if every node that leads
+            to it ran and left no gradient.
         create_graph: Whether the run itself is recorded.
 
     Returns:
-        A gradient for each of its ``next_functions``, None where there is none.
+        A gradient, or None, for each of its ``next_functions``.
     """
     behind = [GradientEdge(target, nr) for target, nr in node.next_functions if target is not None]
     if not behind:
@@ -67,7 +66,7 @@ def run_node(node: Node, gradients: Mapping[int, Tensor], create_graph: bool = F
             gradients = {0: _zeros(node)}
         try:
             gradients_at(
-                behind,  # Of a node with several results, the engine makes those that are wanted.
+                behind,  # The engine computes only the requested results of a node.
                 tuple([GradientEdge(node, output_nr) for output_nr in gradients]),
                 tuple(gradients.values()),
                 retain_graph=True,
@@ -95,7 +94,7 @@ def _zeros(node: Node) -> Tensor:
 
 
 def _without_gradients(node: Node, is_own_run: Callable[[], bool]) -> Any:
-    """Takes the gradient away with which the engine has to start; hooks of the node see none."""
+    """Removes the gradient that the engine needs to start, so that the node's hooks see none."""
 
     def take_away(incoming: tuple[Any, ...]) -> tuple[None, ...] | None:
         return (None,) * len(incoming) if is_own_run() else None
@@ -107,8 +106,8 @@ def _without_gradients(node: Node, is_own_run: Callable[[], bool]) -> Any:
 
 
 def hooks_of(register: Callable[[Callable[..., Any]], Any]) -> list[Callable[..., Any]]:
-    """Returns the hooks that ``register``, a method of a node, has put there, in their order."""
-    # The only way to the hooks of a node leads through a new one.
+    """Returns the hooks that were added by ``register``, a method of a node, in order."""
+    # torch gives access to the hooks of a node only through a new handle.
     handle = register(_nothing)
     try:
         hooks = handle.hooks_dict_ref()
@@ -118,4 +117,4 @@ def hooks_of(register: Callable[[Callable[..., Any]], Any]) -> list[Callable[...
 
 
 def _nothing(*_: Any) -> None:
-    """Is a hook without effect."""
+    """A hook without effect."""

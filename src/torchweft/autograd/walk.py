@@ -1,7 +1,7 @@
-"""Walks through the graph of one worker: what sends reach, and which of them share nodes.
+"""Walks the graph of one worker: finds what each send reaches, and which sends share nodes.
 
-All walks end at placeholders, where the graph goes on at another worker, at leaves, and at stops:
-nodes behind which a pass has nothing to look for. The loops here run once for each node of the
+All walks end at placeholders (where the graph continues on another worker), at leaves, and at
+stops: nodes beyond which a pass needs no gradient. The loops here run once for each node of the
 user's graph, so they are written out.
 """
 
@@ -24,11 +24,11 @@ Place = tuple[Node, int]
 
 @final
 class Stop(NamedTuple):
-    """A node at which a pass ends, since the gradients of its outputs are all that is wanted.
+    """A node at which a pass ends: only the gradients of its outputs are wanted.
 
     Attributes:
         node: The node.
-        is_hooked: Whether there are hooks that must see the whole gradient of an output.
+        is_hooked: Whether hooks must see the complete gradient of an output.
     """
 
     node: Node
@@ -36,28 +36,28 @@ class Stop(NamedTuple):
 
     @property
     def places(self) -> list[Place]:
-        """Its outputs."""
+        """The places of its outputs."""
         count = len(self.node._input_metadata)
         return [(self.node, output_nr) for output_nr in range(count)]
 
 
 End = ReceiveRecord | Stop
-"""What is known of a node at which a walk ends."""
+"""Describes a node at which a walk ends."""
 
 Leaf = Tensor | Stop
 
 
 class Reached(NamedTuple):
-    """What the members of one component reach; members are numbers that ``add`` returned."""
+    """What the sends of one component reach; ``members`` are numbers that ``add`` returned."""
 
     members: list[int]
     leaves: dict[Node, Leaf]
     receives: dict[Node, ReceiveRecord]
-    """Received messages by those of their placeholders that are reached."""
+    """Received messages by their reached placeholders."""
     passed: Sequence[Place] = ()
-    """Outputs of nodes, of this component or not, whose gradients are wanted on the way."""
+    """Node outputs, of any component, that a pass goes through and whose gradients are wanted."""
     cuts: Container[Node] = ()
-    """Stops that the engine would go through, and must not."""
+    """Stops that the engine would run through unless prevented."""
 
     def message_ids(self) -> list[int]:
         """Returns the numbers of the received messages."""
@@ -67,9 +67,9 @@ class Reached(NamedTuple):
 def targets_of(
     leaves: Mapping[Node, Leaf], passed: Sequence[Place]
 ) -> tuple[list[GradientEdge], list[Any]]:
-    """Returns where the gradients of leaves and stops come to, and what each belongs to.
+    """Returns the edges at which to capture gradients, and a key for each.
 
-    That is the leaf, or the place of an output of a stop; so it is for what is passed.
+    The key of a leaf is the leaf. The key of a stop's output, or of a passed output, is its place.
     """
     targets = [GradientEdge(*place) for place in passed]
     variables: list[Any] = [*passed]
@@ -84,10 +84,10 @@ def targets_of(
 
 
 class SentGraph:
-    """The graph behind what was sent; each node is visited once.
+    """The graph behind the sends; each node is visited once.
 
     Args:
-        ends: Where walks end, by node; may grow meanwhile.
+        ends: Where walks end, by node; may grow during a walk.
     """
 
     def __init__(self, ends: Mapping[Node, End]) -> None:
@@ -103,7 +103,7 @@ class SentGraph:
         """Walks from the edges of one send.
 
         Returns:
-            The number of this send here, and the placeholders that no earlier walk had reached.
+            The member number of this send, and the placeholders that no earlier walk reached.
         """
         member = len(self._parents)
         self._parents.append(member)
@@ -169,7 +169,7 @@ class SentGraph:
         return member
 
     def components(self) -> list[Reached]:
-        """Groups the sends that share nodes or received messages, directly or through others."""
+        """Returns the groups of sends that share nodes or received messages, even indirectly."""
         by_root: dict[int, Reached] = {}
         for member in range(len(self._parents)):
             reached = by_root.setdefault(self._root_of(member), Reached([], {}, {}))
@@ -180,7 +180,7 @@ class SentGraph:
 
 
 def writes_to_views(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> bool:
-    """Whether in-place operations on views are among what edges reach."""
+    """Returns whether ``edges`` reach an in-place operation on a view."""
     seen = {edge.node for edge in edges}
     stack = list(seen)
     while stack:
@@ -197,7 +197,7 @@ def writes_to_views(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> 
 
 
 def reached_by_one(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> Reached:
-    """Walks from the edges of a send that is the only one."""
+    """Walks from the edges of a single send."""
     leaves: dict[Node, Leaf] = {}
     receives: dict[Node, ReceiveRecord] = {}
     seen = {edge.node for edge in edges}
@@ -243,28 +243,28 @@ def receives_behind(
 
 
 def leaf_variable(node: Node) -> Tensor | None:
-    """Returns the leaf that ``node`` accumulates into, if it is that kind of node."""
+    """Returns the leaf that ``node`` accumulates into; None for any other kind of node."""
     variable: Tensor | None = getattr(node, "variable", None)
     return variable
 
 
 def has_hooks(leaf: Leaf, node: Node) -> bool:
-    """Tells whether the user registered hooks for the gradient of a leaf, or for its ``node``."""
+    """Returns whether the user registered hooks for the gradient of a leaf, or for its ``node``."""
     if type(leaf) is Stop:
         return leaf.is_hooked
-    # Those of the second kind are called in passes that add to ``.grad``.
+    # Post-accumulate hooks are called in passes that add to ``.grad``.
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks) or has_leaf_hooks(node)
 
 
 @dataclass(slots=True)
 class Group:
-    """The nodes with one signature, by what matters of them when they are run.
+    """The nodes with one signature, by kind.
 
     Attributes:
         signature: The sends that reach these nodes, one bit for each.
-        leaves: Leaves that get gradients from nodes of the group; with hooks, those in it.
+        leaves: Leaves without hooks that nodes of the group lead to, and its leaves with hooks.
         receives: Received messages by their placeholders in the group.
-        nodes: The others, a node always before those it leads to.
+        nodes: All other nodes, in topological order.
     """
 
     signature: int
@@ -274,7 +274,7 @@ class Group:
 
 
 class Partition:
-    """The nodes that some sends reach, by signature.
+    """The nodes that several sends reach, by signature.
 
     Args:
         seeds: For each send its bit and its edges.
@@ -282,7 +282,7 @@ class Partition:
         leaves: All leaves that the sends reach.
 
     Attributes:
-        groups: The groups that have not been run.
+        groups: The groups that have not run.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class Partition:
         self.groups = self._grouped()
 
     def signature_of(self, node: Node) -> int:
-        """Returns the sends that reach ``node``; none for a leaf without hooks, always ready."""
+        """Returns the sends that reach ``node``; 0 for a leaf without hooks: it is always ready."""
         return self._signatures.get(node, 0)
 
     def take_ready(self, arrived: int) -> list[Group]:
@@ -311,15 +311,15 @@ class Partition:
         return ready
 
     def in_order(self, groups: Iterable[Group]) -> list[Node]:
-        """Returns the inner nodes of ``groups``, a node always before those it leads to."""
+        """Returns the inner nodes of ``groups`` in topological order."""
         return sorted((node for group in groups for node in group.nodes), key=self._place.get)  # type: ignore[arg-type]
 
     def before_cut(
         self, groups: Iterable[Group], arrived: int, cuts: Container[Node] = ()
     ) -> list[Node]:
-        """Returns the nodes that lead out of ``groups``, sorted.
+        """Returns the nodes of ``groups`` that lead to unready nodes or ``cuts``, in order.
 
-        That is to nodes that are not ready, or to some of ``cuts``.
+        Nodes that lead there through other nodes of ``groups`` are included.
         """
         nodes = self.in_order(groups)
         leading_out: set[Node] = set()
@@ -333,7 +333,7 @@ class Partition:
         return [node for node in nodes if node in leading_out]
 
     def _sorted_edges(self, seeds: Iterable[Node]) -> dict[Node, tuple[Next, ...]]:
-        """Returns the edges out of each node, a node always before those it leads to."""
+        """Returns the edges out of each node, in topological order."""
         entered: dict[Node, tuple[Next, ...]] = {}
         finished: dict[Node, tuple[Next, ...]] = {}
         stack = [seed for seed in seeds if seed not in self._plain]
@@ -341,7 +341,7 @@ class Partition:
             node = stack[-1]
             if node in entered:
                 stack.pop()
-                # A node that several lead to may wait on the stack more than once.
+                # A node with several predecessors may be on the stack more than once.
                 finished.setdefault(node, entered[node])
                 continue
             edges = () if node in self._ends else node.next_functions

@@ -1,8 +1,8 @@
 """Zeros in place of missing gradients, as ``torch.distributed.autograd`` sends them.
 
-A message that a backward pass reaches is answered there with a gradient for each of its tensors:
-zeros where none has come. So the remote part runs where one process would have run nothing, and
-its leaves get gradients of zeros. Programs that were written for it may count on that.
+There, each message that a backward pass reaches is answered with a gradient for each tensor, with
+zeros for missing gradients. So the remote part runs where one process would run nothing, and its
+leaves get zero gradients. Programs written for ``torch.distributed.autograd`` may rely on that.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _is_enabled = False
 
 
 def enable_zeros(enabled: bool = True) -> None:
-    """Has passes send zeros from now on, or not."""
+    """Sets whether passes send zeros from now on."""
     global _is_enabled
     _is_enabled = enabled
 
 
 def with_zeros(gradients: list[Gradient], metas: tuple[TensorMeta, ...]) -> list[Gradient]:
-    """Returns the gradients of a message, zeros in place of missing ones if that is on."""
+    """Returns the gradients of a message; if enabled, with zeros for missing gradients."""
     if not _is_enabled:
         return gradients
     return [

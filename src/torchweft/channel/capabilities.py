@@ -1,4 +1,4 @@
-"""What one side of a connection tells the other about the ways it can send and receive by."""
+"""The channels that one side of a connection can use, as described to the other side."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torchweft.probe import Facts
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What one side of a connection tells the other about itself.
+    """Describes one side of a connection to the other.
 
     Attributes:
         facts: The process and its host.
-        nonce_address: Where its nonce lies in its memory; 0 if it offers none.
+        nonce_address: Address of its nonce in its memory; 0 if it offers none.
         nonce: The nonce, in hexadecimal digits.
-        cma_obstacle: Why it can pull from nobody; empty if it can.
-        memory_nonce: What its shared memory begins with, in hexadecimal digits; empty if it
+        cma_obstacle: Why it cannot pull from any process; empty if it can.
+        memory_nonce: The first bytes of its shared memory, in hexadecimal digits; empty if it
             offers none.
     """
 
@@ -39,10 +39,10 @@ class Capabilities:
 
     @classmethod
     def from_json(cls, data: object) -> Capabilities:
-        """Reads what ``as_json`` wrote.
+        """Returns the capabilities that ``as_json`` wrote.
 
         Raises:
-            ProtocolError: Something is missing or has the wrong type.
+            ProtocolError: A field is missing or has the wrong type.
         """
         if not isinstance(data, dict):
             raise ProtocolError(f"capabilities are a {type(data).__name__}, not an object")

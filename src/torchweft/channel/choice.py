@@ -1,9 +1,9 @@
-"""Which ways tensor memory can take to one peer, and which of them a buffer takes.
+"""Determines the channels that work for one peer, and the channel of each buffer.
 
-Both sides describe themselves when they connect. Each then finds out what it can *receive* from
-the other, by trying, and says so in a verdict. A way is used for sending from the moment the
-peer's verdict says that it works there: reading another process's memory may be permitted in one
-direction and not in the other. Whatever else fails, bytes can always follow the message.
+Both sides describe themselves when they connect. Each side then tests on which channels it can
+*receive* from the other, and reports the result in a verdict. A side sends on a channel once the
+peer's verdict confirms it: reading another process's memory may be permitted in one direction only.
+If all other channels fail, the bytes follow the message.
 """
 
 from __future__ import annotations
@@ -33,31 +33,30 @@ _PREFERENCE = (
     (CMA, knobs.CMA_FROM_BYTES),
     (STRIPED, knobs.STRIPED_FROM_BYTES),
 )
-"""The ways that need the peer's confirmation, best first, and the sizes that they are good for."""
+"""The channels that need the peer's confirmation, best first, and their smallest buffer sizes."""
 
 _NOT_TRIED = "this side has not tried it"
 _UNCONFIRMED = "the peer has not confirmed yet that it can receive this way"
 
 
 def describe(nonce: cma.Nonce | None) -> Capabilities:
-    """Describes this process; ``nonce`` is None where its memory is not to be read."""
+    """Describes this process; ``nonce`` is None if peers may not read its memory."""
     if nonce is None:
         return Capabilities(read_facts(), 0, "", "switched off")
     return Capabilities(read_facts(), nonce.address, nonce.value.hex(), cma.unavailable)
 
 
 class Channels:
-    """The ways to and from one peer. Thread-safe.
+    """The channels to and from one peer. Thread-safe.
 
     Attributes:
-        lender: Lends to the peer what this side has in shared memory; None where that way is
-            not usable now.
+        lender: Lends this side's shared memory to the peer; None while that channel is not usable.
 
     Args:
         peer: Name of the peer, for the log.
-        pid: The peer's process.
-        receive_obstacles: For every way that has to be tried, why nothing can be received from
-            the peer that way; empty if it can.
+        pid: The peer's process id.
+        receive_obstacles: For every channel that has to be tested, why nothing can be received on
+            it from the peer; empty if it works.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Channels:
         self._lock = threading.Lock()
 
     def channel_for(self, size_bytes: int) -> ChannelKind:
-        """Returns the way that a buffer of that size takes to the peer now."""
+        """Returns the channel for a buffer of that size to the peer now."""
         if size_bytes <= self._inline_limit_bytes:
             return INLINE
         for from_bytes, kind in self._usable:
@@ -86,7 +85,7 @@ class Channels:
         return STREAM
 
     def next_best(self, kind: ChannelKind, size_bytes: int) -> ChannelKind:
-        """Returns the way for a buffer whose best way, ``kind``, has no room for it now."""
+        """Returns the channel for a buffer whose best channel, ``kind``, has no room for it now."""
         is_past = False
         for from_bytes, other in self._usable:
             if is_past and size_bytes >= from_bytes:
@@ -95,10 +94,10 @@ class Channels:
         return STREAM
 
     def source_pid(self) -> int:
-        """Returns the process to pull from, once it is proven to be the peer.
+        """Returns the id of the process to pull from, proven to be the peer.
 
         Raises:
-            ProtocolError: It is not; a peer that was told so wants to be pulled from nevertheless.
+            ProtocolError: It is not proven; the peer was told so but still asks to be pulled from.
         """
         obstacle = self._receive_obstacles.get(CMA, _NOT_TRIED)
         if obstacle:
@@ -106,15 +105,16 @@ class Channels:
         return self._pid
 
     def lend_by(self, lender: Lender) -> None:
-        """Lends by ``lender`` from when the peer confirms that it has mapped the memory."""
+        """Lends through ``lender`` once the peer confirms that it has mapped the memory."""
         self._lender = lender
 
     def map_memory(self, descriptor: int | None, nonce: str) -> None:
-        """Maps the peer's shared memory, and makes the verdict of it.
+        """Maps the peer's shared memory, and records the result for the verdict.
 
         Args:
-            descriptor: What the peer handed over; it is the caller's to close. None for nothing.
-            nonce: What the peer says that its memory begins with, in hexadecimal digits.
+            descriptor: The descriptor that the peer handed over, which the caller closes; None if
+                the peer handed over none.
+            nonce: The first bytes of the memory according to the peer, in hexadecimal digits.
         """
         if descriptor is None:
             self._receive_obstacles[SHM] = "the peer has handed over no shared memory"
@@ -131,7 +131,7 @@ class Channels:
         """Returns the peer's shared memory.
 
         Raises:
-            ProtocolError: It is not mapped; a peer that was told so lends it nevertheless.
+            ProtocolError: It is not mapped; the peer was told so but still lends it.
         """
         if self._borrowed is None:
             obstacle = self._receive_obstacles.get(SHM, _NOT_TRIED)
@@ -139,28 +139,27 @@ class Channels:
         return self._borrowed
 
     def tidy(self) -> None:
-        """Lets go of what is of use only while tensors come often."""
+        """Drops state that is useful only while tensors arrive often."""
         if self._borrowed is not None:
             self._borrowed.forget_pages()
 
     def lose(self) -> None:
-        """Takes back what was lent to the peer, which is lost, as soon as that is safe."""
+        """Takes back the memory lent to the peer, which is lost, as soon as that is safe."""
         lender = self._lender
         if lender is not None:
             lender.lose()
 
     def verdict(self) -> dict[str, str]:
-        """Returns, for the peer, what keeps each optional way of its from being received here."""
+        """Returns for the peer why each optional channel fails here; empty if it works."""
         return {kind.name.lower(): text for kind, text in self._receive_obstacles.items()}
 
     def confirm(self, verdict: object) -> None:
-        """Takes the peer's verdict, and uses from now on what works there.
+        """Applies the peer's verdict: sends from now on by the channels that work there.
 
-        A way that it says nothing of stays as it is; one that it knows and this side does not is
-        none of this side's business.
+        A channel missing in the verdict stays as it is; a channel unknown to this side is ignored.
 
         Raises:
-            ProtocolError: It is no verdict.
+            ProtocolError: ``verdict`` is not a verdict.
         """
         if not isinstance(verdict, dict) or not all(isinstance(v, str) for v in verdict.values()):
             raise ProtocolError(f"a peer answers {verdict!r} to what it can receive")
@@ -171,10 +170,10 @@ class Channels:
             self._update_usable()
 
     def disable(self, kind: ChannelKind, reason: str) -> None:
-        """Stops sending to the peer that way, for good, and says so once in the log.
+        """Permanently stops sending to the peer by one channel, and logs that once.
 
         Raises:
-            ConfigurationError: The way is one that cannot be done without.
+            ConfigurationError: The channel cannot be disabled, because others fall back to it.
         """
         if kind not in FETCHED:
             raise ConfigurationError(f"{kind.name} cannot be disabled: the others fall back to it")
@@ -194,7 +193,7 @@ class Channels:
         )
 
     def obstacles(self) -> dict[ChannelKind, str]:
-        """Returns for every way why it is not used for sending; empty if it is."""
+        """Returns for every channel why it is not used for sending; empty if it is."""
         return {INLINE: "", STREAM: "", **self._send_obstacles}
 
     def _update_usable(self) -> None:
@@ -208,11 +207,11 @@ class Channels:
 
 
 def choose(ours: Capabilities, theirs: Capabilities, peer: str) -> Channels:
-    """Finds out, by trying, which ways lead from a peer to this process.
+    """Tests by which channels this process can receive from a peer.
 
     Args:
-        ours: What ``describe`` said here.
-        theirs: What it said at the peer.
+        ours: The capabilities that ``describe`` returned here.
+        theirs: The capabilities that it returned at the peer.
         peer: Name of the peer, for the log.
     """
     return Channels(peer, theirs.facts.pid, {CMA: _cma_obstacle(ours, theirs), STRIPED: ""})

@@ -2,13 +2,13 @@
 
 ``process_vm_readv`` copies between two address spaces in one system call, and ctypes lets other
 Python threads run meanwhile. The kernel allows it between processes of one user that see each
-other's ids, unless Yama, a container's seccomp filter or a missing capability says no. No set of
-facts foretells that reliably, so each side offers a nonce in its memory when it connects, and
-the other proves that it can read it.
+other's ids, unless Yama, a container's seccomp filter or a missing capability forbids it. No set of
+facts predicts that reliably, so each side offers a nonce in its memory when it connects, and the
+other proves that it can read it.
 
-The cost is pinning the sender's pages, about 0.2 us each, more than copying them: that part
-gains from a second thread where there is a free core (16 MiB: 13 GB/s with one thread, 20 with
-two); see ``copying``.
+The cost is pinning the sender's pages, about 0.2 us each, more than copying them. Pinning gains
+from a second thread if a core is free (16 MiB: 13 GB/s with one thread, 20 with two); see
+``copying``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class PullError(WeftError, OSError):
 
     Attributes:
         pid: The process.
-        address: Where in its memory.
-        size_bytes: How much was still missing.
+        address: The address in its memory.
+        size_bytes: Number of bytes still missing.
     """
 
     def __init__(self, code: int, text: str, pid: int, address: int, size_bytes: int) -> None:
@@ -45,15 +45,15 @@ class PullError(WeftError, OSError):
 
 
 class PullRefused(PullError, PermissionError):
-    """The kernel does not permit it; it will not permit the next one either."""
+    """The kernel does not permit the pull, and will not permit the next one either."""
 
 
 class SourceGone(PullError, ProcessLookupError):
-    """There is no such process any more."""
+    """The process no longer exists."""
 
 
 class SourceAddressInvalid(PullError):
-    """The process has nothing mapped there."""
+    """The process has nothing mapped at that address."""
 
 
 _ERROR_TYPES: dict[int, tuple[type[PullError], str]] = {
@@ -70,7 +70,7 @@ class _Range(ctypes.Structure):
 
 _libc = ctypes.CDLL(None, use_errno=True)
 unavailable = "" if hasattr(_libc, "process_vm_readv") else "this system has no process_vm_readv"
-"""Why this process can pull from nobody; empty if it can."""
+"""Why this process cannot pull from any other; empty if it can."""
 
 if not unavailable:
     _libc.process_vm_readv.restype = ctypes.c_ssize_t
@@ -85,9 +85,9 @@ if not unavailable:
 
 
 def address_of(buffer: memoryview) -> int:
-    """Returns where contiguous, non-empty memory starts."""
+    """Returns the start address of contiguous, non-empty memory."""
     if buffer.readonly:
-        # 1.1 us. ctypes, at 0.2 us, insists on memory that may be written.
+        # numpy takes 1.1 us. ctypes takes 0.2 us but requires writable memory.
         return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
@@ -97,18 +97,18 @@ def pull(pid: int, address: int, into: memoryview) -> None:
 
     Args:
         pid: The process to read from.
-        address: Where in its memory to start.
+        address: Start address in its memory.
         into: Writable, contiguous memory here; filled completely.
 
     Raises:
-        PullError: Some of it could not be read; what ``into`` holds is undefined.
+        PullError: Some bytes could not be read; the contents of ``into`` are undefined.
     """
     if into.nbytes:
         pull_range(pid, address, address_of(into), into.nbytes)
 
 
 def pull_range(pid: int, source: int, target: int, size_bytes: int) -> None:
-    """Does what ``pull`` does, with addresses; they must be right."""
+    """Does the same as ``pull`` with addresses, which must be valid."""
     if unavailable:
         raise _error(errno.ENOSYS, pid, source, size_bytes)
     # One call moves at most 2 GiB, and less where it meets a page that it cannot read.
@@ -129,7 +129,7 @@ def _error(code: int, pid: int, address: int, size_bytes: int) -> PullError:
 class Nonce:
     """Random bytes at a fixed address, for a peer to prove that it can read this process.
 
-    It must be kept for as long as a peer may still read it.
+    Keep it alive for as long as a peer may read it.
     """
 
     def __init__(self) -> None:
@@ -141,8 +141,8 @@ class Nonce:
 def find_obstacle(pid: int, address: int, expected: bytes) -> str:
     """Reads another process's nonce; returns why it cannot be pulled from, empty if it can.
 
-    The id may also be that of another process, as ids of another namespace are: then the bytes
-    found differ from ``expected``.
+    An id from another namespace may belong to a different process here; then the bytes found differ
+    from ``expected``.
     """
     found = memoryview(bytearray(NONCE_BYTES))
     try:

@@ -1,13 +1,13 @@
-"""Copying large memory, where there is a core free together with a helper thread.
+"""Copies large memory, together with a helper thread if a core is free.
 
-Both kinds of copies go this way: out of another process's memory, and into memory shared with
-it. The two threads take pieces in turn, so that neither ever waits long for a thread that got no
-processor. The helper is kept off its caller's core: the scheduler likes to wake a thread where
-its waker runs, and there the two only take turns.
+It serves both kinds of copies: out of another process's memory, and into memory shared with it. The
+two threads take pieces in turn, so that neither waits long for a thread without a processor. The
+helper is kept off its caller's core: the scheduler tends to wake a thread on its waker's core,
+where the two would only alternate.
 
-Where no core is free the helper does harm: it holds a piece while it waits for a processor. So
-the caller looks, once it has done the first piece alone: by then whoever had just answered it,
-and goes on looking for the next message for a moment, has gone to sleep.
+If no core is free the helper does harm: it holds a piece while it waits for a processor. So the
+caller looks for a free core after it has copied the first piece alone. By then the thread that just
+answered it, and spins for a moment for the next message, has gone to sleep.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class _Job:
 
     def __init__(self, size_bytes: int, step: Step) -> None:
         self._size_bytes = size_bytes
-        # It keeps the memory, so that a helper never writes to what an interrupted caller let go.
+        # The step keeps the memory: a helper must never write to memory that an interrupted caller
+        # released.
         self._step = step
-        # Taking the next number is one step for the interpreter: no two threads get the same.
+        # Taking the next number is atomic in the interpreter: no two threads get the same one.
         self._offsets = itertools.count(PIECE_BYTES, PIECE_BYTES)
         self._helper_slot = threading.Lock()
         self._helper_done = threading.Event()
@@ -51,7 +52,7 @@ class _Job:
             self._step(offset, min(PIECE_BYTES, missing))
 
     def help(self) -> None:
-        """Takes pieces in the helper thread, unless the job ended before it got here."""
+        """Takes pieces in the helper thread, unless the job has already ended."""
         if not self._helper_slot.acquire(blocking=False):
             return
         try:
@@ -62,7 +63,7 @@ class _Job:
             self._helper_done.set()
 
     def finish(self) -> None:
-        """Waits for a helper that has begun; one that has not will find the job taken."""
+        """Waits for a helper that has begun; a helper that has not will skip the job."""
         if not self._helper_slot.acquire(blocking=False):
             self._helper_done.wait()
         if self._helper_error is not None:
@@ -93,7 +94,7 @@ class Copier:
         """Copies from another process's memory; see ``cma.pull``.
 
         Raises:
-            PullError: Some of it could not be read; what ``into`` holds is undefined.
+            PullError: Some bytes could not be read; the contents of ``into`` are undefined.
         """
         if into.nbytes < max(self._shared_pull_bytes, PIECE_BYTES) or not self._may_share:
             cma.pull(pid, address, into)
@@ -120,7 +121,7 @@ class Copier:
         self._share(size_bytes, step)
 
     def close(self) -> None:
-        """Ends the helper thread and waits for it; copies go on without it."""
+        """Ends the helper thread and waits for it; later copies run without it."""
         with self._lock:
             self._may_share = False
             helper, self._helper = self._helper, None
@@ -152,7 +153,7 @@ class Copier:
                 try:
                     helper.start()
                 except RuntimeError:
-                    return  # The system has no room for it now: this thread copies alone.
+                    return  # The system cannot start a thread now: this one copies alone.
                 self._helper = helper
             if core != self._avoided_core:
                 self._avoided_core = core
@@ -161,11 +162,11 @@ class Copier:
     def _help(self) -> None:
         while (job := self._jobs.get()) is not None:
             job.help()
-            del job  # it keeps the memory that it filled
+            del job  # the job keeps the copied memory alive
 
 
 def core_is_free() -> bool:
-    """Whether fewer threads than there are cores want to run, this one included, right now."""
+    """Whether fewer threads, this one included, want to run now than there are cores."""
     return 0 < running_threads() < (os.cpu_count() or 1)
 
 
@@ -178,10 +179,10 @@ def _current_core() -> int:
 
 
 def _restrict(thread: threading.Thread, cores: frozenset[int]) -> None:
-    """Has a thread run on some cores only, where that is possible."""
+    """Restricts a thread to some cores, if the system allows it."""
     if thread.native_id is None or not hasattr(os, "sched_setaffinity"):
         return
     try:
         os.sched_setaffinity(thread.native_id, cores)
     except OSError:
-        pass  # no such core, or not permitted: the thread is of less use then, but right
+        pass  # no such core, or not permitted: the helper is less useful then, but correct

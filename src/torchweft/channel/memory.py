@@ -1,21 +1,21 @@
-"""Warm memory to receive into, lent out and taken back without anybody saying so.
+"""Leases warm memory to receive into, and takes it back without an explicit release.
 
-Writing to memory that the kernel has not backed with pages yet costs more than the copy itself
-(16 MiB: 5 ms to fault in 4 KiB pages, 0.5 ms in 2 MiB pages, 0.6 ms to copy). So slabs are
-faulted in once and used again. A slab comes back when the last view of it dies, and the views
-are in users' hands: tensors made by ``torch.frombuffer``, their views, slices of the memoryview.
+Writing to memory that the kernel has not backed with pages yet costs more than the copy itself (16
+MiB: 5 ms to fault in 4 KiB pages, 0.5 ms in 2 MiB pages, 0.6 ms to copy). So slabs are faulted in
+once and reused. A slab comes back when its last view dies. Users hold the views: tensors made by
+``torch.frombuffer``, their views, slices of the memoryview.
 
-Watching the memoryview that was handed out would be wrong: a slice of it does not keep it alive,
-so the slab would come back under a tensor that still uses it. All views however keep the object
-that *exports* the memory. Every lease therefore makes an exporter of its own, a numpy array of
-the right length, and watches that.
+Watching the memoryview that was handed out would be wrong: a slice of it does not keep it alive, so
+the slab would come back under a tensor that still uses it. But all views keep the object that
+*exports* the memory alive. So every lease makes its own exporter, a numpy array of the right
+length, and watches that.
 
 Rules of the file:
 
-- The callback of a weak reference runs in any thread at any point, also in a thread that is in
-  the middle of ``lease``. It is the ``append`` of a deque and nothing else.
-- The lock is reentrant: a garbage collection inside it may run a user's finalizer that leases.
-  Every step under it leaves the pool consistent.
+- The callback of a weak reference runs in any thread at any point, even in the middle of ``lease``.
+  So it is only the ``append`` of a deque.
+- The lock is reentrant: a garbage collection under it may run a user's finalizer that calls
+  ``lease``. Every step under the lock leaves the pool consistent.
 - Memory is mapped, faulted in and unmapped outside the lock.
 """
 
@@ -45,7 +45,7 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _POPULATED_AT_ONCE_BYTES = 4 << 20
 _POPULATED_LIMIT_BYTES = 64 << 20
-"""Beyond it, pages come as they are written: a peer may announce what it never sends."""
+"""Larger slabs get pages as they are written: a peer may announce data that it never sends."""
 
 
 class PoolStatistics(NamedTuple):
@@ -76,13 +76,13 @@ class _Lease(weakref.ref[Bytes]):
 
 
 class BufferPool:
-    """Lends warm memory and takes it back when its last user dies.
+    """Leases warm memory and takes it back when its last view dies.
 
     Thread-safe. Memory that is still in use outlives the pool.
 
     Args:
-        limit_bytes: How much idle memory to keep. Beyond it slabs are unmapped as they come
-            back, those of the size that was not asked for the longest first.
+        limit_bytes: How much idle memory to keep. Beyond it slabs are unmapped as they come back,
+            the least recently requested sizes first.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -97,10 +97,10 @@ class BufferPool:
     def lease(self, size_bytes: int) -> memoryview:
         """Returns writable memory of exactly ``size_bytes``, its start on a page boundary.
 
-        Whatever is made of it keeps it: tensors, arrays, slices. The contents are undefined.
+        Tensors, arrays and slices made of it keep it leased. The contents are undefined.
 
         Raises:
-            MemoryError: The system has no more memory to give.
+            MemoryError: The system has no memory left.
         """
         if not size_bytes:
             return memoryview(bytearray())
@@ -113,7 +113,7 @@ class BufferPool:
         return exporter.data
 
     def trim(self, idle_s: float = 0.0) -> int:
-        """Unmaps memory that was idle for that long; returns how many bytes that were."""
+        """Unmaps memory that was idle for ``idle_s`` seconds; returns the bytes unmapped."""
         unused: list[_Slab] = []
         with self._lock:
             self._reclaim(unused)
@@ -182,7 +182,7 @@ class BufferPool:
 def slab_size(size_bytes: int) -> int:
     """Rounds a size up to that of a slab: a few steps for every doubling, in whole pages.
 
-    Sizes that differ a little, as batches do, thus share slabs, and at most a quarter is lost.
+    So sizes that differ a little, as batches do, share slabs, and at most a quarter is lost.
     """
     step = max((1 << (size_bytes - 1).bit_length()) // (2 * STEPS_PER_DOUBLING), PAGE_BYTES)
     if size_bytes > HUGE_PAGE_BYTES:
@@ -191,13 +191,13 @@ def slab_size(size_bytes: int) -> int:
 
 
 def _map(size_bytes: int) -> Bytes:
-    """Maps private memory; the kernel backs it with pages, large ones if it can.
+    """Maps private memory, in huge pages if the kernel can.
 
-    It does so at once, unless the memory is so large that it had better be seen to be used.
+    Memory up to ``_POPULATED_LIMIT_BYTES`` is faulted in at once, larger memory as it is used.
     """
     is_huge = size_bytes >= HUGE_PAGE_BYTES
-    # A huge page starts at a multiple of its size. What is mapped beyond the slab to get there
-    # is never touched, and so costs addresses only.
+    # A huge page starts at a multiple of its size. The slack mapped for that alignment is never
+    # touched, so it costs only addresses.
     slack = HUGE_PAGE_BYTES if is_huge else 0
     try:
         mapping = mmap.mmap(-1, size_bytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -215,10 +215,10 @@ def _map(size_bytes: int) -> Bytes:
 
 
 def _populate(address: int, size_bytes: int) -> bool:
-    """Faults memory in; returns False where the kernel has no call for that.
+    """Faults memory in; returns False if the kernel has no call for that.
 
-    In pieces: while a call is under way, whatever else maps memory in this process waits, and
-    behind that every page fault. For a gigabyte that were seconds without any call served.
+    Works in pieces: during a call, other mappings in this process wait, and all page faults behind
+    them. For a gigabyte no RPC would be served for seconds.
     """
     if sys.platform != "linux":
         return False
@@ -232,7 +232,7 @@ def _populate(address: int, size_bytes: int) -> bool:
     return True
 
 
-# Not mmap.madvise: that one holds the interpreter lock for all of the milliseconds.
+# Not mmap.madvise, which holds the interpreter lock for the milliseconds that the call takes.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 

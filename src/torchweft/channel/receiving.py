@@ -1,4 +1,4 @@
-"""The receiver's side: fetching what did not follow the message, and putting it in order."""
+"""The receiver's side: fetches buffers that did not follow the message, and orders them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Buffer = TypeVar("Buffer")
 def pull_buffers(
     table: BufferTable, channels: Channels, pool: BufferPool, copier: Copier
 ) -> list[memoryview]:
-    """Pulls the buffers that a table says come by ``CMA``, into leased memory.
+    """Pulls the ``CMA`` buffers of a table into leased memory.
 
-    It blocks for as long as the copies take. On success the sender is to be told the table's
-    token; on failure it is to be asked, with the same token, to send these buffers another way.
+    Blocks for as long as the copies take. On success the caller tells the sender the table's token.
+    On failure it asks the sender, with the same token, to send these buffers another way.
 
     Args:
-        table: What the sender said.
-        channels: The ways to and from the sender; they know its process, as proven at connect.
-        pool: Where to take memory.
+        table: The sender's buffer table.
+        channels: The channels to and from the sender; they know its process, proven at connect.
+        pool: Leases the memory.
         copier: Does the copies.
 
     Raises:
-        PullError: The sender's memory cannot be read, or not any more.
-        ProtocolError: The sender was told that it cannot be pulled from.
+        PullError: The sender's memory cannot, or can no longer, be read.
+        ProtocolError: The sender uses ``CMA`` although it was told that it cannot be pulled from.
     """
     entries = table.of_kind(CMA)
     if not entries:
@@ -48,7 +48,7 @@ def in_order(
     following: Sequence[Buffer],
     fetched: Mapping[ChannelKind, Sequence[Buffer]],
 ) -> Sequence[Buffer]:
-    """Puts the buffers that followed and those that were fetched in the message's order.
+    """Returns the following and the fetched buffers in the message's order.
 
     There are as many of each kind as ``table`` says.
     """

@@ -1,4 +1,4 @@
-"""The sender's side: which way each buffer takes, and what must be kept until it was pulled."""
+"""The sender's side: chooses each buffer's channel, and keeps buffers until they are pulled."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from torchweft.channel.table import (
 
 
 class HeldStatistics(NamedTuple):
-    """What a peer has not pulled yet."""
+    """The buffers that a peer has not pulled yet."""
 
     message_count: int
     size_bytes: int
 
 
 class HeldTensors:
-    """Keeps the memory that one peer is going to pull, until it says that it has.
+    """Keeps the memory that one peer is going to pull, until the peer reports that it has.
 
-    Nothing is copied: whoever writes to that memory before it was pulled changes what the peer
-    gets, as with any send that has not completed. Thread-safe.
+    Nothing is copied: writing to the memory before the pull changes the data that the peer gets, as
+    with any send that has not completed. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class HeldTensors:
         self._is_closed = False
 
     def hold(self, buffers: Sequence[memoryview]) -> int:
-        """Keeps ``buffers``; returns the token that ``release`` takes, also if there are none."""
+        """Keeps ``buffers``, which may be empty; returns the token that ``release`` takes."""
         token = next(self._tokens)
         if not buffers:
             return token
@@ -56,9 +56,9 @@ class HeldTensors:
         return token
 
     def release(self, token: int) -> Sequence[memoryview] | None:
-        """Lets go of what ``token`` stands for, and returns it; None if that happened already.
+        """Releases the buffers of ``token`` and returns them; None if they were released already.
 
-        A peer that failed to pull is sent what this returns another way.
+        A peer that failed to pull is sent the returned buffers another way.
         """
         with self._lock:
             buffers = self._held.pop(token, None)
@@ -67,10 +67,10 @@ class HeldTensors:
         return buffers
 
     def close(self) -> None:
-        """Lets go of everything, now and in future: the peer will pull no more."""
+        """Releases everything, now and in future: the peer will pull no more."""
         with self._lock:
             self._is_closed = True
-            # Dropped after the lock: the end of a tensor may run any code.
+            # Drop them outside the lock: the end of a tensor may run any code.
             dropped, self._held = self._held, {}
             self._size_bytes = 0
         dropped.clear()
@@ -86,13 +86,13 @@ def _size(buffers: Sequence[memoryview]) -> int:
 
 
 class Prepared(NamedTuple):
-    """A message's buffers, each given its way.
+    """A message's buffers, each assigned to a channel.
 
     Attributes:
         table: The buffer table for the control part; empty if all buffers follow.
         following: The buffers that are to follow the control part.
-        striped: The buffers that are to be sent over connections of their own, in order.
-        token: What the message is called wherever its buffers are spoken of; 0 without table.
+        striped: The buffers that are to be sent over data connections, in order.
+        token: Identifies the message when its buffers are reported on; 0 without table.
         lent: The buffers that are in shared memory.
     """
 
@@ -103,7 +103,7 @@ class Prepared(NamedTuple):
     lent: Sequence[BufferEntry] = ()
 
     def take_back(self, channels: Channels, held: HeldTensors) -> None:
-        """Lets go of what the peer will not fetch: the message is not going to be sent."""
+        """Releases the buffers of a message that will not be sent: the peer will not fetch them."""
         held.release(self.token)
         lender = channels.lender
         if lender is not None:
@@ -118,15 +118,15 @@ def prepare(
     copier: Copier,
     reach_data: Callable[[], bool] = lambda: False,
 ) -> Prepared:
-    """Chooses a way for every buffer of a message, and puts into shared memory what takes that.
+    """Chooses a channel for every buffer of a message, and copies ``SHM`` buffers to shared memory.
 
     Args:
         buffers: Contiguous memory, in the order of the message's tensors.
-        channels: The ways to the peer.
-        held: Keeps what the peer will pull.
+        channels: The channels to the peer.
+        held: Keeps the buffers that the peer will pull.
         copier: Copies into shared memory.
-        reach_data: Sees that there are connections for striped buffers, and returns whether
-            there are; may block.
+        reach_data: Ensures data connections for striped buffers, and returns whether there are any;
+            may block.
     """
     if not buffers:
         return Prepared(b"", buffers)
@@ -159,9 +159,9 @@ def prepare(
 def _stripe_together(
     kinds: list[ChannelKind], buffers: Sequence[memoryview], channels: Channels
 ) -> list[ChannelKind]:
-    """Has tensors that are large together travel as large ones do.
+    """Stripes tensors that are large together, as single large tensors are.
 
-    Behind the message they would hold up what follows just as long.
+    Following the message, they would delay later messages just as long.
     """
     sizes = [buffer.nbytes for kind, buffer in zip(kinds, buffers, strict=True) if kind == STREAM]
     if channels.channel_for(sum(sizes)) != STRIPED:
@@ -172,7 +172,7 @@ def _stripe_together(
 def _lend(
     lender: Lender, kinds: Sequence[ChannelKind], buffers: Sequence[memoryview], copier: Copier
 ) -> list[BufferEntry | None]:
-    """Lends what the user shares, and what is to be copied into shared memory as far as it fits."""
+    """Lends buffers that the user shares, and copies ``SHM`` buffers into slabs if they fit."""
     entries: list[BufferEntry | None] = []
     try:
         for kind, buffer in zip(kinds, buffers, strict=True):

@@ -1,22 +1,22 @@
-"""The table in a message's control part that says which way each of its buffers comes.
+"""The table in a message's control part that lists the channel of each buffer.
 
 Layout, little-endian, once ``token u64 | count u32``, then for every buffer in order::
 
     kind u8 | length u64 | place u64 | tag u64
 
-What place and tag mean is up to the kind; both are 0 for buffers that follow the message:
+The kind determines the meaning of place and tag; both are 0 for buffers that follow the message:
 
 ======= ============================= =========================================================
 kind    place                         tag
 ======= ============================= =========================================================
 cma     address at the sender         0
-shm     offset in the sender's memory what to write where once the last user is gone
-striped for the sender to choose      for the sender to choose
+shm     offset in the sender's memory the loan's tag, written once the last user is gone
+striped chosen by the sender          chosen by the sender
 ======= ============================= =========================================================
 
-When every buffer follows, the table is empty: the frame lists their lengths already, and most
-messages thus carry no table at all. The token names the message wherever its buffers are spoken
-of: the receiver says with it that it has pulled them, or that it could not.
+When every buffer follows, the table is empty: the frame already lists their lengths. So most
+messages carry no table. The token identifies the message when its buffers are reported on: the
+receiver reports with it that it has pulled them, or that it could not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ENTRY = struct.Struct("<BQQQ")
 
 
 class ChannelKind(enum.IntEnum):
-    """The way a buffer takes. The number travels."""
+    """The channel of a buffer. Its number goes over the wire."""
 
     INLINE = 0
     STREAM = 1
@@ -46,13 +46,13 @@ CMA = ChannelKind.CMA
 SHM = ChannelKind.SHM
 STRIPED = ChannelKind.STRIPED
 FETCHED = frozenset({CMA, SHM, STRIPED})
-"""The ways of buffers that do not follow the message; the receiver has to fetch them."""
+"""Channels whose buffers do not follow the message; the receiver has to fetch them."""
 
 _KINDS = tuple(ChannelKind)
 
 
 class BufferEntry(NamedTuple):
-    """One buffer: which way it comes, its size, and where to find it."""
+    """One buffer: its channel, its size, and where to find it."""
 
     kind: ChannelKind
     size_bytes: int
@@ -61,13 +61,13 @@ class BufferEntry(NamedTuple):
 
 
 class BufferTable(NamedTuple):
-    """The buffers of one message; no entries if all of them simply follow."""
+    """The buffers of one message; no entries if all of them follow."""
 
     token: int
     entries: tuple[BufferEntry, ...]
 
     def of_kind(self, kind: ChannelKind) -> list[BufferEntry]:
-        """Returns the buffers that come one way, in order."""
+        """Returns the buffers of one channel, in order."""
         return [entry for entry in self.entries if entry.kind == kind]
 
 
@@ -84,15 +84,15 @@ def encode_table(token: int, entries: Sequence[BufferEntry]) -> bytes:
 def decode_table(
     data: bytes | bytearray | memoryview, following_bytes: Sequence[int], limit_bytes: int
 ) -> BufferTable:
-    """Reads a table and checks it, before any memory is taken for what it announces.
+    """Reads a table and checks it before memory is allocated for its buffers.
 
     Args:
-        data: What ``encode_table`` returned at the sender.
+        data: The table, as ``encode_table`` returned it at the sender.
         following_bytes: Sizes of the buffers that followed the control part.
         limit_bytes: Largest sum of all buffers that is accepted.
 
     Raises:
-        ProtocolError: The table is malformed, contradicts the buffers that came, or announces
+        ProtocolError: The table is malformed, contradicts the buffers that arrived, or announces
             more than the limit.
     """
     if not data:
@@ -102,8 +102,8 @@ def decode_table(
     token, count = _HEAD.unpack_from(data)
     if len(data) != _HEAD.size + count * _ENTRY.size:
         raise ProtocolError(f"a buffer table of {len(data)} bytes announces {count} buffers")
-    # Bytes: an iterator over a view that an error keeps, in its traceback, crashes Python before
-    # 3.12.7 when the garbage collector finds the two in a cycle (python/cpython#77894).
+    # Copy to bytes: if an error's traceback keeps an iterator over a view, Python before 3.12.7
+    # crashes when the garbage collector finds the two in a cycle (python/cpython#77894).
     body = bytes(memoryview(data)[_HEAD.size :])
     entries = tuple([_entry(*fields) for fields in _ENTRY.iter_unpack(body)])
     _check_sizes(entries, following_bytes, limit_bytes)

@@ -1,6 +1,7 @@
-"""Snapshots of a training whose parts live on many workers, and going on from them.
+"""Saves and restores snapshots of a training whose state is spread over many workers.
 
-Every worker writes what it owns; a snapshot is there when all have, or not at all.
+Every worker writes the state that it owns. A snapshot exists only if all workers have written
+theirs.
 """
 
 from torchweft.checkpoint import gate, owner
@@ -14,9 +15,9 @@ CALLABLES = (
     *(owner.apply, owner.capture, owner.describe, owner.discard, owner.drop, owner.prepare),
     *(owner.read, owner.tidy, owner.write, *gate.CALLABLES),
 )
-"""What others call on the workers whose parts are saved and restored. A strict worker that is to
-take part names them in ``RpcBackendOptions(callables=...)``: they read, write and remove files
-where the caller says, and save whatever a reference leads to."""
+"""The functions that the driver and other workers call on an owner of state. A strict worker that
+takes part must list them in ``RpcBackendOptions(callables=...)``. They read, write and remove files
+at paths that the caller gives, and save any object that a reference leads to."""
 
 __all__ = [
     "CALLABLES",

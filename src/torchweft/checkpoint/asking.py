@@ -1,4 +1,4 @@
-"""One call to each of several workers at the same time, within a time limit for all of it."""
+"""Calls several workers at the same time, within one deadline."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torchweft.rpc.lives import info_of
 
 
 class Deadline:
-    """When something must have ended.
+    """The deadline of a save or restore.
 
     Args:
-        timeout_s: Seconds from now; 0 for never, negative for the default.
+        timeout_s: Seconds from now; 0 for no limit, negative for the default.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -28,10 +28,10 @@ class Deadline:
         self._end_s = time.monotonic() + timeout_s if timeout_s else math.inf
 
     def left_s(self) -> float:
-        """Returns the seconds that are left, as a call takes them: 0 for no limit.
+        """Returns the remaining seconds as the timeout of a call: 0 for no limit.
 
         Raises:
-            CallTimeout: None are left.
+            CallTimeout: The deadline has passed.
         """
         left_s = self._end_s - time.monotonic()
         if left_s <= 0:
@@ -44,7 +44,7 @@ class Deadline:
 
 
 class Failure(NamedTuple):
-    """A call that failed, and the name of the worker where it did."""
+    """A failed call: the name of the worker, and the error."""
 
     worker: str
     error: Exception
@@ -59,13 +59,13 @@ def ask_all(
     """Calls a function on several workers at the same time, and waits for all of them.
 
     Args:
-        function: What they run.
-        arguments: The arguments, by id of the worker; not of this one.
-        deadline: When it must have ended.
-        here: What this worker does at the same time.
+        function: The function to call.
+        arguments: The arguments, by id of the worker; this worker is not among them.
+        deadline: The deadline of the calls.
+        here: Called on this worker at the same time.
 
     Returns:
-        What was returned, by id, and what was raised.
+        The results by id, and the failures.
     """
     agent = current()
     results: dict[int, Any] = {}
@@ -89,19 +89,19 @@ def ask_all(
 
 
 def raise_first(what: str, failures: list[Failure], directory: str, step: int | None) -> None:
-    """Raises an error for what failed on some workers; nothing if nothing did.
+    """Raises an error if there are failures.
 
-    A lost worker or a timeout is raised before all else, since it calls for a recovery of the
-    group; an error of Weft as it is.
+    A lost worker, and then a timeout, goes before other errors, since it calls for a recovery of
+    the group. An error of Weft is raised unchanged.
 
     Args:
-        what: What failed, for the message.
-        failures: Where it failed, and why.
+        what: The failed operation, for the message.
+        failures: The workers and their errors.
         directory: Where the snapshots are.
-        step: Which one it is about.
+        step: The step of the snapshot.
 
     Raises:
-        CheckpointError: Names all the workers; its cause is the first error.
+        CheckpointError: Names all these workers; its cause is the first error.
     """
     if not failures:
         return

@@ -1,4 +1,4 @@
-"""One attempt to save a snapshot, from the copies of the owners to the manifest."""
+"""One attempt to save a snapshot, from the owners' copies to the manifest."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _GIVE_UP_S = 5.0
 
 
 class Attempt:
-    """Saves one snapshot: ``capture``, then ``finish``, which may be called by another thread.
+    """Saves one snapshot: ``capture``, then ``finish``, which may be called on another thread.
 
     Args:
         directory: Where snapshots are kept.
         step: How many steps have been done.
         keep: How many snapshots to keep; None for all.
-        plan: Who owns what.
-        deadline: When it must have ended.
+        plan: The owners of the entries.
+        deadline: The deadline of the save.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Attempt:
         self._plan = plan
         self._deadline = deadline
         self._ticket = secrets.token_hex(8)
-        # What earlier attempts have left has a number, too; remove it after this one has its own.
+        # The remains of earlier attempts have numbers, too: take our number before removing them.
         self._snapshot = Snapshot(directory, snapshots.new_name(directory, step), step)
         retention.remove_unfinished(directory)
         self._workers = [info.name for info in get_worker_infos()]
@@ -64,7 +64,7 @@ class Attempt:
         """Has all owners copy their parts.
 
         Args:
-            gate: Is closed meanwhile.
+            gate: Is closed while the owners copy.
         """
         for optimizer in self._plan.optimizers.values():
             optimizer.tell_changes()
@@ -158,7 +158,7 @@ class Attempt:
         )
         path = os.path.join(self._snapshot.path, snapshots.MANIFEST)
         files.write_whole(path, lambda file: file.write(manifest.to_bytes()))
-        # The name of the snapshot itself has to outlive the machine, and that of the directory.
+        # The names of the snapshot and of its directory must survive a crash of the machine, too.
         files.flush_directory(self._snapshot.directory)
         files.flush_directory(os.path.dirname(self._snapshot.directory))
 
@@ -178,7 +178,7 @@ class Attempt:
     # Afterwards
 
     def _tidy(self) -> None:
-        """Removes old snapshots, also where others have their files on disks of their own."""
+        """Removes old snapshots, also on workers whose files are on disks of their own."""
         directory = self._snapshot.directory
         names = retention.names_to_keep(directory, self._keep)
         retention.keep_only(directory, names)
@@ -190,7 +190,7 @@ class Attempt:
             _log.warning("old snapshots on worker %r stay there: %s", worker, str(error))
 
     def _give_up(self) -> None:
-        """Removes whatever there is of it; what cannot be removed now, the next save removes."""
+        """Removes all remains of the attempt; the next save removes files that cannot be now."""
         self._content = {}
         retention.remove(self._snapshot.path)
         arguments = {

@@ -1,4 +1,4 @@
-"""Work on a thread of its own, and a future of what comes out of it."""
+"""Runs work on a thread of its own, and returns a future of the result."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 def start(work: Callable[[], T], name: str, *, is_awaited: bool) -> torch.futures.Future[T]:
-    """Runs something on a thread of its own; returns a future of its result.
+    """Runs a function on a thread of its own; returns a future of its result.
 
     Args:
-        work: What to run.
-        name: What the thread is called, behind the name of the worker.
-        is_awaited: Whether the process waits for it when it ends.
+        work: The function to run.
+        name: The name of the thread, appended to the name of the worker.
+        is_awaited: Whether the process waits for the thread when it ends.
     """
     future: torch.futures.Future[T] = torch.futures.Future()
 
@@ -40,9 +40,9 @@ def start(work: Callable[[], T], name: str, *, is_awaited: bool) -> torch.future
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """Returns an error, and takes from it and its causes the frames that they have passed.
+    """Returns an error after removing the tracebacks of the error and its causes.
 
-    No collector looks into a future of PyTorch: what it leads to stays, if it leads back to it.
+    The garbage collector cannot see into PyTorch's futures, so a cycle through one would leak.
     """
     link: BaseException | None = error
     while link is not None:

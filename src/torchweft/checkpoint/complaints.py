@@ -1,4 +1,4 @@
-"""What is said of a snapshot that cannot be restored."""
+"""The errors for snapshots that cannot be restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMED = 8
 
 
 def not_found(directory: str, step: int | None, present: list[Snapshot]) -> SnapshotNotFound:
-    """Returns the error for a snapshot that is not there; ``present`` are those that are."""
+    """Returns the error for a missing snapshot; ``present`` are the existing snapshots."""
     of_step = "" if step is None else f" of step {step}"
     there = ", ".join(str(snapshot.step) for snapshot in present)
     return SnapshotNotFound(
@@ -30,7 +30,7 @@ def not_found(directory: str, step: int | None, present: list[Snapshot]) -> Snap
 def lacking(
     snapshot: Snapshot, manifest: Manifest, file: str, reader: str, group: Collection[str]
 ) -> SnapshotNotFound:
-    """Returns the error for a file that neither a worker nor anybody whom it asked can see."""
+    """Returns the error for a file that neither the reader nor any worker it asked can see."""
     writer = next(part.worker for part in manifest.parts if part.file == file)
     absent = (
         "" if writer in group else f"; worker {writer!r}, which wrote it, is not in the group now"
@@ -47,7 +47,7 @@ def lacking(
 
 
 def corrupt(snapshot: Snapshot, path: str, reader: str, problem: str) -> SnapshotCorrupt:
-    """Returns the error for a file that is not as it was written."""
+    """Returns the error for a file that differs from what was written."""
     present = reversed(snapshots.list_snapshots(snapshot.directory))
     steps = tuple(each.step for each in present if each.name != snapshot.name)
     instead = (

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, and that are known again by their hash."""
+"""Files that are complete or absent, and that are verified by their hash."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 UNFINISHED = ".tmp"
-"""What the name of a file ends with until all of it is on the disk."""
+"""The suffix of a file's name until all of the file is on the disk."""
 _CHUNK_BYTES = 4 << 20
 
 
 class Written(NamedTuple):
-    """What tells a file from any other: its size, and the SHA-256 of its bytes."""
+    """The identity of a file's content: its size, and the SHA-256 of its bytes."""
 
     size_bytes: int
     sha256: str
 
 
 class HashingFile:
-    """A file that counts and hashes what is written to it.
+    """A file that counts and hashes the bytes written to it.
 
-    After a write has failed it takes and drops the rest: what serializes into it is C++ code, that
-    is better not unwound by an exception. ``check`` raises the error afterwards.
+    After a failed write it accepts and drops the rest: the serializer is C++ code, which should not
+    be unwound by an exception. ``check`` raises the error afterwards.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -41,17 +41,17 @@ class HashingFile:
             try:
                 self._file.write(data)
             except OSError as error:
-                # Its frames would lead back here, partly through memory that no collector sees.
+                # Its frames would form a cycle, partly through memory that no collector sees.
                 self._error = error.with_traceback(None)
             self._hash.update(data)
         self._size_bytes += size_bytes
         return size_bytes
 
     def flush(self) -> None:
-        """Does nothing: the file is flushed when all is written."""
+        """Does nothing: the file is flushed once all is written."""
 
     def check(self) -> Written:
-        """Returns what was written, or raises what went wrong."""
+        """Returns the size and hash of the written bytes; raises the error of a failed write."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -59,16 +59,16 @@ class HashingFile:
 
 
 def write_whole(path: str, write: Callable[[HashingFile], object]) -> Written:
-    """Writes a file under another name, waits until the disk has it, and gives it its name.
+    """Writes a file under a temporary name, waits until it is on the disk, and renames it.
 
-    Whoever finds a file ``path`` finds all of it, whenever this process or the machine stops.
+    A file ``path`` is always complete, whenever this process or the machine stops.
 
     Args:
-        path: Its name.
-        write: Writes the content into the file that it is passed.
+        path: The final name.
+        write: Writes the content into the given file.
 
     Raises:
-        OSError: The disk is full, or anything else; there is no file then.
+        OSError: The disk is full, or another error; there is no file then.
     """
     unfinished = path + UNFINISHED
     try:
@@ -91,13 +91,13 @@ def write_part(path: str, content: dict[str, Any]) -> Written:
 
 
 def flush(file: BinaryIO) -> None:
-    """Waits until the disk has all of an open file."""
+    """Flushes an open file, and waits until all of it is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def flush_directory(path: str) -> None:
-    """Waits until the disk has the names in a directory."""
+    """Waits until the names in a directory are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -106,7 +106,7 @@ def flush_directory(path: str) -> None:
 
 
 def rename(unfinished: str, path: str) -> None:
-    """Gives a finished file its name; another one of that name is replaced."""
+    """Renames a finished file to its final name, replacing any existing file."""
     os.replace(unfinished, path)
 
 
@@ -119,7 +119,7 @@ def remove_file(path: str) -> None:
 
 
 def difference(path: str, expected: Written) -> str:
-    """Returns what is wrong with a file, nothing if it is as it was written.
+    """Returns a description of a file's damage; empty if the file is as it was written.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -138,6 +138,6 @@ def difference(path: str, expected: Written) -> str:
 
 
 def read_part(path: str) -> dict[str, Any]:
-    """Returns what ``write_part`` wrote; its tensors are mapped, and read when they are used."""
+    """Returns the content of a part; its tensors are memory-mapped, and read when used."""
     content: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
     return content

@@ -1,8 +1,8 @@
-"""A gate that steps of many trainers go through, so that a snapshot can wait for a moment without.
+"""A gate for the steps of many trainers, so that a snapshot can wait until no step is under way.
 
-Trainers that share parameters step when they like. A snapshot taken meanwhile has, of some step,
-what it did on one worker and not what it did on another. So each step goes through the gate; who
-takes a snapshot closes it: no step begins then, and it is closed when those under way have ended.
+Trainers that share parameters step independently. A snapshot taken meanwhile would contain the
+effects of a step on some workers, but not on others. So each step goes through the gate, and a
+snapshot closes it: then no step begins, and the gate is closed once the steps under way have ended.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _Waiting = torch.futures.Future[None]
 
 
 class StepGate:
-    """Lets steps through, but while it is closed.
+    """Lets steps through, except while it is closed.
 
-    Make one on the worker that saves, and send it to those that train::
+    Make a gate on the worker that saves, and send it to the workers that train::
 
         gate = torchweft.checkpoint.StepGate()          # the driver; it passes it on in a call
 
@@ -39,8 +39,8 @@ class StepGate:
 
         torchweft.checkpoint.save(directory, state, step=step, gate=gate)  # the driver
 
-    A step must not begin another one within it. Steps of a worker that is lost have ended, and
-    what it had closed is open. Thread-safe.
+    A step must not begin another step within it. The steps of a lost worker count as ended, and a
+    gate that it had closed is opened. Thread-safe.
 
     Attributes:
         reference: A reference to the gate, to be sent in its place to workers that unpickle
@@ -56,7 +56,7 @@ class StepGate:
 
     @classmethod
     def from_reference(cls, reference: RRef[Any]) -> StepGate:
-        """Returns the gate that another worker has made."""
+        """Returns a gate that another worker has made."""
         made = cls.__new__(cls)
         made.reference = reference
         return made
@@ -66,10 +66,11 @@ class StepGate:
         """Begins a step, and ends it with the ``with`` block. Blocks while the gate is closed.
 
         Args:
-            timeout: Seconds to wait for it to open; 0 for no limit, and by default that of calls.
+            timeout: Seconds to wait for it to open; 0 for no limit, and by default the timeout of
+                calls.
 
         Raises:
-            CallTimeout: It stayed closed.
+            CallTimeout: The gate stayed closed.
             WorkerLost: The worker that made the gate is lost.
         """
         with self._held(_enter, timeout):
@@ -80,10 +81,10 @@ class StepGate:
         """Closes the gate for a ``with`` block. Blocks until no step is under way.
 
         Args:
-            timeout: Seconds to wait for that; 0 for no limit, and by default that of calls.
+            timeout: Seconds to wait for that; 0 for no limit, and by default the timeout of calls.
 
         Raises:
-            CallTimeout: A step did not end; says whose.
+            CallTimeout: A step did not end; names the workers whose steps are under way.
             WorkerLost: The worker that made the gate is lost.
         """
         with self._held(_close, timeout):
@@ -100,7 +101,7 @@ class StepGate:
                 raise self._explained(error, begin is _close) from error
             yield
         finally:
-            # Nobody waits for it: the next step or snapshot does, if it has to.
+            # Not awaited: the next step or snapshot waits for it if necessary.
             with contextlib.suppress(WeftError):
                 ignore_errors(rpc_async(owner, _end, (self.reference, token)))
 
@@ -128,8 +129,8 @@ def _received(reference: RRef[Any]) -> StepGate:
 class _Gate:
     """The gate itself, on the worker that made it. Thread-safe.
 
-    Who closes comes before who wants to begin a step: otherwise steps that follow one another
-    closely would never let it be closed.
+    A request to close goes before requests to begin a step: otherwise steps in close succession
+    would keep the gate from ever closing.
     """
 
     def __init__(self) -> None:
@@ -140,7 +141,7 @@ class _Gate:
         self._closing: dict[str, _Waiting] = {}
 
     def enter(self, token: str, who: int) -> _Waiting:
-        """Begins a step, as soon as nobody closes; returns a future of that."""
+        """Begins a step once no closer holds or awaits the gate; returns a future of the begin."""
         waiting: _Waiting = torch.futures.Future()
         with self._lock:
             self._entering[token] = who, waiting
@@ -148,7 +149,7 @@ class _Gate:
         return waiting
 
     def close(self, token: str, who: int) -> _Waiting:
-        """Closes, as soon as no step is under way; returns a future of that."""
+        """Closes the gate once no step is under way; returns a future of the close."""
         waiting: _Waiting = torch.futures.Future()
         with self._lock:
             self._closers[token] = who
@@ -157,7 +158,7 @@ class _Gate:
         return waiting
 
     def end(self, token: str) -> None:
-        """Ends a step or what has closed, also one that has not begun."""
+        """Ends a step or a close, also one that still waits."""
         with self._lock:
             for table in (self._steps, self._closers, self._entering, self._closing):
                 table.pop(token, None)
@@ -169,7 +170,7 @@ class _Gate:
             return set(self._steps.values())
 
     def lost(self, worker: int) -> None:
-        """Ends all that a lost worker had begun."""
+        """Ends all steps and closes of a lost worker."""
         with self._lock:
             begun = {**self._steps, **self._closers}
             begun |= {token: who for token, (who, _) in self._entering.items()}
@@ -178,7 +179,7 @@ class _Gate:
                 self.end(token)
 
     def _go_on(self) -> None:
-        """Lets all go on that may."""
+        """Completes all waiting steps and closes that may proceed."""
         with self._lock:
             if self._closers:
                 free = [] if self._steps else list(self._closing.values())
@@ -188,13 +189,13 @@ class _Gate:
                 free = [waiting for _, waiting in self._entering.values()]
                 self._steps.update({token: who for token, (who, _) in self._entering.items()})
                 self._entering.clear()
-        # Outside the lock: what follows a future may come back here.
+        # Outside the lock: a callback of a future may call the gate again.
         for waiting in free:
             waiting.set_result(None)
 
 
 def _watch(agent: Agent, gate: _Gate) -> None:
-    """Has the gate told of lost workers, for as long as there is a reference to it."""
+    """Reports lost workers to the gate, for as long as there is a reference to it."""
     weak = weakref.ref(gate)
 
     def tell(peer: Peer) -> None:
@@ -205,7 +206,7 @@ def _watch(agent: Agent, gate: _Gate) -> None:
     agent.on_lost(tell)
 
 
-# What workers call on the one that made the gate.
+# Called by trainers and the driver on the worker that made the gate.
 
 
 @functions.async_execution
@@ -228,4 +229,4 @@ def _inside(gate: RRef[_Gate]) -> list[str]:
 
 
 CALLABLES = (_enter, _close, _end, _inside)
-"""What trainers call on the worker that has made a gate."""
+"""The functions that trainers call on the worker that made a gate."""

@@ -1,4 +1,4 @@
-"""What a worker holds between two calls of a driver: a part that was taken, or read."""
+"""The parts that a worker holds between two calls of a driver: copied or read parts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torchweft.errors import CheckpointError
 
 
 class HeldParts:
-    """The parts that a worker holds for drivers, by the ticket that each was given. Thread-safe.
+    """The parts that a worker holds for drivers, by ticket. Thread-safe.
 
-    What a lost driver had taken is dropped: nobody else would ask for it.
+    The parts of a lost driver are dropped: no other worker would ask for them.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -27,15 +27,15 @@ class HeldParts:
         return len(self._parts)
 
     def keep(self, ticket: str, driver: int, part: Any) -> None:
-        """Holds a part for the driver of an id, until it is taken out or dropped."""
+        """Holds a part for a driver, given by id, until the part is taken out or dropped."""
         with self._lock:
             self._parts[ticket] = driver, part
 
     def take_out(self, ticket: str) -> Any:
-        """Returns a part, which is held no more.
+        """Returns a part, and stops holding it.
 
         Raises:
-            CheckpointError: There is none: the driver has given up, or was taken for lost.
+            CheckpointError: No part is held: the driver gave up, or was considered lost.
         """
         with self._lock:
             found = self._parts.pop(ticket, None)
@@ -47,7 +47,7 @@ class HeldParts:
         return found[1]
 
     def drop(self, ticket: str) -> None:
-        """Holds a part no more, if it is held."""
+        """Drops a part if it is held."""
         with self._lock:
             self._parts.pop(ticket, None)
 
@@ -59,7 +59,7 @@ class HeldParts:
 
 
 def held_parts() -> HeldParts:
-    """Returns what this worker holds."""
+    """Returns the parts that this worker holds."""
     return current().slots[_HELD]
 
 

@@ -1,4 +1,4 @@
-"""The kinds of things that a snapshot can hold, and how each is taken and put back."""
+"""The kinds of values that a snapshot can hold, and how each kind is copied and put back."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torchweft.errors import ArgumentTypeError
 
 MODULE, TENSOR, GENERATOR, OBJECT = "module", "tensor", "generator", "object"
 DATA = "data"
-"""A dict or list behind a reference: its content is replaced, it stays the same object."""
+"""A dict or list behind a reference: its content is replaced, and it stays the same object."""
 VALUE = "value"
-"""A plain value of the driver's state: a dict or list gets another content, of anything else the
-state gets another one."""
+"""A plain value of the driver's state: the content of a dict or list is replaced; any other value
+is itself replaced in the state."""
 
 
 class Differences(NamedTuple):
-    """How a saved entry differs from what it would be restored into, each with its path."""
+    """How a saved entry differs from its restore target; each difference with its path."""
 
     missing: list[str]
     unexpected: list[str]
@@ -28,15 +28,15 @@ class Differences(NamedTuple):
 
 
 def kind_of(path: str, value: Any, *, is_remote: bool) -> str:
-    """Returns what kind of thing a value is.
+    """Returns the kind of a value.
 
     Args:
-        path: Where it is in the state, for messages.
+        path: Its path in the state, for messages.
         value: A value of this worker.
         is_remote: Whether the state has a reference to it, rather than the value itself.
 
     Raises:
-        ArgumentTypeError: There is no way to restore such a thing.
+        ArgumentTypeError: Such a value cannot be restored.
     """
     if isinstance(value, nn.Module):
         return MODULE
@@ -60,10 +60,10 @@ def kind_of(path: str, value: Any, *, is_remote: bool) -> str:
 
 
 def take(path: str, kind: str, value: Any) -> Any:
-    """Returns the state of a thing: tensors on the host and plain values, all of it copied.
+    """Returns a copy of the state of a value: tensors in host memory, and plain values.
 
     Raises:
-        ArgumentTypeError: There is something else in it; says where.
+        ArgumentTypeError: The state contains an object of another type; says where.
     """
     copier = HostCopier(path)
     if kind == MODULE:
@@ -77,9 +77,9 @@ def take(path: str, kind: str, value: Any) -> Any:
 
 
 def differences(path: str, kind: str, value: Any, state: Any) -> Differences:
-    """Returns what speaks against putting a saved state into a thing.
+    """Returns the differences that prevent putting a saved state into a value.
 
-    What an object with ``load_state_dict`` minds only that itself can say, when it loads.
+    An object with ``load_state_dict`` checks its state itself, when it loads it.
     """
     if kind == TENSOR and value.shape != state.shape:
         return Differences([], [], [_shapes(path, state, value)])
@@ -100,13 +100,13 @@ def differences(path: str, kind: str, value: Any, state: Any) -> Differences:
 
 
 def put(kind: str, value: Any, state: Any, *, strict: bool) -> None:
-    """Puts a saved state into a thing.
+    """Puts a saved state into a value.
 
     Args:
-        kind: What kind of thing it is.
-        value: The thing; it stays the same object.
-        state: What ``take`` returned of one like it.
-        strict: Whether a module must have all that the state has, and no more.
+        kind: The kind of the value.
+        value: The value; it stays the same object.
+        state: The result of ``take`` for such a value.
+        strict: Whether a module must have exactly the keys that the state has.
     """
     with torch.no_grad():
         if kind == MODULE:
@@ -122,7 +122,7 @@ def put(kind: str, value: Any, state: Any, *, strict: bool) -> None:
 
 
 def refill(value: Any, state: Any) -> None:
-    """Gives a dict or a list another content; it stays the same object."""
+    """Replaces the content of a dict or list, which stays the same object."""
     if isinstance(value, dict):
         value.clear()
         value.update(state)
@@ -132,14 +132,14 @@ def refill(value: Any, state: Any) -> None:
 
 def _put_module(module: nn.Module, state: Any, *, strict: bool) -> None:
     loaded: Any = OrderedDict(state["state"])
-    loaded._metadata = OrderedDict(state["metadata"])  # versions, which older modules go by
+    loaded._metadata = OrderedDict(state["metadata"])  # versions, which some modules check
     module.load_state_dict(loaded, strict=strict)
 
 
 def _is_of_another_shape(saved: Any, present: Any) -> bool:
     if not isinstance(saved, Tensor) or not isinstance(present, Tensor):
         return False
-    if nn.parameter.is_lazy(present):  # It has no shape before it is first used, or loaded.
+    if nn.parameter.is_lazy(present):  # It has no shape before it is used or loaded.
         return False
     return saved.shape != present.shape
 

@@ -1,4 +1,4 @@
-"""A training loop that goes on from the last snapshot, and saves one every now and then."""
+"""A training loop that resumes from the last snapshot, and saves snapshots at intervals."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torchweft.rpc import UNSET_RPC_TIMEOUT
 
 _log = logging.getLogger("torchweft")
 RESTART_COUNT = "WEFT_RESTART_COUNT"
-"""How often a supervisor has started this program anew; for the message."""
+"""How often a supervisor has restarted this program; for the message."""
 
 
 class Resumable:
-    """Yields the steps of a training that are still to be done, and saves between them.
+    """Yields the remaining steps of a training, and saves snapshots between them.
 
     Made by ``resumable``.
 
     Attributes:
-        snapshot: The last snapshot: at first the one that was restored, None where there was none.
-        first_step: The first step that is still to be done.
+        snapshot: The last snapshot: at first the restored snapshot, or None if there was none.
+        first_step: The first remaining step.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Resumable:
         return None
 
     def __iter__(self) -> Iterator[int]:
-        """Yields the numbers of the steps; a step has been done when the next one is asked for."""
+        """Yields the numbers of the steps; a request for the next step completes a step."""
         for step in range(self.first_step, self._steps):
             yield step
             self._raise_earlier()
@@ -92,7 +92,7 @@ class Resumable:
 
     def _is_due(self, done: int) -> bool:
         if done == self._steps:
-            return False  # The final one follows at once.
+            return False  # The final save follows at once.
         if self._every is not None and done % self._every == 0:
             return True
         return self._every_s is not None and time.monotonic() - self._saved_s >= self._every_s
@@ -106,7 +106,7 @@ class Resumable:
             self._await_save()
 
     def _raise_earlier(self) -> None:
-        """Raises what went wrong with a save in the background, as soon as that is known."""
+        """Raises the error of a failed background save, as soon as the error is known."""
         if self._pending is not None and self._pending.done():
             self._await_save()
 
@@ -130,11 +130,12 @@ def resumable(
     random_states: Workers = True,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Resumable:
-    """Returns the steps still to be done, after restoring the last snapshot where there is one.
+    """Returns the remaining steps, after restoring the last snapshot if there is one.
 
-    A snapshot is saved every so often between two steps, and a last one when all are done. What
-    goes wrong in a step is raised as it is: a ``WorkerLost`` ends the program, a supervisor
-    (``torchweft run --restarts``) starts it anew, and it comes back to this line and goes on::
+    Snapshots are saved at intervals between two steps, and a last one when all steps are done. An
+    error in a step is raised unchanged: a ``WorkerLost`` ends the program, a supervisor
+    (``torchweft run --restarts``) restarts it, and the program reaches this line again and
+    resumes::
 
         state = {"model": model, "optimizer": optimizer, "losses": []}
         for step in torchweft.checkpoint.resumable(10_000, "runs/1", state, every=100):
@@ -146,19 +147,19 @@ def resumable(
     Args:
         steps: How many steps the whole training has.
         directory: Where snapshots are kept; see ``save``.
-        state: What to save and restore; see ``save``.
+        state: The state to save and restore; see ``save``.
         every: Save after so many steps.
-        every_s: Save when so many seconds have passed since the last time.
+        every_s: Save when so many seconds have passed since the last save.
         keep: How many snapshots to keep; None for all.
-        in_background: Whether training goes on while a snapshot is written; see ``save_async``.
-        fall_back: Whether to go on from the snapshot before, with a warning, where the last one is
+        in_background: Whether training continues while a snapshot is written; see ``save_async``.
+        fall_back: Whether to resume from the previous snapshot, with a warning, if the last one is
             damaged.
         gate: See ``save``.
-        random_states: See ``save``; those that were saved are restored unless this is False.
-        timeout: Seconds that each saving and restoring may take.
+        random_states: See ``save``; saved generators are restored unless this is False.
+        timeout: Seconds that each save and restore may take.
 
     Raises:
-        ConfigurationError: Neither ``every`` nor ``every_s`` is given, or a number cannot be used.
+        ConfigurationError: Neither ``every`` nor ``every_s`` is given, or a number is invalid.
         CheckpointError: The last snapshot cannot be restored; see ``restore``.
     """
     if not isinstance(steps, int) or steps < 0:

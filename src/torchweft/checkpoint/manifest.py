@@ -1,6 +1,7 @@
-"""The manifest: which files make up a snapshot, what is in them, and who wrote them.
+"""The manifest: the files of a snapshot, their entries, and the workers that wrote them.
 
-JSON, so that a person can read it. It is written last; a directory without one is no snapshot.
+It is JSON, so that a person can read it. It is written last; a directory without a manifest is not
+a snapshot.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FORMAT = 1
 
 
 class BadManifest(ValueError):
-    """A manifest is not as it was written, or of another version; says so."""
+    """A manifest is not as it was written, or of another version of the format."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Part:
         file: The name of the file in the snapshot's directory.
         size_bytes: Its size.
         sha256: The SHA-256 of its bytes.
-        is_seen: Whether the driver saw the file as well: the directory is on shared storage.
+        is_seen: Whether the driver saw the file as well, so the directory is on shared storage.
     """
 
     worker: str
@@ -42,7 +43,7 @@ class Part:
 
     @property
     def written(self) -> Written:
-        """What tells the file from any other."""
+        """The size and hash of the file."""
         return Written(self.size_bytes, self.sha256)
 
 
@@ -51,8 +52,8 @@ class Item:
     """One entry of the state.
 
     Attributes:
-        kind: What it is; see ``kinds``.
-        worker: The name of the worker in whose file it is.
+        kind: Its kind; see ``kinds``.
+        worker: The name of the worker whose file contains it.
     """
 
     kind: str
@@ -64,10 +65,10 @@ class Parameter:
     """One parameter of a distributed optimizer.
 
     Attributes:
-        name: What it is called in every snapshot of the same state; see ``naming``.
+        name: Its name in every snapshot of the same state; see ``parts.parameter_names``.
         group: The number of its parameter group.
         shape: Its shape.
-        worker: The name of the worker in whose file the optimizer's state of it is.
+        worker: The name of the worker whose file contains the optimizer's state of it.
     """
 
     name: str
@@ -78,18 +79,18 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of a snapshot without reading its parts.
+    """The description of a snapshot, available without reading its parts.
 
     Attributes:
         step: How many steps of the training had been done.
-        written: When, in UTC, in the form of ISO 8601.
-        driver: The name of the worker that had it saved.
+        written: The time of writing, in UTC, in the form of ISO 8601.
+        driver: The name of the worker that saved it.
         workers: The names of all workers of the group at that time, by rank.
         parts: The files, by rank of their workers.
         items: The entries of the state, by path.
         optimizers: The parameters of distributed optimizers in order, by path.
         random: The names of the workers whose random number generators are in it.
-        versions: Versions of what wrote it.
+        versions: The versions of Weft, PyTorch and Python that wrote it.
     """
 
     step: int
@@ -107,17 +108,17 @@ class Manifest:
         return next(part for part in self.parts if part.worker == worker)
 
     def to_bytes(self) -> bytes:
-        """Returns it as JSON, with its own hash."""
+        """Returns the manifest as JSON, with its own hash."""
         content = dataclasses.asdict(self)
         whole = {"format": FORMAT, "sha256": _hash(content), "snapshot": content}
         return json.dumps(whole, indent=1).encode() + b"\n"
 
 
 def read_manifest(data: bytes) -> Manifest:
-    """Returns the manifest that ``to_bytes`` made bytes of.
+    """Returns a manifest from the bytes that ``to_bytes`` returned.
 
     Raises:
-        BadManifest: The bytes are not those, or are of another version of the format.
+        BadManifest: The bytes were changed, or are of another version of the format.
     """
     try:
         whole = json.loads(data)

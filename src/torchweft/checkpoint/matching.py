@@ -1,4 +1,4 @@
-"""What of a snapshot goes where: its entries, and the state of each parameter of an optimizer."""
+"""Matches a snapshot with a state: its entries, and the state of each parameter of an optimizer."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torchweft.checkpoint.reading import Wanted
 
 
 class Needs:
-    """What one worker needs of a snapshot, by the name of the worker that wrote it."""
+    """The data that one worker needs of a snapshot, by the name of the worker that wrote it."""
 
     def __init__(self) -> None:
         self.by_writer: dict[str, Wanted] = {}
 
     def item(self, writer: str, path: str) -> None:
-        """Notes an entry."""
+        """Adds an entry."""
         self._of(writer)[0].append(path)
 
     def parameter(self, writer: str, path: str, name: str, number: int) -> None:
-        """Notes the state of a parameter of an optimizer; here it has a number."""
+        """Adds the state of a parameter of an optimizer; ``number`` is its present number."""
         self._of(writer)[1].setdefault(path, {})[name] = number
 
     def random(self, writer: str) -> None:
-        """Notes the random number generators."""
+        """Adds the random number generators."""
         items, optimizers, _ = self._of(writer)
         self.by_writer[writer] = items, optimizers, True
 
@@ -34,7 +34,7 @@ class Needs:
 
 
 class Problems(NamedTuple):
-    """What speaks against restoring a snapshot into a state."""
+    """The problems that prevent restoring a snapshot into a state."""
 
     missing: list[str]
     unexpected: list[str]
@@ -42,7 +42,7 @@ class Problems(NamedTuple):
 
 
 def compare_paths(manifest: Manifest, paths: set[str], optimizers: set[str]) -> Problems:
-    """Returns the entries that are only in the state, or only in the snapshot."""
+    """Returns the entries that only the state or only the snapshot has, or whose types differ."""
     here = paths | optimizers
     saved = manifest.items.keys() | manifest.optimizers.keys()
     both = here & saved
@@ -68,13 +68,13 @@ def compare_parameters(
     groups: list[int],
     described: Mapping[int, tuple[str, tuple[int, ...]]],
 ) -> Problems:
-    """Returns what speaks against restoring a distributed optimizer.
+    """Returns the problems that prevent restoring a distributed optimizer.
 
     Args:
-        path: Where it is in the state.
+        path: Its path in the state.
         saved: Its parameters in the snapshot.
-        groups: The number of the group of each parameter here.
-        described: Names and shapes of the parameters here, by their numbers.
+        groups: The number of the group of each parameter in the state.
+        described: Names and shapes of the parameters in the state, by their numbers.
     """
     by_name = {parameter.name: parameter for parameter in saved}
     problems = Problems([], [], [])
@@ -107,7 +107,7 @@ def compare_parameters(
 def assign_parameters(
     path: str, saved: list[Parameter], described: Described, needs: Needs
 ) -> None:
-    """Notes from whom one worker gets the state of the parameters that it has now."""
+    """Adds to ``needs`` which writer has the state of each parameter that one worker has now."""
     by_name = {parameter.name: parameter for parameter in saved}
     for number, (name, _) in described.get(path, {}).items():
         if name in by_name:

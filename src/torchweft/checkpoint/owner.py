@@ -1,7 +1,7 @@
-"""What the owners of a state do for the driver that has it saved or restored, by name.
+"""The functions that a driver calls by name on the owners of a state, to save or restore it.
 
-Arguments and results are plain values and references, so that workers which unpickle nothing
-understand them.
+Arguments and results are plain values and references, so that workers which unpickle nothing can
+read them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 def capture(
     ticket: str, driver: int, items: Places, optimizers: Places, with_random: bool
 ) -> tuple[Any, ...]:
-    """Copies this worker's part of a state, and holds it; returns what the driver has to know."""
+    """Copies and holds this worker's part of a state; returns its description for the driver."""
     taken = parts.take(_owned(items, optimizers), with_random=with_random)
     held_parts().keep(ticket, driver, taken.content)
     return taken.kinds, taken.described, taken.options
@@ -37,9 +37,9 @@ def capture(
 def write(
     ticket: str, directory: str, name: str, file: str
 ) -> torch.futures.Future[tuple[int, str]]:
-    """Writes the part that is held to a file; answers with its size and hash.
+    """Writes the held part to a file; answers with the size and hash of the file.
 
-    That may take minutes, on a thread of its own: training goes on meanwhile.
+    That may take minutes, so it runs on a thread of its own while training continues.
     """
     content = held_parts().take_out(ticket)
     path = snapshots.part_path(directory, name, file)
@@ -53,12 +53,12 @@ def write(
 
 
 def drop(ticket: str) -> None:
-    """Drops a part that is held."""
+    """Drops a held part."""
     held_parts().drop(ticket)
 
 
 def discard(ticket: str, directory: str, name: str, file: str) -> None:
-    """Drops a part that is held, and removes what was written of it."""
+    """Drops a held part, and removes its file."""
     drop(ticket)
     path = snapshots.part_path(directory, name, file)
     files.remove_file(path)
@@ -66,7 +66,7 @@ def discard(ticket: str, directory: str, name: str, file: str) -> None:
 
 
 def tidy(directory: str, names: list[str]) -> None:
-    """Removes all snapshots but some from a directory that this worker does not share."""
+    """Removes all snapshots except ``names`` from a directory that is not shared."""
     retention.keep_only(directory, set(names))
 
 
@@ -88,9 +88,9 @@ def prepare(
     sources: list[Source],
     timeout_s: float,
 ) -> torch.futures.Future[Report]:
-    """Reads what this worker needs of a snapshot, compares it, and holds it.
+    """Reads the entries that this worker needs of a snapshot, compares them, and holds them.
 
-    Nothing of the worker is changed. Answers with what speaks against restoring it.
+    The worker's state is not changed. Answers with the problems that prevent restoring.
     """
     owned = _owned(items, optimizers)
 
@@ -105,12 +105,12 @@ def prepare(
 
 @functions.async_execution
 def read(directory: str, source: Source) -> torch.futures.Future[Found]:
-    """Reads entries of a file for a worker that cannot see it."""
+    """Reads entries of a file for a worker that cannot see the file."""
     return _in_background(lambda: reading.read_entries(directory, source))
 
 
 def asker(directory: str, timeout_s: float) -> reading.Ask:
-    """Returns what has another worker read a file in a directory."""
+    """Returns a function that has another worker read a file in a directory."""
 
     def ask(worker: str, source: Source) -> Found:
         found: Found = rpc_sync(worker, read, (directory, source), timeout=timeout_s)
@@ -122,7 +122,7 @@ def asker(directory: str, timeout_s: float) -> reading.Ask:
 def apply(
     ticket: str, items: Places, optimizers: Places, options: dict[str, Options], strict: bool
 ) -> None:
-    """Puts what is held in place."""
+    """Puts the held entries in place."""
     owned = _owned(items, optimizers)
     parts.put(owned, held_parts().take_out(ticket), options, strict=strict)
 
@@ -136,5 +136,5 @@ def _owned(items: Places, optimizers: Places) -> Owned:
 
 
 def _in_background(work: Callable[[], T]) -> torch.futures.Future[T]:
-    # Nobody waits for it when the process ends: half a file is no file.
+    # The process need not wait for it at exit: an unfinished file does not count.
     return background.start(work, "snapshot", is_awaited=False)

@@ -1,6 +1,6 @@
-"""The part of a state that one worker owns: taken as a whole, and put back.
+"""Copies the part of a state that one worker owns, and puts it back.
 
-Nothing here talks to other workers. A part is a dict of tensors and plain values::
+Nothing here calls other workers. A part is a dict of tensors and plain values::
 
     {
         "items": {path: {"kind": ..., "state": ...}},
@@ -29,12 +29,12 @@ Described = dict[str, dict[int, tuple[str, tuple[int, ...]]]]
 
 
 class Owned(NamedTuple):
-    """What a worker owns of a state, by path.
+    """The entries of a state that a worker owns, by path.
 
     Attributes:
-        remote: What the state has references to.
-        local: What is in the state itself, where this worker has it saved.
-        optimizers: The local optimizers of distributed ones.
+        remote: The objects to which the state has references.
+        local: The values in the state itself, if this worker saves it.
+        optimizers: The local optimizers of distributed optimizers.
     """
 
     remote: Mapping[str, Any]
@@ -42,14 +42,14 @@ class Owned(NamedTuple):
     optimizers: Mapping[str, LocalOptimizer]
 
     def values(self) -> dict[str, Any]:
-        """Returns all but the optimizers."""
+        """Returns all entries except the optimizers."""
         return {**self.remote, **self.local}
 
     def kinds(self) -> dict[str, str]:
-        """Returns what kinds of things they are.
+        """Returns the kind of each entry, by path.
 
         Raises:
-            ArgumentTypeError: There is no way to restore one of them.
+            ArgumentTypeError: An entry cannot be restored.
         """
         found = {p: kinds.kind_of(p, v, is_remote=True) for p, v in self.remote.items()}
         found |= {p: kinds.kind_of(p, v, is_remote=False) for p, v in self.local.items()}
@@ -57,13 +57,13 @@ class Owned(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A part, and what the driver has to know of it.
+    """A part, and its description for the driver.
 
     Attributes:
         content: The part.
-        kinds: What kind of thing each entry is.
+        kinds: The kind of each entry.
         described: The parameters of the optimizers.
-        options: Their hyper-parameters, by optimizer and group.
+        options: The hyper-parameters, by optimizer and group.
     """
 
     content: Content
@@ -73,10 +73,10 @@ class Taken(NamedTuple):
 
 
 def take(owned: Owned, *, with_random: bool) -> Taken:
-    """Returns a copy of what a worker owns, taken between two steps of its optimizers.
+    """Returns a copy of the state that a worker owns, taken between two steps of its optimizers.
 
     Raises:
-        ArgumentTypeError: Something cannot be saved; says what.
+        ArgumentTypeError: A value cannot be saved; names it.
     """
     found = owned.kinds()
     values = owned.values()
@@ -88,7 +88,7 @@ def take(owned: Owned, *, with_random: bool) -> Taken:
             if kind in which
         }
 
-    # An object may ask others for its state, who then wait for this worker's optimizers: no lock.
+    # No lock: an object may call other workers for its state, which may wait for our optimizers.
     items = taken(OBJECT)
     with step_lock():
         items |= taken(MODULE, TENSOR)
@@ -98,7 +98,7 @@ def take(owned: Owned, *, with_random: bool) -> Taken:
             path: _named(path, each.state, described[path]) for path, each in saved.items()
         }
     items |= taken(GENERATOR, DATA, VALUE)
-    # Last of all: what was called above is the user's code, and may have drawn some.
+    # Last: the user's code that was called above may have drawn random numbers.
     random = random_states.take() if with_random else None
     content = {"items": items, "optimizers": optimizers, "random": random}
     options = {path: HostCopier(path).copy(each.options) for path, each in saved.items()}
@@ -122,13 +122,13 @@ def describe(owned: Owned) -> Described:
 def parameter_names(items: Mapping[str, Any], parameters: Mapping[int, Tensor]) -> dict[int, str]:
     """Returns the names of parameters by their numbers.
 
-    A name stays the same wherever the parameter lives: the optimizer's state must find its
+    A name does not depend on where the parameter lives. The optimizer's state must find its
     parameter again when the model is spread over the workers in another way, and numbers change.
-    So it is the name in the state that is saved, ``path of the module:name in it``. A parameter
-    that is in no entry of its owner's part goes by its number, ``#3``.
+    So the name comes from the saved state: ``path of the module:name in it``. A parameter that is
+    in no entry of its owner's part is named by its number, ``#3``.
 
     Args:
-        items: The entries of the state that live where the parameters do, by path.
+        items: The entries of the state on the worker of the parameters, by path.
         parameters: The parameters by their numbers.
     """
     names: dict[Tensor, str] = {}
@@ -164,15 +164,15 @@ def put(
     *,
     strict: bool,
 ) -> None:
-    """Puts a part back: what there is of it.
+    """Puts a part back, as far as the part has entries.
 
-    Plain values of the state itself are not put: nobody but who has the state can do that.
+    Plain values of the state itself are not put back: only the holder of the state can do that.
 
     Args:
-        owned: What to put it into.
-        content: The part; the state of optimizers is by numbers of parameters, as it is here.
+        owned: The entries to restore.
+        content: The part; the state of optimizers is by the parameters' present numbers.
         options: Hyper-parameters of the optimizers, by path and group.
-        strict: Whether modules must have all that the part has, and no more.
+        strict: Whether modules must have exactly the keys that the part has.
     """
     found = owned.kinds()
     values = owned.values()

@@ -1,4 +1,4 @@
-"""What may stand in a snapshot: tensors and plain values, which no code is needed to read."""
+"""The values that a snapshot may contain: tensors and plain values, which need no code to read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLACE = tuple[Any, ...]
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is made of nothing but plain values; tensors are none."""
+    """Whether a value consists of plain values only; tensors are not plain."""
     kind = type(value)
     if kind in _SCALARS or isinstance(value, np.generic):
         return True
@@ -31,13 +31,13 @@ def is_plain(value: object) -> bool:
 
 
 class HostCopier:
-    """Copies values into memory of their own, tensors into that of the host.
+    """Copies values into memory of their own, and tensors into host memory.
 
-    Tensors that are the same memory, as tied weights are, become one copy. So a copier is for one
-    value, all of which is there for as long as it is at work.
+    Tensors that share the same memory, such as tied weights, become one copy. So use one copier
+    for one value, and keep all of that value alive until the copy is complete.
 
     Args:
-        path: What is copied, for messages.
+        path: The path of the value, for messages.
     """
 
     def __init__(self, path: str) -> None:
@@ -55,10 +55,10 @@ class HostCopier:
 
         Args:
             value: Tensors and plain values.
-            at: Where it stands, for messages.
+            at: Where the value is, for messages.
 
         Raises:
-            ArgumentTypeError: There is something else in it; says where.
+            ArgumentTypeError: The value contains an object of another type; says where.
         """
         if isinstance(value, Tensor):
             return self._tensor(value)

@@ -1,4 +1,4 @@
-"""The state that a program has saved, a tree of dicts and lists, and the owners of its entries."""
+"""The state that a program saves, a tree of dicts and lists, and the owners of its entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchweft.rpc import RRef, get_worker_info, get_worker_infos
 SEPARATOR = "/"
 
 Places = list[tuple[str, RRef[Any]]]
-"""Things of one worker, by path: references to them."""
+"""Pairs of a path and a reference to a value of one worker."""
 
 
 class Leaf(NamedTuple):
@@ -26,9 +26,9 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: The keys that lead to it, joined by ``/``.
-        value: What is there.
-        container: The dict or list that it is in.
-        key: Its key or its place there.
+        value: The value.
+        container: The dict or list that contains it.
+        key: Its key or index in the container.
     """
 
     path: str
@@ -38,11 +38,11 @@ class Leaf(NamedTuple):
 
 
 class Remote(NamedTuple):
-    """What another worker owns of a state.
+    """The entries of a state that another worker owns.
 
     Attributes:
-        items: Its entries.
-        optimizers: The local optimizers of distributed ones.
+        items: Its entries except optimizers.
+        optimizers: The local optimizers of distributed optimizers.
     """
 
     items: Places
@@ -50,20 +50,20 @@ class Remote(NamedTuple):
 
 
 class Plan:
-    """Tells, of a state, which worker owns what.
+    """Assigns the entries of a state to the workers that own them.
 
     Args:
         state: The state, as the user gave it.
-        random_of: The workers whose random number generators are part of it: those named, all of
-            the group, or none.
+        random_of: The workers whose random number generators are part of it: the named workers,
+            all of the group, or none.
 
     Attributes:
-        owned: What this worker owns.
-        remote: What the others own, by their ids; those of whom only random numbers are wanted
-            own nothing.
+        owned: The entries that this worker owns.
+        remote: The entries of other workers, by worker id; empty for a worker of which only the
+            random number generators are wanted.
         optimizers: The distributed optimizers, by path.
-        values: Where the state holds what is no reference and no optimizer, by path.
-        random: Ids of the workers whose random number generators are part of it.
+        values: The entries that are neither references nor optimizers, by path.
+        random: Ids of the workers whose random number generators are part of the state.
     """
 
     def __init__(self, state: object, random_of: bool | Iterable[str | int | WorkerInfo]) -> None:
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def paths(self) -> set[str]:
-        """The paths of all entries but optimizers."""
+        """The paths of all entries except optimizers."""
         remote = {path for each in self.remote.values() for path, _ in each.items}
         return remote | self._held.keys() | self._local.keys()
 
@@ -126,12 +126,12 @@ def _ids(random_of: bool | Iterable[str | int | WorkerInfo]) -> set[int]:
 def leaves(state: object) -> list[Leaf]:
     """Returns the entries of a state.
 
-    A dict or list in which there is nothing but plain values is one entry: a history that grows,
-    say. The state itself never is.
+    A dict or list that contains only plain values, such as a growing history, is one entry. The
+    state itself is never a single entry.
 
     Raises:
-        ArgumentTypeError: It is no dict, or has a key that is no string.
-        ConfigurationError: A key is empty or has a ``/`` in it.
+        ArgumentTypeError: The state is not a dict, or a key is not a string.
+        ConfigurationError: A key is empty or contains a ``/``.
     """
     if not isinstance(state, dict):
         raise ArgumentTypeError(

@@ -1,4 +1,4 @@
-"""The random number generators of a worker: those of Python, NumPy and PyTorch."""
+"""The random number generators of a worker: of Python, NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 
 
 def take() -> dict[str, Any]:
-    """Returns where the generators of this process are."""
+    """Returns the states of this process's generators."""
     numpy_state: Any = np.random.get_state(legacy=False)
     states = {
         "python": random.getstate(),
         "numpy": _with_key(numpy_state, numpy_state["state"]["key"].tolist()),
         "torch": torch.get_rng_state(),
     }
-    # Asking for more would make a process use a device that it does not use.
+    # If CUDA is not initialized, asking would make the process use a device that it does not use.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = [state.cpu() for state in torch.cuda.get_rng_state_all()]
     return states
 
 
 def put(states: dict[str, Any]) -> None:
-    """Has the generators of this process go on from where others were."""
+    """Sets the generators of this process to saved states."""
     random.setstate(states["python"])
     key = np.asarray(states["numpy"]["state"]["key"], dtype=np.uint32)
     np.random.set_state(_with_key(states["numpy"], key))

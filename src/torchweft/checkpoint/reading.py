@@ -1,4 +1,4 @@
-"""A worker's view of a snapshot: its own files, those that others read for it, and what differs."""
+"""Reads a snapshot for one worker, also through other workers, and compares it with the state."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torchweft.checkpoint.parts import Content, Owned
 from torchweft.checkpoint.plain import HostCopier
 
 Wanted = tuple[list[str], dict[str, dict[str, int]], bool]
-"""Entries by path; of optimizers the parameters, by their name in the snapshot, with their number
-where they are restored; whether random number generators are wanted."""
+"""The paths of entries; for each optimizer its parameters, by name in the snapshot, with their
+number on the restoring worker; and whether random number generators are wanted."""
 
 Source = tuple[str, str, int, str, Wanted, list[str]]
-"""The name of a snapshot, that of a file in it, its size, its hash, what is wanted of it, and the
-names of the workers that are asked for it where this one cannot see it."""
+"""The name of a snapshot; the name, size and hash of a file in it; the wanted entries; and the
+names of the workers to ask if this worker cannot see the file."""
 
 Ask = Callable[[str, Source], "Found"]
 """Has another worker read a file."""
 
 Report = dict[str, list[Any]]
-"""What speaks against restoring: ``lacking`` files, ``corrupt`` ones with what is wrong, and
+"""The problems that prevent restoring: ``lacking`` files, ``corrupt`` files with a description, and
 ``missing``, ``unexpected`` and ``differing`` entries."""
 
 
 Found = tuple[str, Any]
-"""What became of reading a file: ``FOUND`` and its entries, ``CORRUPT`` and why, or ``LACKING``."""
+"""The outcome of reading a file: ``FOUND`` and its entries, ``CORRUPT`` and why, or ``LACKING``."""
 
 FOUND, CORRUPT, LACKING = "found", "corrupt", "lacking"
 
@@ -35,12 +35,12 @@ FOUND, CORRUPT, LACKING = "found", "corrupt", "lacking"
 def read_and_compare(
     owned: Owned, directory: str, sources: list[Source], ask: Ask
 ) -> tuple[Content, Report]:
-    """Returns all that a worker needs of a snapshot, and what speaks against putting it back.
+    """Returns all entries that a worker needs of a snapshot, and the problems with restoring them.
 
     Args:
-        owned: What the worker owns.
+        owned: The entries that the worker owns.
         directory: Where the snapshots are.
-        sources: The files, and what is wanted of each.
+        sources: The files, and the wanted entries of each.
         ask: Asks another worker, by name, to read a file.
     """
     content: Content = {"items": {}, "optimizers": {}, "random": None}
@@ -92,7 +92,7 @@ def _read_anywhere(directory: str, source: Source, ask: Ask) -> Found:
 
 
 def read_entries(directory: str, source: Source) -> Found:
-    """Returns what is wanted of a file, as copies, where this worker can see the file."""
+    """Returns copies of the wanted entries of a file, if this worker can see the file."""
     name, file, size_bytes, sha256, wanted, _ = source
     path = snapshots.part_path(directory, name, file)
     try:
@@ -103,7 +103,7 @@ def read_entries(directory: str, source: Source) -> Found:
         return LACKING, None
     except OSError as error:
         return CORRUPT, f"it cannot be read: {error}"
-    # A copy: it does not need the file any more.
+    # A copy does not need the mapped file any more.
     return FOUND, HostCopier(path).copy(_extract(part, wanted))
 
 

@@ -37,35 +37,36 @@ def restore(
     random_states: bool = True,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Snapshot:
-    """Restores a state from a snapshot, onto the same workers or others. Blocks.
+    """Restores a state from a snapshot, onto the same or other workers. Blocks.
 
-    An entry goes to whoever owns it now, by its name in the state; the optimizer's state of a
-    parameter goes where the parameter is. Things stay the objects that they are and get their
-    content back, lists and dicts of plain values too; other plain values are replaced in ``state``.
-    First every worker reads what it needs and compares; only if nothing speaks against it
-    anywhere, all of it is put in place. On as many workers of the same names, training goes on bit
-    by bit as it would have.
+    An entry goes to its present owner, by its name in the state; the optimizer's state of a
+    parameter goes to the worker of the parameter. Objects keep their identity and get their content
+    back, also lists and dicts of plain values; other plain values are replaced in ``state``. First
+    every worker reads and compares the entries that it needs. Only if no worker finds a problem are
+    they put in place. On as many workers of the same names, training continues bit by bit as it
+    would have.
 
     Args:
-        directory: Where snapshots are kept. A worker that cannot see a file has the worker that
-            wrote it, or this one, read it.
-        state: The state, made anew as it was made when it was saved.
-        step: Which snapshot, by the number of steps; the last one by default.
+        directory: Where snapshots are kept. If a worker cannot see a file, the worker that wrote
+            it, or this worker, reads the file for it.
+        state: The state, created in the same way as when it was saved.
+        step: The step of the snapshot; by default the last snapshot is restored.
         strict: Whether state and snapshot must have the same entries, and modules the same keys;
-            otherwise what both have is restored. Shapes must be the same in any case.
-        random_states: Whether workers that have the name of one whose random number generators
-            were saved go on with its random numbers.
+            otherwise the entries that both have are restored. Shapes must be the same in any case.
+        random_states: Whether the random number generators of a worker are restored, if those of a
+            worker of the same name were saved.
         timeout: Seconds it may take; 0 for no limit, and by default ``WEFT_CHECKPOINT_TIMEOUT_S``.
 
     Returns:
-        The snapshot; its ``step`` says how many steps have been done.
+        The snapshot; its ``step`` is the number of steps that have been done.
 
     Raises:
-        SnapshotNotFound: There is none, or a file that nobody can read; says who lacks what.
-        SnapshotCorrupt: A file is not as it was written; says which snapshots there are besides.
-        StateMismatch: It is of another state; says what differs.
+        SnapshotNotFound: There is no such snapshot, or no worker can read a file; names the reader
+            and the file.
+        SnapshotCorrupt: A file is not as it was written; lists the other snapshots.
+        StateMismatch: The snapshot is of another state; lists the differences.
         WorkerLost: A worker was lost.
-        CheckpointError: Something could not be put in place; the state is partly restored then.
+        CheckpointError: An entry could not be put in place; the state is partly restored then.
     """
     snapshot = find(directory, step)
     restore_snapshot(snapshot, state, strict=strict, random_states=random_states, timeout=timeout)
@@ -95,7 +96,7 @@ def find(directory: str | os.PathLike[str], step: int | None) -> Snapshot:
     """Returns the last snapshot in a directory, or the last one of a step.
 
     Raises:
-        SnapshotNotFound: There is none; says which there are.
+        SnapshotNotFound: There is none; lists the existing snapshots.
     """
     present = snapshots.list_snapshots(directory)
     fitting = [snapshot for snapshot in present if step is None or snapshot.step == step]
@@ -109,10 +110,10 @@ class Restoring:
 
     Args:
         snapshot: The snapshot.
-        plan: Who owns what.
+        plan: The owners of the entries.
         strict: Whether state and snapshot must have the same entries.
         with_random: Whether random number generators are restored.
-        deadline: When it must have ended.
+        deadline: The deadline of the restore.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class Restoring:
     # Reading and comparing
 
     def prepare(self) -> None:
-        """Has every worker read what it needs, and compare it with what it has."""
+        """Has every worker read the entries that it needs, and compare them with its own."""
         needs = self._needs()
         self._remote = [worker for worker in needs if worker != self._me.id]
         timeout_s = self._deadline.left_s()
@@ -174,7 +175,7 @@ class Restoring:
         return ([], []) if remote is None else (remote.items, remote.optimizers)
 
     def _needs(self) -> dict[int, Needs]:
-        """Returns what each worker needs; the driver always needs the driver's own."""
+        """Returns the needs of each worker; the driver also needs the saving driver's part."""
         manifest, plan = self._manifest, self._plan
         self._problems = compare_paths(manifest, plan.paths, set(plan.optimizers))
         needs: dict[int, Needs] = {self._me.id: Needs()}
@@ -257,7 +258,7 @@ class Restoring:
         )
         return report
 
-    # What speaks against it
+    # Problems that prevent restoring
 
     def _check(self, reports: dict[int, Report]) -> None:
         for worker, report in reports.items():
@@ -282,7 +283,7 @@ class Restoring:
     # Putting it in place
 
     def apply(self) -> None:
-        """Has every worker put in place what it has read."""
+        """Has every worker put the entries that it has read in place."""
         saved: dict[str, Options] = self._content.get("options", {})
         options = {path: saved[path] for path in self._plan.optimizers if path in saved}
         arguments = {
@@ -312,11 +313,11 @@ class Restoring:
                     kinds.refill(leaf.value, saved)
                 else:
                     leaf.container[leaf.key] = saved
-        # The random numbers come last of all: nothing that is called before may draw any.
+        # The random states come last: code that is called before might draw random numbers.
         parts.put(self._plan.owned, self._content, options, strict=self._strict)
 
     def give_up(self) -> None:
-        """Has the workers drop what they have read."""
+        """Has the workers drop the entries that they have read."""
         arguments = dict.fromkeys(self._remote, (self._ticket,))
         with contextlib.suppress(NotInitialized):
             ask_all(owner.drop, arguments, Deadline(_GIVE_UP_S))

@@ -1,4 +1,4 @@
-"""Removing snapshots that nobody wants any more, and what is left of saves that did not end."""
+"""Removes snapshots that are no longer kept, and the remains of unfinished saves."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _log = logging.getLogger("torchweft")
 
 
 def keep_only(directory: str, names: Collection[str]) -> None:
-    """Removes every snapshot from a directory whose name is not among some.
+    """Removes every snapshot whose name is not in ``names`` from a directory.
 
-    What cannot be removed stays, with a warning: a save must not fail for it.
+    A snapshot that cannot be removed stays, with a warning: a save must not fail because of it.
     """
     for name in snapshots.snapshot_names(directory):
         if name not in names:
@@ -23,7 +23,7 @@ def keep_only(directory: str, names: Collection[str]) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes one snapshot: the manifest first, so that it is none from then on."""
+    """Removes one snapshot: the manifest first, so that the rest no longer counts as a snapshot."""
     try:
         files.remove_file(os.path.join(path, snapshots.MANIFEST))
         shutil.rmtree(path)
@@ -34,12 +34,12 @@ def remove(path: str) -> None:
 
 
 def remove_unfinished(directory: str) -> None:
-    """Removes what is left of saves that did not end."""
+    """Removes the remains of unfinished saves."""
     keep_only(directory, {snapshot.name for snapshot in snapshots.list_snapshots(directory)})
 
 
 def remove_if_empty(path: str) -> None:
-    """Removes a directory in which there is nothing."""
+    """Removes a directory if it is empty."""
     try:
         os.rmdir(path)
     except OSError:
@@ -47,6 +47,6 @@ def remove_if_empty(path: str) -> None:
 
 
 def names_to_keep(directory: str, keep: int | None) -> list[str]:
-    """Returns the names of the newest ``keep`` snapshots, or of all."""
+    """Returns the names of the newest ``keep`` snapshots, or of all if it is None."""
     present = [snapshot.name for snapshot in snapshots.list_snapshots(directory)]
     return present if keep is None else present[-keep:]

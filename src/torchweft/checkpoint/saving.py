@@ -36,32 +36,32 @@ def save(
 ) -> Snapshot:
     """Saves a state whose parts live on this and other workers. Blocks until all is on the disks.
 
-    First every owner copies its part, at the point of the program where this is called; then each
-    writes its own file, and at last this worker the manifest, which makes it a snapshot. If
-    anything fails, or any process dies, there is no new snapshot, and those before are as they
-    were. Call it from one worker, always the same one, between two steps; where others train
-    meanwhile, give it a ``gate``.
+    First every owner copies its part, at the point of the program where this is called. Then each
+    owner writes its own file. Last, this worker writes the manifest, which completes the snapshot.
+    If anything fails, or any process dies, there is no new snapshot, and earlier snapshots are
+    unchanged. Always call it from the same worker, between two steps; if other workers train
+    meanwhile, pass a ``gate``.
 
     Args:
         directory: Where snapshots are kept, on storage that all workers share, or on each worker's
             own under the same path. One run at a time may save there.
-        state: What to save: a dict with strings as keys, of modules, remote modules, distributed
-            and local optimizers, tensors, plain values, anything with ``state_dict`` and
-            ``load_state_dict``, ``torch.Generator``, references to such things on any worker, and
-            dicts and lists of them.
+        state: The state to save: a dict with strings as keys, of modules, remote modules,
+            distributed and local optimizers, tensors, plain values, objects with ``state_dict`` and
+            ``load_state_dict``, ``torch.Generator``, references to such values on any worker, and
+            dicts and lists of these.
         step: How many steps of the training have been done.
-        keep: How many snapshots to keep; older ones are removed when the new one is there. None
-            keeps all.
-        gate: Is closed while the owners copy: no step that goes through it is half done then.
-        random_states: Whose random number generators are saved as well: those of all workers of
-            the group, of some, or of none.
+        keep: How many snapshots to keep; older snapshots are removed once the new snapshot is
+            complete. None keeps all.
+        gate: Is closed while the owners copy, so that no step through the gate is half done.
+        random_states: The workers whose random number generators are saved as well: all workers of
+            the group, some, or none.
         timeout: Seconds it may take; 0 for no limit, and by default ``WEFT_CHECKPOINT_TIMEOUT_S``.
 
     Returns:
         The snapshot.
 
     Raises:
-        ArgumentTypeError: Something in ``state`` cannot be saved; says what, and where.
+        ArgumentTypeError: A value in ``state`` cannot be saved; names it, and its place.
         CheckpointError: A worker could not write its part: a full disk, say.
         WorkerLost: A worker was lost.
         CallTimeout: It took too long.
@@ -85,10 +85,10 @@ def save_async(
 ) -> torch.futures.Future[Snapshot]:
     """Saves a state in the background: blocks only until every owner has copied its part.
 
-    The copies are written while training goes on; until then each owner has its part twice. A save
-    waits for the one before it to the same directory.
+    The copies are written while training continues; until then each owner has its part twice in
+    memory. A save waits for an earlier save to the same directory.
 
-    Args and errors are those of ``save``; errors of writing are raised by the future's ``wait``.
+    Args and errors are those of ``save``; the future's ``wait`` raises errors of writing.
 
     Returns:
         A future of the snapshot.
@@ -101,7 +101,7 @@ def save_async(
         finally:
             turn.release()
 
-    # A process that has come to its end still writes what it was asked to save.
+    # A process that ends still completes its pending saves.
     return background.start(work, "save", is_awaited=True)
 
 
@@ -114,9 +114,9 @@ def _begin(
     random_states: Workers,
     timeout: float,
 ) -> tuple[Attempt, threading.Lock]:
-    """Has all owners copy their parts; returns what goes on from there, and what it must release.
+    """Has all owners copy their parts; returns the attempt, and the lock to release at its end.
 
-    One save to a directory goes on at a time.
+    Only one save to a directory runs at a time.
     """
     if not isinstance(step, int) or step < 0:
         raise ConfigurationError(f"step is {step!r}; pass the number of steps that are done")
@@ -140,7 +140,7 @@ def _begin(
 
 
 def check_keep(keep: int | None) -> None:
-    """Raises ConfigurationError where that is no number of snapshots to keep."""
+    """Raises ConfigurationError if ``keep`` is neither None nor a positive integer."""
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ConfigurationError(
             f"keep is {keep!r}; pass how many snapshots to keep, at least 1, or None for all"
@@ -152,7 +152,7 @@ def _no_locks() -> dict[str, threading.Lock]:
 
 
 _TURNS = Slot(_no_locks)
-"""The directories that this worker saves to, each with its lock."""
+"""The lock of each directory that this worker saves to."""
 
 
 def _turn(directory: str) -> threading.Lock:

@@ -1,8 +1,8 @@
-"""Which snapshots there are in a directory.
+"""Finds and names the snapshots in a directory.
 
-A snapshot is a directory that has a manifest; one without is what is left of a save that did not
-end. Its name says which it is in the order of writing, and of which step; the rest of it keeps
-apart two that somehow got the same number. Nothing in a snapshot is ever changed.
+A snapshot is a directory that has a manifest; without a manifest it is the remains of an unfinished
+save. The name contains the number in the order of writing, and the step. The rest of the name
+distinguishes two snapshots that somehow got the same number. A snapshot's files never change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FILE = re.compile(r"\d+-[A-Za-z0-9_:-]{1,127}\.pt")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot that was written as a whole.
+    """A complete snapshot.
 
     Attributes:
         directory: Where it was saved, as an absolute path.
@@ -42,7 +42,7 @@ class Snapshot:
 def list_snapshots(directory: str | os.PathLike[str]) -> list[Snapshot]:
     """Returns the snapshots in a directory in the order in which they were written.
 
-    Reads names only; ``restore`` checks what is in them.
+    Reads names only; ``restore`` checks the content.
     """
     return [
         snapshot
@@ -52,19 +52,19 @@ def list_snapshots(directory: str | os.PathLike[str]) -> list[Snapshot]:
 
 
 def latest(directory: str | os.PathLike[str]) -> Snapshot | None:
-    """Returns the snapshot in a directory that was written last; None where there is none."""
+    """Returns the snapshot in a directory that was written last; None if there is none."""
     snapshots = list_snapshots(directory)
     return snapshots[-1] if snapshots else None
 
 
 def new_name(directory: str, step: int) -> str:
-    """Returns a name for the next snapshot, which sorts behind those of all that were begun."""
+    """Returns a name for the next snapshot, which sorts after the names of all begun snapshots."""
     number = 1 + max((number for (number, _), _ in _entries(directory)), default=0)
     return f"{number:06}-step{step}-{secrets.token_hex(4)}"
 
 
 def snapshot_names(directory: str) -> list[str]:
-    """Returns the names of everything in a directory that is a snapshot, whole or not."""
+    """Returns the names of all snapshots in a directory, complete or not."""
     return [snapshot.name for _, snapshot in _entries(directory)]
 
 
@@ -72,7 +72,8 @@ def part_path(directory: str, name: str, file: str) -> str:
     """Returns the path of a file of a snapshot.
 
     Raises:
-        ConfigurationError: That is the path of something else; it may come from another worker.
+        ConfigurationError: A name is not of a snapshot's file; the names may come from another
+            worker.
     """
     if not _NAME.fullmatch(name) or not _FILE.fullmatch(file):
         raise ConfigurationError(f"{name}/{file} is no file of a snapshot")
@@ -82,7 +83,7 @@ def part_path(directory: str, name: str, file: str) -> str:
 def _entries(
     directory: str | os.PathLike[str],
 ) -> list[tuple[tuple[int, str], Snapshot]]:
-    """Returns what has the name of a snapshot, by number and name."""
+    """Returns all entries that are named like a snapshot, sorted by number and name."""
     absolute = os.path.abspath(directory)
     try:
         names = os.listdir(absolute)

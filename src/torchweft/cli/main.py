@@ -22,7 +22,7 @@ USAGE_STATUS = 2
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage before it."""
+    """Reports an error in one line, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_STATUS, f"{self.prog}: {message}; see {self.prog} --help\n")

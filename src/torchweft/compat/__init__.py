@@ -1,10 +1,11 @@
-"""Programs written for ``torch.distributed.rpc`` run on Weft, unchanged.
+"""Runs programs written for ``torch.distributed.rpc`` on Weft, unchanged.
 
-``install()`` makes ``torch.distributed.rpc``, ``torch.distributed.autograd`` and what belongs to
-them Weft's, for this process and those that it starts; ``uninstall()`` puts everything back. From
-the command line the same is ``python -m torchweft.compat script.py ...``, also under ``torchrun``.
+``install()`` replaces ``torch.distributed.rpc``, ``torch.distributed.autograd`` and related names
+by Weft's, in this process and the processes that it starts; ``uninstall()`` restores PyTorch's. On
+the command line, ``python -m torchweft.compat script.py ...`` does the same, also under
+``torchrun``.
 
-The modules in here carry the names of PyTorch's, private ones too where programs use them:
+The modules here provide PyTorch's names, including private names that programs use.
 ``torchweft.compat.rpc`` can also be imported by itself.
 """
 

@@ -1,4 +1,4 @@
-"""The names of ``torch.distributed.autograd``, meaning Weft."""
+"""Provides the names of ``torch.distributed.autograd``, implemented by Weft."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_WORKERS = 1 << 16
 
 
 class context(torchweft.autograd.context):
-    """A ``torchweft.autograd.context`` that, as PyTorch's, is not opened within another one."""
+    """A ``torchweft.autograd.context`` that, like PyTorch's, does not nest."""
 
     def __enter__(self) -> int:
         if current_id():
@@ -34,7 +34,7 @@ class context(torchweft.autograd.context):
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
-    """Does what ``torchweft.autograd.backward`` does, and refuses roots that nothing has computed.
+    """Does what ``torchweft.autograd.backward`` does, but refuses leaves as roots.
 
     Args:
         context_id: The context in which the roots were computed.
@@ -43,7 +43,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
 
     Raises:
         ArgumentTypeError: An argument is of the wrong type.
-        AutogradError: A root cannot be one, or the pass failed.
+        AutogradError: A tensor cannot be a root, or the pass failed.
     """
     if isinstance(roots, (list, tuple)):
         for place, root in enumerate(roots):
@@ -56,7 +56,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
 
 
 def _can_be_leaf_root(root: Tensor) -> bool:
-    """Tells whether nothing but being a leaf is wrong with a root."""
+    """Tells whether a leaf is otherwise a valid root."""
     return root.requires_grad and root.numel() == 1
 
 
@@ -80,7 +80,7 @@ def _engine() -> Engine:
 
 
 def _get_debug_info() -> dict[str, str]:
-    """Returns how many backward passes are under way on this worker, and contexts alive."""
+    """Returns the numbers of this worker's running backward passes and live contexts."""
     engine = _engine()
     return {
         "num_current_backward_passes": str(engine.count_passes()),

@@ -1,7 +1,7 @@
-"""Has the Python processes that this one starts install the replacement too.
+"""Makes the Python processes that this one starts install the replacement too.
 
 However a process is started, it gets an environment. A folder put first on ``PYTHONPATH`` holds a
-``sitecustomize.py``, which Python runs when it starts; see there for what it does.
+``sitecustomize.py``, which Python runs at startup; see that file.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap")
 """Where the ``sitecustomize.py`` is."""
 
 _change: tuple[str | None, str] | None = None
-"""What the variable was before it was changed here, and what it was changed to."""
+"""The variable's values before and after it was changed here."""
 
 
 def enable() -> None:
-    """Changes the environment. Does nothing where this was done, by this process or its parent.
+    """Changes the environment, unless this process or its parent has done so already.
 
     Raises:
         ConfigurationError: The folder's name cannot be in ``PYTHONPATH``.
@@ -41,7 +41,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Puts the environment back; what others have changed in it meanwhile stays."""
+    """Restores the environment; changes that other code has made meanwhile stay."""
     global _change
     now = os.environ.get(VARIABLE)
     if _change is not None and now == _change[1]:

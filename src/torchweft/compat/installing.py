@@ -1,8 +1,8 @@
-"""Puts Weft in the place of ``torch.distributed.rpc`` and its kin, and PyTorch's back.
+"""Replaces ``torch.distributed.rpc`` and related modules by Weft's, and restores PyTorch's.
 
-A module that is loaded already is replaced in ``sys.modules`` and in its parent package; one that
-is not is found here when somebody imports it. Modules of PyTorch's own that took a name from a
-replaced module when they were imported are given Weft's.
+A module that is already loaded is replaced in ``sys.modules`` and in its parent package; a module
+that is not is redirected when it is imported. PyTorch's own modules that took a name from a
+replaced module at import are given Weft's.
 
 TorchScript's compiler, which knows PyTorch's references as a type of its own, is left alone.
 """
@@ -28,9 +28,9 @@ NAMES = (
     ("torch.distributed._shard.sharded_tensor.api", "torch.distributed", "rpc"),
     ("torch.distributed._shard.sharded_tensor.utils", "torch.distributed", "rpc"),
 )
-"""Modules of PyTorch's that hold a name of a replaced one: the module, whose name, and which."""
+"""PyTorch modules that hold a replaced name: the holder, the name's module, and the name."""
 
-# One process has one sys.modules: what is replaced in it is a state of the process as well.
+# A process has one sys.modules, so the replacement is process-wide state as well.
 _lock = threading.Lock()
 _redirect = Redirect()
 _originals: dict[str, ModuleType] = {}
@@ -43,26 +43,26 @@ def is_installed() -> bool:
 
 
 def install(*, in_children: bool = True) -> None:
-    """Makes ``torch.distributed.rpc`` and what belongs to it Weft, in this process.
+    """Replaces ``torch.distributed.rpc`` by Weft in this process.
 
-    Also ``torch.distributed.autograd``, ``torch.distributed.optim.DistributedOptimizer`` and
-    ``torch.distributed.nn.RemoteModule``. Call it before the program imports any of them: what a
-    module has taken from there already stays PyTorch's, and a warning names the modules that have.
-    Does nothing where Weft is installed already. May be called in any thread.
+    Also replaces ``torch.distributed.autograd``, ``torch.distributed.optim.DistributedOptimizer``
+    and ``torch.distributed.nn.RemoteModule``. Call it before the program imports any of them:
+    names that a module has already taken stay PyTorch's, and a warning lists such modules. Does
+    nothing if Weft is already installed. May be called in any thread.
 
     Args:
         in_children: Whether Python processes that this one starts from now on do the same, however
-            they are started. They are told by ``PYTHONPATH``, so not those started with an
-            environment without it, nor by ``python -I``, ``-E`` or ``-S``. A forked process is a
-            copy, so there it is installed always.
+            they are started. ``PYTHONPATH`` tells them, so this excludes processes started with an
+            environment without it, or by ``python -I``, ``-E`` or ``-S``. A forked process is a
+            copy, so there Weft is always installed.
 
     Raises:
-        AlreadyInitialized: This process is a worker of PyTorch's RPC at present.
+        AlreadyInitialized: This process is currently a worker of PyTorch's RPC.
     """
     if is_installed():
         return
-    # Not at the top: torch is imported when it is needed, see torchweft.compat.bootstrap. Nor under
-    # the lock: who imports may wait for a thread that installs.
+    # Not at the top: torch is imported when it is needed, see torchweft.compat.bootstrap. Not under
+    # the lock either: an importing thread may wait for a thread that installs.
     import torch.distributed  # noqa: F401 (which imports torch.distributed.rpc as well)
 
     from torchweft.compat import waiting
@@ -89,13 +89,13 @@ def install(*, in_children: bool = True) -> None:
 
 
 def uninstall() -> None:
-    """Makes ``torch.distributed.rpc`` and what belongs to it PyTorch's again.
+    """Restores PyTorch's ``torch.distributed.rpc`` and the other names that ``install`` replaced.
 
-    Does nothing where Weft is not installed. Processes started from now on are not told to install
-    it any more, where they were.
+    Does nothing if Weft is not installed. Processes started from now on are no longer told to
+    install it, if they were.
 
     Raises:
-        AlreadyInitialized: This process is a worker of Weft at present.
+        AlreadyInitialized: This process is currently a worker of Weft.
     """
     if not is_installed():
         return
@@ -116,7 +116,7 @@ def uninstall() -> None:
         enable_leaf_hooks(False)
         enable_zeros(False)
         _put_back()
-    # Modules of PyTorch's that were first loaded meanwhile, see NAMES, need its modules as well.
+    # PyTorch modules in NAMES that were first loaded meanwhile need PyTorch's names as well.
     _point_names()
 
 
@@ -158,7 +158,7 @@ def _put_back() -> None:
 def _place(name: str, module: ModuleType) -> None:
     sys.modules[name] = module
     parent, _, child = name.rpartition(".")
-    if parent not in MODULES:  # a module below a replaced one is in its parent as it is
+    if parent not in MODULES:  # the replaced parent already has its submodules
         setattr(sys.modules[parent], child, module)
 
 

@@ -1,6 +1,6 @@
-"""The names of ``torch.distributed.optim.optimizer``, meaning Weft.
+"""Provides the names of ``torch.distributed.optim.optimizer``, implemented by Weft.
 
-There is no optimizer in TorchScript here: a local one steps in Python, whatever its class.
+There are no TorchScript optimizers here: a local optimizer steps in Python, whatever its class.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _LocalOptimizer:
     Args:
         optim_cls: Its class.
         local_params_rref: References to the parameters.
-        args: What else the class takes, after the parameters.
-        kwargs: The same, by keyword.
+        args: Further arguments of the class, after the parameters.
+        kwargs: Its keyword arguments.
 
     Attributes:
         optim: The optimizer itself.
@@ -70,7 +70,7 @@ def _local_optimizer_step(local_optim_rref: RRef[_LocalOptimizer], autograd_ctx_
 
 
 def _wait_for_all(rpc_futs: Sequence[torch.futures.Future[Any]]) -> list[Any]:
-    """Waits for every future, also after one has failed; then raises the last failure."""
+    """Waits for every future, even after a failure; then raises the last failure."""
     results: list[Any] = []
     failure: Exception | None = None
     for future in rpc_futs:

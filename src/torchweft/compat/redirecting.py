@@ -1,4 +1,4 @@
-"""Which modules of PyTorch's Weft stands in for, and how an import of one finds Weft's."""
+"""Lists the PyTorch modules that Weft replaces, and redirects their imports to Weft's."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ MODULES = {
     "torch.distributed.optim.optimizer": "torchweft.compat.optimizer",
     "torch.distributed.nn.api.remote_module": "torchweft.compat.remote_module",
 }
-"""PyTorch's modules, and what stands in their place."""
+"""PyTorch's modules and their replacements."""
 
 ROOTS = ("torch.distributed.rpc.", "torch.distributed.autograd.")
-"""Everything below is Weft's: a folder of Weft's must not be searched under PyTorch's name."""
+"""Prefixes of Weft's modules: a folder of Weft's must not be searched under PyTorch's name."""
 
 
 class Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds Weft's module when one of ``MODULES`` is imported.
 
-    What is imported is the very module that ``torchweft.compat`` has, not a second one made of the
-    same file, and it keeps its own name and spec: so functions in it are pickled by that name.
+    The import returns the same module object that ``torchweft.compat`` has, not a second copy of
+    the file. The module keeps its own name and spec, so its functions are pickled by that name.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns a spec for what Weft stands in for, and None for all else."""
+        """Returns a spec for a module that Weft replaces, and None for any other."""
         if fullname in MODULES:
             return importlib.util.spec_from_loader(fullname, self)
         if fullname.startswith(ROOTS):
@@ -53,5 +53,5 @@ class Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Puts Weft's module where the import machinery looks for what it has to return."""
+        """Puts Weft's module into ``sys.modules``, from which the import returns it."""
         sys.modules[module.__name__] = importlib.import_module(MODULES[module.__name__])

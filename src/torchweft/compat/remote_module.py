@@ -1,9 +1,9 @@
-"""The names of ``torch.distributed.nn.api.remote_module``, meaning Weft.
+"""Provides the names of ``torch.distributed.nn.api.remote_module``, implemented by Weft.
 
-The remote module of ``torchweft.nn`` can do more than PyTorch's. What PyTorch refuses and programs
-may expect to be refused is refused here too, but only where the program itself asks: a larger
-module that has a remote one as a part goes on reaching it in ``train``, ``state_dict`` or
-``modules``.
+The remote module of ``torchweft.nn`` can do more than PyTorch's. Methods that PyTorch refuses, and
+that programs may expect to be refused, are refused here too, but only if the program itself calls
+them: a larger module that contains a remote module still reaches it in ``train``, ``state_dict``
+or ``modules``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _REFUSED = {
     "modules": "its owner alone has them",
     "extra_repr": "repr() says where it is",
 }
-"""What ``torchweft.nn.RemoteModule`` allows and PyTorch does not, by name, and the alternative."""
+"""Methods that ``torchweft.nn.RemoteModule`` allows and PyTorch does not, with alternatives."""
 
 
 class _SerializedRemoteModule(NamedTuple):
-    """What of a remote module is sent."""
+    """The attributes of a remote module that are sent."""
 
     on: str
     device: str
@@ -55,7 +55,7 @@ _GENERATED = (torchweft.nn.RemoteModule.forward_async, torchweft.nn.RemoteModule
 
 @refuse(_REFUSED)
 class RemoteModule(torchweft.nn.RemoteModule):
-    """A module on another worker, as ``torch.distributed.nn.RemoteModule`` has it.
+    """A module on another worker, with the interface of ``torch.distributed.nn.RemoteModule``.
 
     Args:
         remote_device: The worker, and the device there if it is not the CPU: ``"ps"``,
@@ -66,14 +66,14 @@ class RemoteModule(torchweft.nn.RemoteModule):
 
     Attributes:
         is_device_map_set: Whether the options of ``init_rpc`` map devices for the worker.
-        is_scriptable: Whether ``torch.jit.script`` takes it: never.
+        is_scriptable: Whether ``torch.jit.script`` accepts it: always False.
         generated_methods: The functions behind ``forward_async`` and ``forward``.
 
     Raises:
-        ConfigurationError: An argument cannot work.
+        ConfigurationError: An argument is invalid.
         RuntimeError: There is no such device.
         UnknownWorker: There is no such worker.
-        Exception: Whatever the constructor of the module raised.
+        Exception: The error that the constructor of the module raised.
     """
 
     is_device_map_set: bool
@@ -95,12 +95,12 @@ class RemoteModule(torchweft.nn.RemoteModule):
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[Any]) -> RemoteModule:
-        """Returns a remote module for a module that exists already.
+        """Returns a remote module for an existing module.
 
         Args:
-            remote_device: The worker that owns it, and its device there. Another worker than the
-                owner is warned about, and has no effect.
-            module_rref: A reference to it.
+            remote_device: The worker that owns the module, and its device there. A worker other
+                than the owner causes a warning, and has no effect.
+            module_rref: A reference to the module.
         """
         _check_form(remote_device)
         worker, device = torchweft.nn.placement.read_placement(remote_device)
@@ -122,8 +122,8 @@ class RemoteModule(torchweft.nn.RemoteModule):
         self._install_generated_methods()
 
     def _install_generated_methods(self) -> None:
-        # Not bound to this object, which would then refer to itself and, with the reference in
-        # it, live until the garbage collector comes by.
+        # Not bound to this object: a reference cycle would keep it, with the RRef in it, alive
+        # until the garbage collector runs.
         chain = Chain(self.module_rref, self.device)
         vars(self).update(forward_async=chain.forward_async, forward=chain)
 
@@ -134,12 +134,12 @@ class RemoteModule(torchweft.nn.RemoteModule):
             "call the remote module from Python"
         )
 
-    # What PyTorch refuses to whoever asks the module itself; a module around it may ask.
+    # PyTorch refuses direct calls of these methods; a containing module may call them.
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Raises ConfigurationError, but to a module that this one is a part of."""
+        """Raises ConfigurationError, unless a module that contains this one calls it."""
         if memo is None:
             _raise_not_supported("named_modules")
         found: Iterator[tuple[str, nn.Module]]
@@ -149,7 +149,7 @@ class RemoteModule(torchweft.nn.RemoteModule):
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Raises ConfigurationError, but to a module that this one is a part of."""
+        """Raises ConfigurationError, unless a module that contains this one calls it."""
         if args or destination is None:
             _raise_not_supported("state_dict")
         return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -177,7 +177,7 @@ def _raise_not_supported(name: str) -> NoReturn:
 
 
 def _give_defaults() -> None:
-    """Gives the class what ``nn.Module`` gives instances: a received one has nothing else.
+    """Gives the class the attributes of ``nn.Module`` instances, which a received instance lacks.
 
     Nothing can be registered in a remote module, so its collections stay empty.
     """
@@ -189,7 +189,7 @@ _give_defaults()
 
 
 def _check_form(remote_device: object) -> None:
-    """Refuses what PyTorch refuses, with the types and the words that programs may expect."""
+    """Refuses what PyTorch refuses, with the error types and texts that programs may expect."""
     if not isinstance(remote_device, str):
         return
     worker, slash, device = remote_device.partition("/")
@@ -204,12 +204,12 @@ def _check_form(remote_device: object) -> None:
 
 def _has_device_map(worker: str) -> bool:
     agent = api._get_current_rpc_agent() if api._is_current_rpc_agent_set() else None
-    # The agent of a back-end that a program registered may know nothing of device maps.
+    # The agent of a back-end that a program registered may not support device maps.
     find = getattr(agent, "_get_device_map", None)
     return find is not None and bool(find(get_worker_info(worker)))
 
 
-# How it travels
+# Serialization
 
 
 def _remote_module_reducer(module: RemoteModule) -> tuple[Any, ...]:
@@ -226,7 +226,7 @@ def _remote_module_reducer(module: RemoteModule) -> tuple[Any, ...]:
 
 @rebuilds_pickled
 def _remote_module_receiver(*attributes: Any) -> RemoteModule:
-    """Makes a remote module of what was sent of one: its attributes, and whether it trains."""
+    """Makes a remote module from its sent attributes and its training mode."""
     count = len(_REMOTE_MODULE_PICKLED_ATTRIBUTES)
     sent = _SerializedRemoteModule(*attributes[:count])
     made = RemoteModule.__new__(RemoteModule)

@@ -20,7 +20,7 @@ from torchweft.compat.bootstrap import sitecustomize
 PROGRAM = "python -m torchweft.compat"
 
 USAGE_STATUS = 2
-"""What Python exits with where it cannot open a script."""
+"""Python's exit status if it cannot open a script."""
 
 HELP = f"""\
 usage: {PROGRAM} SCRIPT [ARGUMENT ...]
@@ -40,14 +40,14 @@ _FILES = (__file__, os.path.join(os.path.dirname(__file__), "__main__.py"))
 
 
 class _UnusableProgram(Exception):
-    """There is nothing that could be run; the message is one line for the person who asked."""
+    """There is no program that could be run; the message is one line for the user."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs what the arguments of ``python -m torchweft.compat`` say; returns when that returns.
+    """Runs the program that the arguments of ``python -m torchweft.compat`` name, to its end.
 
     Raises:
-        SystemExit: There is nothing to run, or the program raises it.
+        SystemExit: There is no program to run, or the program raises it.
     """
     if arguments and arguments[0] in ("-h", "--help"):
         print(HELP, end="")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _prepare(arguments: list[str]) -> Callable[[], object]:
-    """Makes ``sys.argv``, ``sys.path`` and ``__main__`` those of the program; returns its start."""
+    """Sets ``sys.argv``, ``sys.path`` and ``__main__`` for the program; returns its start."""
     if not arguments:
         raise _UnusableProgram("which script, or with -m which module? See --help")
     first, *rest = arguments
@@ -102,7 +102,7 @@ def _read(path: str) -> bytes:
 
 
 def _make_main() -> ModuleType:
-    """Gives the program a ``__main__`` of its own: it is looked up and pickled by that name."""
+    """Gives the program its own ``__main__``, under which names are looked up and pickled."""
     module = ModuleType("__main__")
     vars(module).update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = module
@@ -110,7 +110,7 @@ def _make_main() -> ModuleType:
 
 
 def _set_first_folder(folder: str) -> None:
-    """Puts a folder where ``-m`` has put the current one; ``python -P`` wants neither."""
+    """Replaces the current folder, which ``-m`` put first; ``python -P`` puts no folder there."""
     if not getattr(sys.flags, "safe_path", False):  # since Python 3.11
         sys.path[0] = folder
 
@@ -127,12 +127,12 @@ def _compile(data: bytes, path: str) -> CodeType:
 
 
 def _run_as_main(name: str, changes_argv: bool = True) -> object:
-    # What Python itself calls for -m; the public function gives the program no lasting __main__.
+    # Python itself calls this for -m; the public function gives the program no lasting __main__.
     return runpy._run_module_as_main(name, changes_argv)  # type: ignore[attr-defined]
 
 
 def _without_own_frames(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a hook for uncaught exceptions that shows the frames of the program alone."""
+    """Returns a hook for uncaught exceptions that shows only the program's frames."""
 
     def show(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None

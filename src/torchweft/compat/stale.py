@@ -8,29 +8,29 @@ from types import ModuleType
 from typing import Any
 
 OWN = ("torch", "torchweft")
-"""Packages whose modules are no program's, so that they are not looked at."""
+"""Packages whose modules do not belong to the program, and are not searched."""
 
 TESTS = "torch.testing."
-"""These are programs all the same: PyTorch's tests of RPC are in there."""
+"""Prefix of modules in ``OWN`` that count as programs: PyTorch's tests of RPC are there."""
 
 GENERATED = "_remote_module_"
-"""Begin of the names of the modules that PyTorch writes for its remote modules."""
+"""Prefix of the names of the modules that PyTorch generates for its remote modules."""
 
 EXTENSIONS = ("torch._C._distributed_rpc", "torch._C._distributed_autograd")
-"""Where much of what the replaced modules offer is defined."""
+"""Extension modules that define many names of the replaced modules."""
 
 MOST_NAMED = 8
-"""A message names no more modules than these."""
+"""The most modules that a message names."""
 
 
 def describe_holders(replaced: Iterable[ModuleType]) -> str:
-    """Says which modules of the program hold a replaced module, or something that it defines.
+    """Says which modules of the program hold a replaced module, or an object that it defines.
 
-    One pass over the globals of all modules but the standard library's and PyTorch's: about a
-    millisecond. Names that modules have in other places, in a class or a closure, are not found.
+    Makes one pass over the globals of all modules except the standard library's and PyTorch's:
+    about a millisecond. Names held in other places, in a class or a closure, are not found.
 
     Returns:
-        For instance ``"__main__ (rpc), trainer (RRef, rpc_sync)"``; empty where there is none.
+        For instance ``"__main__ (rpc), trainer (RRef, rpc_sync)"``; empty if there are none.
     """
     stock = {id(thing) for module in replaced for thing in _defined_by(module)}
     found = [
@@ -46,7 +46,8 @@ def _defined_by(module: ModuleType) -> Iterator[Any]:
     yield module
     homes = (module.__name__, *EXTENSIONS)
     for value in vars(module).values():
-        # What a module merely imports, such as `threading`, says nothing about who holds it.
+        # An object that the module merely imports, such as `threading`, does not count: any module
+        # may hold it.
         if callable(value) and getattr(value, "__module__", None) in homes:
             yield value
 
@@ -54,7 +55,7 @@ def _defined_by(module: ModuleType) -> Iterator[Any]:
 def _program_modules() -> Iterator[tuple[str, Mapping[str, Any]]]:
     seen = set()
     for name, module in list(sys.modules.items()):
-        if id(module) in seen:  # multiprocessing calls __main__ by a second name
+        if id(module) in seen:  # multiprocessing gives __main__ a second name
             continue
         seen.add(id(module))
         package = name.partition(".")[0]
@@ -62,7 +63,7 @@ def _program_modules() -> Iterator[tuple[str, Mapping[str, Any]]]:
             continue
         if (package in OWN and not name.startswith(TESTS)) or name.startswith(GENERATED):
             continue
-        # By its type: libraries of cffi say that they are modules, and have no dictionary.
+        # Check the type itself: cffi libraries claim to be modules, but have no dictionary.
         if issubclass(type(module), ModuleType):
-            # Not by attribute: that would load a module which waits for its first use.
+            # Not by attribute access, which would load a lazily imported module.
             yield name, dict(object.__getattribute__(module, "__dict__"))

@@ -1,8 +1,8 @@
-"""``torch.futures.wait_all`` and ``collect_all`` that fail with the first call that fails.
+"""Provides ``torch.futures.wait_all`` and ``collect_all`` that fail with the first failed call.
 
-PyTorch's own do so for futures that were completed with an error by C++. From Python a future
-can only be completed with a value that raises when it is taken: the error is seen when all have
-ended, which may be never, where one call waits for what the program does after the error.
+PyTorch's own functions do so for futures that C++ completed with an error. Python can only
+complete a future with a value that raises when it is read. Then the error is seen when all calls
+have ended. That may be never, if one call waits for the program's reaction to the error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _stock_collect_all = torch.futures.collect_all
 
 
 def install() -> None:
-    """Puts both in the place of PyTorch's."""
+    """Replaces PyTorch's functions by these."""
     torch.futures.wait_all = wait_all
     torch.futures.collect_all = collect_all
 
 
 def uninstall() -> None:
-    """Puts PyTorch's back."""
+    """Restores PyTorch's functions."""
     torch.futures.wait_all = _stock_wait_all
     torch.futures.collect_all = _stock_collect_all
 
@@ -38,19 +38,19 @@ def wait_all(futures: Sequence[AnyFuture]) -> list[Any]:
         The values of all.
 
     Raises:
-        Exception: That of one that has failed.
+        Exception: The error of a failed future.
     """
     collect_all(futures).wait()
     return [future.wait() for future in futures]
 
 
 def collect_all(futures: Sequence[AnyFuture]) -> torch.futures.Future[list[AnyFuture]]:
-    """Returns a future of all futures that is done when they are, or when one has failed."""
+    """Returns a future of all futures, done when all are done or one has failed."""
     made_here = [future for future in futures if isinstance(future, torch.futures.Future)]
     if not made_here:
         return _stock_collect_all(list(futures))
     collected: torch.futures.Future[list[AnyFuture]] = torch.futures.Future()
-    may_end = threading.Lock()  # taken once, by who ends it
+    may_end = threading.Lock()  # acquired once, by the callback that completes `collected`
 
     def note(done: AnyFuture) -> None:
         try:
@@ -63,7 +63,7 @@ def collect_all(futures: Sequence[AnyFuture]) -> torch.futures.Future[list[AnyFu
         if may_end.acquire(blocking=False):
             try:
                 collected.set_result(all_done.value())
-            except Exception as error:  # of a future that C++ has completed
+            except Exception as error:  # C++ has completed a future with it
                 collected.set_exception(error.with_traceback(None))  # type: ignore[arg-type]
 
     for future in made_here:

@@ -1,7 +1,7 @@
-"""Starting workers: many processes of one script, or a cluster around the calling program.
+"""Starts workers: many processes of one script, or a cluster around the calling program.
 
-Nothing here imports torch by itself: the command line answers at once, and workers of ``torchweft
-run`` that do without torch start without it.
+Importing this package does not import torch. So the command line answers at once, and workers of
+``torchweft run`` that do not need torch start without it.
 """
 
 from torchweft.launch.local_cluster import Cluster

@@ -13,25 +13,25 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torchweft.errors import LaunchError
 
 WATCH_S = 0.05
-"""How often a wait looks whether it still makes sense."""
+"""Seconds between checks whether a wait still makes sense."""
 
 _GROUP_PREFIX = re.compile(r"^weft/\d+/")
 
 
 class ClusterStore(Store):
-    """Passes everything on to another store, which belongs to one group only.
+    """Delegates to another store, which belongs to one group only.
 
-    It differs in two ways. It waits in short steps, as PyTorch's stores wait in one piece that
-    neither a dead worker nor Ctrl-C cuts short. And it drops the number that ``init_rpc`` puts
-    before its keys: that counts the groups of *this process*, so a caller in its second cluster
-    would have another number than the workers, for whom it is the first.
+    It differs in two ways. It waits in short steps: PyTorch's stores wait in one call, which
+    neither a dead worker nor Ctrl-C interrupts. And it drops the number that ``init_rpc`` puts
+    before its keys. That number counts the groups of *this process*, so a caller in its second
+    cluster would have another number than the workers, which are in their first.
 
-    Keep a reference to it for as long as it is used: a store of PyTorch that is put around it
-    holds on to its C++ half only.
+    Keep a reference to it for as long as it is used: a PyTorch store that wraps it keeps only its
+    C++ half alive.
 
     Args:
         store: Where the keys are kept.
-        failure: Returns what makes waiting useless, or None.
+        failure: Returns the error that makes waiting useless, or None.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class ClusterStore(Store):
         self._store.set(_plain(key), value)
 
     def get(self, key: str) -> bytes:
-        """Returns the value of a key, which is there."""
+        """Returns the value of a key, which must exist."""
         return bytes(self._store.get(_plain(key)))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
         return bool(self._store.check([_plain(key) for key in keys]))
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta.max) -> None:
-        """Waits until all keys are there.
+        """Waits until all keys exist.
 
         Raises:
-            RuntimeError: They did not come in time, or a worker has ended.
+            RuntimeError: They were not set in time, or a worker has ended.
         """
         plain = [_plain(key) for key in keys]
         left_s = timeout.total_seconds()

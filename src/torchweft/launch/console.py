@@ -1,8 +1,8 @@
-"""Writes the output of many workers to one place, each line behind its worker's name.
+"""Writes the output of many workers to one place, each line prefixed by its worker's name.
 
-On a terminal an unfinished line (a prompt, a progress bar) is shown once it has stood for a
-moment, and is written anew when it goes on; as soon as another worker writes, it is left as it
-is and a fresh line is begun. Into a file or a pipe only whole lines are written.
+On a terminal an unfinished line (a prompt, a progress bar) is shown after a short pause, and is
+rewritten when it continues. As soon as another worker writes, the unfinished line stays as it is
+and a fresh line begins. Files and pipes receive whole lines only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BinarySink:
 
 
 class InterpreterSink:
-    """Writes to what ``sys.stdout`` or ``sys.stderr`` is at the time: a notebook replaces them."""
+    """Writes to the current ``sys.stdout`` or ``sys.stderr``: a notebook replaces them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -64,7 +64,7 @@ class InterpreterSink:
 
 
 class PromptSink:
-    """Writes beside an interactive prompt: below it, and the prompt is shown again after."""
+    """Writes below an interactive prompt, and then shows the prompt again."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -83,12 +83,12 @@ class PromptSink:
 
 @dataclass(frozen=True)
 class Label:
-    """What stands before a worker's lines.
+    """The prefix of a worker's lines.
 
     Attributes:
         name: The worker's name.
-        index: Its place among the workers, which picks its colour.
-        width: Columns that the longest name of the run takes.
+        index: Its position among the workers, which selects its colour.
+        width: Columns of the longest worker name of the run.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Label:
 
 
 class Console:
-    """Puts the workers' lines into two sinks; may be used by several threads.
+    """Writes the workers' lines to two sinks; thread-safe.
 
     Args:
         out: Where standard output goes.
@@ -132,7 +132,7 @@ class Console:
             sink.write(start + b"".join(prefix + line + b"\n" for line in lines))
 
     def show_partial(self, label: Label, partial: bytes, *, is_error: bool) -> None:
-        """Shows a line that has not ended yet, where a person is looking."""
+        """Shows an unfinished line if the sink is a terminal."""
         sink = self._err if is_error else self._out
         if not partial or not sink.is_terminal():
             return
@@ -156,7 +156,7 @@ class Console:
 
 
 def command_console() -> Console:
-    """Returns the console of the ``torchweft`` command: bytes pass through as they are."""
+    """Returns the console of the ``torchweft`` command: bytes pass through unchanged."""
     return Console(BinarySink(sys.stdout.buffer), BinarySink(sys.stderr.buffer))
 
 
@@ -175,6 +175,6 @@ def _is_at_prompt() -> bool:
 
 
 def _prompt() -> bytes:
-    import readline  # loaded already where there is line editing; harmless where it is not
+    import readline  # already loaded if line editing is on; harmless otherwise
 
     return (str(sys.ps1) + readline.get_line_buffer()).encode()

@@ -1,8 +1,8 @@
-"""Carries messages, and file descriptors with them, between a launcher and its nursery.
+"""Carries messages and file descriptors between a launcher and its nursery.
 
-A message is a JSON object behind its length. Descriptors travel beside the bytes of the message
-that they belong to; as both arrive in the order in which they were sent, the receiver takes the
-next ones when it comes to that message.
+A message is a JSON object, preceded by its length. Descriptors travel beside the bytes of their
+message. Both arrive in the order sent, so the receiver takes the next descriptors when it handles
+that message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DESCRIPTORS_AT_ONCE = 64
 
 
 class ControlSocket:
-    """One end of the connection; sending may be done by several threads, receiving by one."""
+    """One end of the connection; several threads may send, one thread may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -55,7 +55,7 @@ class ControlSocket:
             self._connection.sendall(data[sent:])
 
     def receive(self) -> list[Message]:
-        """Reads once, which may block, and returns the messages that are complete now.
+        """Reads once, which may block, and returns the messages that are now complete.
 
         Raises:
             EOFError: The other process is gone.
@@ -73,16 +73,16 @@ class ControlSocket:
         return self._complete_messages()
 
     def take_descriptors(self, count: int) -> list[int]:
-        """Returns the descriptors of the message at hand; the caller owns and closes them."""
+        """Returns the descriptors of the current message; the caller owns and closes them."""
         return [self._descriptors.popleft() for _ in range(count)]
 
     def finish_sending(self) -> None:
-        """Tells the other process that nothing more comes; its messages can still be received."""
+        """Closes the sending direction; the other process's messages can still be received."""
         with contextlib.suppress(OSError):  # closed, or the other process is gone
             self._connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Closes the connection and the descriptors that nobody took."""
+        """Closes the connection and the descriptors that were not taken."""
         self._connection.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())

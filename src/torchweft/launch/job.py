@@ -1,8 +1,8 @@
-"""What a forked worker process does: become a program, run a script, or serve calls.
+"""The jobs of a forked worker process: become a program, run a script, or serve calls.
 
-A job travels from the launcher to the nursery as a dictionary of plain values, and is run in
-the process that the nursery forked for it, at the bottom of that process's stack. From there
-the interpreter ends as it does for any program: threads are joined, exit handlers run.
+The launcher sends a job to the nursery as a dictionary of plain values. The process that the
+nursery forks for the job runs it at the bottom of its stack. From there the interpreter ends as
+it does for any program: threads are joined, exit handlers run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def serve_job(
         name: The worker's name.
         rank: Its rank.
         world_size: Workers in the group.
-        options: Options of the worker, without a way to find the others.
+        options: Options of the worker, without init method and store.
         rendezvous: Path of the file at which the group meets.
         path: The caller's ``sys.path``, so that the worker can import what the caller can.
     """
@@ -85,8 +85,8 @@ def serve_open_job(
     Args:
         name: The worker's name.
         rank: Its rank.
-        options: Options of the worker, without a way to find the others.
-        init_method: How it finds them.
+        options: Options of the worker, without init method and store.
+        init_method: How it finds the other workers.
         path: The caller's ``sys.path``, so that the worker can import what the caller can.
     """
     return {
@@ -100,24 +100,24 @@ def serve_open_job(
 
 
 def seeded(job: Job, seed: int | None) -> Job:
-    """Has a job that is run in the warm process begin with random numbers of its own.
+    """Gives a job that runs in the warm process its own random numbers.
 
     Args:
-        job: What is done.
-        seed: The worker's seed; None for another one in each life.
+        job: The job.
+        seed: The worker's seed; None for a different seed in each life.
     """
     return {**job, "seed": seed}
 
 
 def furnished(job: Job, name: str, setup: bytes | None, device: str, report: str) -> Job:
-    """Has a worker that serves be made ready first, and log as this process does now.
+    """Adds setup, device and this process's logging configuration to a worker's serving job.
 
     Args:
-        job: What it does.
-        name: Its name.
-        setup: A function that it runs, as ``cloudpickle`` writes it.
-        device: Its CUDA device, or another one, which is left to the program; or nothing.
-        report: The file that it writes if that fails, for ``setup_error``.
+        job: The job.
+        name: The worker's name.
+        setup: A function that the worker runs first, serialized by ``cloudpickle``.
+        device: Its CUDA device; or another device, which is left to the program; or empty.
+        report: The file that it writes if the preparation fails, for ``setup_error``.
     """
     shipped = None if setup is None else base64.b64encode(setup).decode()
     logs = logging_here()
@@ -125,7 +125,7 @@ def furnished(job: Job, name: str, setup: bytes | None, device: str, report: str
 
 
 def setup_error(report: str) -> BaseException | None:
-    """Returns what went wrong when a worker was made ready, as it was reported in a file."""
+    """Returns the error that a worker's preparation reported in a file, if any."""
     try:
         with open(report, "rb") as file:
             content = file.read()
@@ -137,7 +137,7 @@ def setup_error(report: str) -> BaseException | None:
 
 
 def run_job(job: Job, own_path: Sequence[str]) -> None:
-    """Does what ``job`` says; ``own_path`` is ``sys.path`` as the interpreter made it."""
+    """Runs ``job``; ``own_path`` is ``sys.path`` as the interpreter made it."""
     _JOBS[str(job["kind"])](job, own_path)
 
 
@@ -165,8 +165,8 @@ def _run_module(job: dict[str, Any], own_path: Sequence[str]) -> None:
     _refresh_after_fork(job)
     _fresh_main_module(own_path, os.getcwd())
     sys.argv[:] = ["-m", *job["arguments"]]
-    # The function that the interpreter itself calls for -m: it runs in the real __main__ module,
-    # which the public run_module does not.
+    # The interpreter itself calls this function for -m. It runs in the real __main__ module; the
+    # public run_module does not.
     run_as_main: Callable[[str], object] = vars(runpy)["_run_module_as_main"]
     _as_main_program(lambda: run_as_main(job["module"]))
 
@@ -187,10 +187,10 @@ def _serve(job: dict[str, Any], own_path: Sequence[str]) -> None:
             world_size=job["world_size"],
             rpc_backend_options=options,
         )
-    except RendezvousTimeout:  # The caller has rank 0, and tells who did not come.
+    except RendezvousTimeout:  # The caller has rank 0, and reports the missing workers.
         sys.exit(1)
-    # It serves meanwhile, for as long as the caller wants: no wait to tell of. The caller leads,
-    # and tells who was lost.
+    # The worker serves meanwhile, for as long as the caller wants, so the wait is not reported.
+    # The caller leads the shutdown, and reports lost workers.
     with contextlib.suppress(ShutdownError):
         leave(0.0, contextlib.nullcontext)
     _end_at_once()
@@ -210,11 +210,11 @@ def _serve_open(job: dict[str, Any], own_path: Sequence[str]) -> None:
 
 
 def _prepare_to_serve(job: dict[str, Any]) -> RpcBackendOptions:
-    """Makes the process one of the caller's; returns the options of the worker."""
+    """Prepares the process to serve the caller; returns the options of the worker."""
     sys.path[:] = job["path"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     options: RpcBackendOptions = pickle.loads(base64.b64decode(job["options"]))
-    _refresh_after_fork(job)  # torch is there now, also where the nursery had not imported it
+    _refresh_after_fork(job)  # torch is loaded now, even if the nursery had not imported it
     from torchweft.rpc.stack_report import answer_signal
 
     answer_signal()
@@ -223,7 +223,7 @@ def _prepare_to_serve(job: dict[str, Any]) -> RpcBackendOptions:
 
 
 def _furnish(job: dict[str, Any]) -> None:
-    """Makes a worker ready; where that fails, reports it and ends the process."""
+    """Applies logging, device and setup; on failure, reports the error and ends the process."""
     try:
         configure(job["logs"])
         if job["device"].startswith("cuda"):
@@ -241,7 +241,7 @@ def _furnish(job: dict[str, Any]) -> None:
 
 
 def _refresh_after_fork(job: dict[str, Any]) -> None:
-    """Makes anew what must not be alike in every worker."""
+    """Seeds the generators and sets the thread count, which a fork copies from the nursery."""
     seed_generators(job.get("seed"))
     if "torch" in sys.modules:
         torch: Any = sys.modules["torch"]
@@ -251,12 +251,12 @@ def _refresh_after_fork(job: dict[str, Any]) -> None:
 
 
 def _end_at_once() -> NoReturn:
-    """Ends the process as a program ends, but does not take the interpreter apart first.
+    """Ends the process like a program, but without tearing the interpreter down.
 
-    With torch imported that costs 0.1 to 0.4 s of processor time in every worker, and writes to
-    pages that the workers share.
+    With torch imported the teardown costs 0.1 to 0.4 s of processor time in every worker, and
+    writes to pages that the workers share.
     """
-    vars(threading)["_shutdown"]()  # joins the threads that are no daemons
+    vars(threading)["_shutdown"]()  # joins the non-daemon threads
     vars(atexit)["_run_exitfuncs"]()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -273,7 +273,7 @@ def _fresh_main_module(own_path: Sequence[str], program_directory: str) -> types
 
 
 def _as_main_program(body: Callable[[], object]) -> None:
-    """Runs ``body``; what it raises is reported without the frames that lead to it."""
+    """Runs ``body``; reports its exception without the launcher's frames."""
     try:
         body()
     except SystemExit:

@@ -1,4 +1,4 @@
-"""Follows a cluster that is being left: says for whom it waits, and what is stuck in the end."""
+"""Follows a cluster's shutdown: reports the workers it waits for and, at the end, stuck workers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from torchweft.runtime.long_waits import Lacking
 
 SAY_S = 5.0
-"""How often it is said for whom a cluster waits that is being left."""
+"""Seconds between reports of the workers that a shutdown waits for."""
 
 _ANSWER_S = 1.0
-"""How long a worker may take to say what it is doing."""
+"""Seconds that a worker has to report what it is doing."""
 
 
 class LeaveWatch:
-    """Follows the shutdown of a group, seen from a worker of it.
+    """Follows the shutdown of a group from one of its workers.
 
     Args:
         say: Writes one message of the launcher.
@@ -30,8 +30,8 @@ class LeaveWatch:
 
     Attributes:
         deadline_s: When the time is up, by ``time.monotonic``.
-        stuck: After a shutdown that had no time left: the workers that had not finished, by
-            name, with what they were doing; None of those that did not say.
+        stuck: After a shutdown that ran out of time: the activity of each unfinished worker, by
+            name; None for a worker that did not report it.
     """
 
     def __init__(self, say: Callable[[str], None], limit_s: float) -> None:
@@ -43,7 +43,7 @@ class LeaveWatch:
 
     @contextlib.contextmanager
     def following(self, lacking: Callable[[], Lacking]) -> Iterator[None]:
-        """Says within the ``with`` block, again and again, for whom it waits."""
+        """Reports at intervals, within the ``with`` block, the workers that it waits for."""
         is_over = threading.Event()
         thread = threading.Thread(
             target=self._say_again, args=(is_over, lacking), name="weft-cluster-leaving"
@@ -58,16 +58,16 @@ class LeaveWatch:
             thread.join()
 
     def left_s(self) -> float:
-        """Returns how much time is left, in seconds."""
+        """Returns the time left, in seconds."""
         return max(self.deadline_s - time.monotonic(), 0.0)
 
     def say_waiting(self, for_whom: str) -> None:
-        """Says for whom leaving waits, and since when."""
+        """Reports what leaving waits for, and how long it has waited."""
         waited_s = time.monotonic() - self._began_s
         self._say(f"still leaving the cluster after {describe_duration(waited_s)}: {for_whom}")
 
     def stuck_text(self) -> str:
-        """Says what the workers were doing that are stuck."""
+        """Describes what the stuck workers were doing."""
         return "; ".join(_doing_text(name, doing) for name, doing in self.stuck.items())
 
     def _say_again(self, is_over: threading.Event, lacking: Callable[[], Lacking]) -> None:
@@ -81,10 +81,10 @@ class LeaveWatch:
 
 
 def _doings(lacking: Lacking) -> dict[str, WorkerStacks | None]:
-    """Returns what the workers are doing that are waited for.
+    """Returns what the workers are doing that hold up the shutdown.
 
-    A worker that waits for the answer of another one is not to blame, as long as that says what
-    it is doing. Where none of those is to blame, all workers are asked.
+    A lacking worker that answers and serves no call only waits for another worker, so it is not
+    to blame. If no lacking worker is to blame, all workers are asked.
     """
     from torchweft.agent.current import current
     from torchweft.rpc.stack_report import ask_all

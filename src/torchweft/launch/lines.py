@@ -1,14 +1,14 @@
-"""Cuts what a worker writes into whole lines, the way a terminal would show them.
+"""Splits a worker's output into whole lines, as a terminal would show them.
 
-A worker's output arrives in pieces that end anywhere: several workers' pieces must not meet
-inside one line. A carriage return starts the line again, as progress bars do: what was before it
-is no longer seen, so only the last state of such a line is kept.
+A worker's output arrives in pieces that end anywhere, and pieces of several workers must not meet
+within a line. A carriage return restarts the line, as progress bars do. The text before it is no
+longer visible, so only the last state of such a line is kept.
 """
 
 from __future__ import annotations
 
 LINE_LIMIT_BYTES = 1 << 20
-"""A line longer than this is broken, so that output without a newline cannot fill the memory."""
+"""Longer lines are split, so that output without newlines cannot fill the memory."""
 
 
 class LineAssembler:
@@ -19,7 +19,7 @@ class LineAssembler:
 
     @property
     def partial(self) -> bytes:
-        """The line that has no newline yet, as a terminal would show it."""
+        """The unfinished line, as a terminal would show it."""
         return _visible(self._unfinished)
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -33,7 +33,7 @@ class LineAssembler:
         return completed
 
     def finish(self) -> list[bytes]:
-        """Returns what is left at the end of the stream, as at most one line."""
+        """Returns the unfinished line at the end of the stream, as a list of at most one line."""
         partial, self._unfinished = self.partial, b""
         return [partial] if partial else []
 
@@ -43,6 +43,6 @@ def _visible(line: bytes) -> bytes:
 
 
 def _last_state(line: bytes) -> bytes:
-    # Carriage returns at the end stay: until something follows them they hide nothing.
+    # Trailing carriage returns stay: they hide nothing until text follows them.
     text = line.rstrip(b"\r")
     return text.rpartition(b"\r")[2] + line[len(text) :]

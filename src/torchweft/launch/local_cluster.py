@@ -1,10 +1,10 @@
 """A cluster around the calling program: worker processes that serve it, in a ``with`` block.
 
 The caller is a worker too, rank 0, so it can be called back, own references and take part in
-backward passes. The workers meet it through a file in a private directory: nobody else on the
+backward passes. The workers meet it through a file in a private directory: no other user of the
 machine can reach it, nothing listens on the network, and no port has to be free. (A TCP store
-would have a free port as surely, if the caller opened it first; but it listens on all
-interfaces, and lets anybody in who comes.)
+would get a free port as reliably if the caller opened it first. But it listens on all
+interfaces, and admits every connection.)
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ if TYPE_CHECKING:
 STOP_LADDER: Ladder = [(signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
 STOP_LIMIT_S = 1.5
 DUMP_S = 0.5
-"""How long workers may take to write their stacks."""
+"""Seconds that workers have to write their stacks."""
 
 WATCH_S = 0.01
-"""How often a wait for a worker looks for it."""
+"""Seconds between checks in a wait for a worker."""
 
 NOTICE_S = 0.5
-"""How much later than the end of its connections the end of a worker may be known."""
+"""Seconds by which a worker's end may be known later than the end of its connections."""
 
 
 class Cluster:
     """Worker processes around the calling program; made by ``torchweft.cluster``.
 
-    Without a ``with`` block call ``start`` and ``close``; what is not closed ends with the
-    interpreter.
+    Without a ``with`` block call ``start`` and ``close``; a cluster that is not closed ends with
+    the interpreter.
 
     Attributes:
         names: The workers' names, in order of their ranks, which begin at 1.
@@ -146,7 +146,7 @@ class Cluster:
             failure = self._failure() or self._unfinished_setup(error)
             self.abandon()
             if isinstance(error, RendezvousError) and failure is not None:
-                # The worker's end, or what led to it, is why there was no rendezvous.
+                # The rendezvous failed because of the worker's end, or the cause of that end.
                 raise failure from failure.__cause__ or error
             raise
         self._has_joined = True
@@ -154,15 +154,15 @@ class Cluster:
         return self
 
     def wait_for(self, name: str, timeout_s: float = 60.0) -> None:
-        """Blocks until a worker is there, such as one that is started again.
+        """Blocks until a worker has joined, such as a restarted worker.
 
         Args:
             name: The worker's name.
             timeout_s: How long to wait for it, in seconds.
 
         Raises:
-            LaunchError: It is not coming any more.
-            RendezvousTimeout: It did not come in time.
+            LaunchError: It will not join any more.
+            RendezvousTimeout: It did not join in time.
         """
         from torchweft.runtime.long_waits import Notice
 
@@ -182,11 +182,11 @@ class Cluster:
     def close(self) -> None:
         """Shuts the group down gracefully and waits until every worker has ended.
 
-        Where a worker has failed, the others are ended at once instead.
+        If a worker has failed, the others are ended at once instead.
 
         Raises:
             LaunchError: A worker has failed, unless ``check`` is off.
-            ShutdownError: The shutdown did not end well.
+            ShutdownError: The shutdown failed.
         """
         if self._supervisor is None:
             return
@@ -198,11 +198,11 @@ class Cluster:
             raise failure
 
     def abandon(self) -> None:
-        """Ends the workers at once, whatever they do; the caller leaves the group."""
+        """Ends the workers at once, even while they serve calls; the caller leaves the group."""
         if not self._directory or os.getpid() != self._owner_pid:
             return  # not running; or in a process that the caller has forked
         self._is_closing = self._is_stopping = True
-        # The workers first: were the caller to leave before, each would tell that it is lost.
+        # End the workers first: if the caller left before, each would report it as lost.
         if self._supervisor is not None:
             self._supervisor.stop(STOP_LADDER)
             self._await_workers(STOP_LIMIT_S)
@@ -212,7 +212,7 @@ class Cluster:
         self._clean_up()
 
     def _leave_gracefully(self) -> WeftError | None:
-        """Shuts the group down and waits for its workers; returns what went wrong."""
+        """Shuts the group down and waits for its workers; returns the error, if any."""
         self._is_closing = True
         watch = LeaveWatch(self._say, self._terms.leave_timeout_s)
         problem: WeftError | None = self._leave_group(watch)
@@ -222,12 +222,12 @@ class Cluster:
         return self._worst(problem, watch)
 
     def _worst(self, problem: WeftError | None, watch: LeaveWatch) -> WeftError | None:
-        """Returns what to tell of what went wrong while the cluster was left."""
+        """Returns the error to report for a failed shutdown."""
         # Workers that have ended are the cause, unless they ended because the time was up.
         return (None if watch.left_s() else problem) or self._failure() or problem
 
     def _leave_group(self, watch: LeaveWatch) -> ShutdownError | None:
-        """Leaves the group; returns what went wrong."""
+        """Leaves the group; returns the error, if any."""
         from torchweft.agent import current
         from torchweft.rpc.joining import leave
 
@@ -238,12 +238,12 @@ class Cluster:
         except ShutdownError as error:
             if watch.stuck:
                 return self._stuck(watch)
-            self._has_failed.wait(NOTICE_S)  # the end of a connection is seen a bit earlier
+            self._has_failed.wait(NOTICE_S)  # the connection's end is seen before the exit
             return error
         return None
 
     def _stuck(self, watch: LeaveWatch) -> ShutdownError:
-        """Says what is stuck, with its stacks, before it is killed."""
+        """Reports stuck workers, with their stacks, before they are killed; returns the error."""
         names = [name for name in watch.stuck if name not in self._ended]
         silent = [name for name in names if watch.stuck[name] is None]
         for name in names:
@@ -257,7 +257,7 @@ class Cluster:
         )
 
     def _dump_stacks(self, names: Sequence[str]) -> None:
-        """Has workers write their stacks to standard error that do not answer otherwise."""
+        """Signals workers that do not answer otherwise to write their stacks to standard error."""
         number = vars(signal).get(knobs.STACKS_SIGNAL.get())
         if number is None or not names or self._supervisor is None:
             return
@@ -267,7 +267,7 @@ class Cluster:
         self._await_workers(DUMP_S)
 
     def _await_ends(self, watch: LeaveWatch) -> None:
-        """Waits for the processes of the workers to end, as long as there is time."""
+        """Waits until the workers' processes have ended, or the time is up."""
         while self._remaining() and watch.left_s():
             self._await_workers(min(leave_watch.SAY_S, watch.left_s()))
             if (remaining := self._remaining()) and watch.left_s():
@@ -330,15 +330,15 @@ class Cluster:
         )
 
     def _plain_options(self) -> RpcBackendOptions:
-        """Returns the caller's options without what is between the workers only; a new object."""
+        """Returns a copy of the caller's options without init method, store, secret and address."""
         from torchweft.rpc import RpcBackendOptions
 
         options = (
             RpcBackendOptions() if self._terms.options is None else copy.copy(self._terms.options)
         )
         options.init_method = options.store = None
-        # Whoever knows the token, which is in a private directory, is of this user. A secret
-        # does not travel to other processes, and nobody comes from another machine.
+        # The token is in a private directory: a process that knows it belongs to this user. A
+        # secret is not sent to other processes, and no worker comes from another machine.
         options.secret, options.listen = None, "127.0.0.1"
         return options
 
@@ -373,7 +373,7 @@ class Cluster:
             supervisor.poll()
 
     def _worker_started(self, name: str, pid: int) -> None:
-        """Takes note that a worker process has begun."""
+        """Called when a worker process has started."""
 
     def _worker_ended(self, ended: WorkerExit) -> None:
         self._ended.add(ended.name)
@@ -382,16 +382,16 @@ class Cluster:
         self._failed.append(ended)
         self._has_failed.set()
         if os.path.exists(self._report_of(ended.name)):
-            return  # it is raised
+            return  # the caller raises the reported error
         assert self._supervisor is not None
-        # Those that end after the first do so because of it, as a rule: say it in one line.
+        # Later failures are usually consequences of the first: report each in one line.
         is_first = len(self._failed) == 1
         tail = self._supervisor.tail(ended.name)
         is_in_view = self._supervisor.is_in_view(ended.name)
         self._say(failure_report(ended, tail, is_in_view) if is_first else describe_death(ended))
 
     def _failure(self) -> LaunchError | None:
-        """Returns what went wrong with the workers, where something did."""
+        """Returns the error of the first failed worker or the lost nursery, if any."""
         if self._lost_nursery is not None or not self._failed:
             return self._lost_nursery
         first = self._failed[0]
@@ -403,7 +403,7 @@ class Cluster:
         return error
 
     def _unfinished_setup(self, error: BaseException) -> LaunchError | None:
-        """Returns what to tell of a start that took too long, where a setup did."""
+        """Returns the error to report if the start timed out because of a worker's setup."""
         if self._setup is None or not isinstance(error, RendezvousTimeout):
             return None
         late = [self.names[rank - 1] for rank in error.missing if rank]
@@ -440,7 +440,7 @@ def shipped(function: Callable[[], object]) -> bytes:
     """Returns a function as bytes, for another process.
 
     Raises:
-        SerializationError: It cannot travel.
+        SerializationError: It cannot be serialized.
     """
     import cloudpickle
 
@@ -462,12 +462,12 @@ def _is_there(name: str) -> bool:
 def _leave_at_once() -> None:
     from torchweft import rpc
 
-    with contextlib.suppress(Exception):  # the reason for leaving is told, not what follows from it
+    with contextlib.suppress(Exception):  # report the reason for leaving, not its consequences
         rpc.shutdown(graceful=False)
 
 
 def _check_unset() -> None:
-    # Not imported here: the caller loads torch while the workers do, and not before.
+    # Not imported here: the caller loads torch while the workers do, not before them.
     current = sys.modules.get("torchweft.agent.current")
     if current is not None:
         current.check_unset()

@@ -1,8 +1,8 @@
-"""Gives the workers of a cluster the logging that the caller has configured.
+"""Gives the workers of a cluster the caller's logging configuration.
 
-What travels is plain: the levels of loggers, and the format of the handlers of the root logger and
-of the logger ``torchweft``. Handlers themselves do not: two processes cannot share a file or a
-window. A worker writes to its standard error, which the caller shows behind the worker's name.
+Only plain values are sent: the levels of loggers, and the format of the handlers of the root
+logger and of the logger ``torchweft``. Handlers are not sent: two processes cannot share a file or
+a window. A worker logs to its standard error, which the caller shows behind the worker's name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STYLES: dict[type[logging.PercentStyle], str] = {
 
 
 def logging_here() -> Configuration:
-    """Returns how logging is configured in this process, for ``configure``."""
+    """Returns this process's logging configuration, for ``configure``."""
     loggers = logging.root.manager.loggerDict
     named = {name: each for name, each in loggers.items() if isinstance(each, logging.Logger)}
     own = {name: each.level for name, each in named.items() if not _is_of_torch(name)}
@@ -34,7 +34,7 @@ def logging_here() -> Configuration:
 
 
 def configure(configuration: Configuration) -> None:
-    """Configures logging in this process, a worker, as it was where ``logging_here`` was called."""
+    """Applies a configuration from ``logging_here`` to this process, a worker."""
     logging.disable(configuration["disabled"])
     for name, level in configuration["levels"].items():
         logging.getLogger(name or None).setLevel(level)
@@ -50,14 +50,14 @@ def configure(configuration: Configuration) -> None:
 
 def _handlers(logger: logging.Logger) -> dict[str, Any]:
     shown = [handler for handler in logger.handlers if _is_shown(handler)]
-    # One is enough: all would go to the same place, and lines would come twice.
+    # One handler is enough: all would write to the same place, and lines would appear twice.
     least = min(shown, key=lambda handler: handler.level, default=None)
     forms = [] if least is None else [_form(least)]
     return {"propagate": logger.propagate, "forms": forms}
 
 
 def _is_shown(handler: logging.Handler) -> bool:
-    """Whether somebody reads what a handler writes; it may as well keep it in memory."""
+    """Whether a handler's output is shown, and not, for instance, kept in memory."""
     if isinstance(handler, logging.NullHandler):
         return False
     if isinstance(handler, logging.FileHandler):
@@ -68,14 +68,14 @@ def _is_shown(handler: logging.Handler) -> bool:
 
 
 def _form(handler: logging.Handler) -> dict[str, Any]:
-    """Returns the level and the format of a handler; the default one where it cannot be used."""
+    """Returns a handler's level and format; the default format if its own cannot be used."""
     formatter = handler.formatter
     form = {"fmt": None, "datefmt": None, "style": "%"}
     if formatter is not None and isinstance(formatter._fmt, str):
         style = _STYLES.get(type(formatter._style), "%")
         form = {"fmt": formatter._fmt, "datefmt": formatter.datefmt, "style": style}
         try:
-            # It may name fields that only filters of this process add.
+            # The format may name fields that only filters of this process add.
             logging.Formatter(**form).format(logging.makeLogRecord({}))  # type: ignore[arg-type]
         except (KeyError, ValueError):
             form = {"fmt": logging.BASIC_FORMAT, "datefmt": None, "style": "%"}
@@ -83,5 +83,5 @@ def _form(handler: logging.Handler) -> dict[str, Any]:
 
 
 def _is_of_torch(name: str) -> bool:
-    """Whether a logger is of PyTorch, which configures its own in each process."""
+    """Whether a logger is PyTorch's, which configures its own loggers in each process."""
     return name == "torch" or name.startswith("torch.")

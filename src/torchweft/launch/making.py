@@ -1,4 +1,4 @@
-"""``torchweft.cluster``: checks what it is told, and makes the cluster."""
+"""Implements ``torchweft.cluster``: checks the arguments and makes the cluster."""
 
 from __future__ import annotations
 
@@ -37,50 +37,52 @@ def cluster(
     """Makes worker processes that serve the calling program within a ``with`` block.
 
     The caller joins the group as well, with rank 0; the workers have the ranks from 1. Usable in
-    a script, a notebook or at the interactive prompt, any number of times, one after the other::
+    a script, a notebook or at the interactive prompt, any number of times in succession::
 
         with torchweft.cluster(workers=3) as cluster:
             print(torchweft.rpc.rpc_sync("worker0", torch.add, args=(torch.ones(2), 1)))
 
-    Leaving the block shuts the group down gracefully: everybody's outstanding work is finished
-    first. While that takes long, a line each 5 s says which worker runs what. When the block
+    Leaving the block shuts the group down gracefully: all workers' outstanding work is finished
+    first. If that takes long, a line every 5 s says which worker runs which call. If the block
     raises, the workers are ended at once instead.
 
     Args:
         workers: How many workers; by default as many as ``names``.
         names: Their names; by default ``worker0``, ``worker1``, and so on.
         name: The caller's own name.
-        rpc_backend_options: Options for every worker and the caller; the init method is replaced,
-            and so are secret and address: nobody of another user or machine is let in.
-        nursery: A warm process to fork from; by default one is made, and ended with the cluster.
+        rpc_backend_options: Options for every worker and the caller. The init method, the secret
+            and the address are replaced: no other user and no other machine can join.
+        nursery: A warm process to fork from; by default the cluster makes and ends its own.
         check: Whether leaving the block raises if a worker ended within it.
-        restarts: How often each worker that dies is started again, within the time and after the
-            waits of ``RestartPolicy``. The group is an open one then: calls to a worker that died
-            fail, what it owned is lost, and ``Cluster.wait_for`` waits for its next life.
-        seed: Makes the random numbers of the workers reproducible: those of Python, NumPy and
-            PyTorch. Each worker has a seed of its own, made of this one and its name, and the
-            same one in each life. Without, every worker and every run has other numbers. The
-            caller's own generators are left alone.
+        restarts: How often each worker that dies is restarted, within the window and after the
+            waits of ``RestartPolicy``. The group is then an open group: calls to a dead worker
+            fail, the values that it owned are lost, and ``Cluster.wait_for`` waits for its next
+            life.
+        seed: Makes the workers' random numbers reproducible: those of Python, NumPy and PyTorch.
+            Each worker's own seed is derived from this seed and its name, and is the same in each
+            life. Without a seed, the numbers differ by worker and run. The caller's own
+            generators are left alone.
         leave_timeout: Seconds that leaving may take; by default ``WEFT_LEAVE_TIMEOUT_S``, 30 s.
-            Then what is stuck is named with its stack and killed, and ``ShutdownError`` raised.
-        env: Environment variables of the workers beside those of the caller: of all,
-            ``{"VARIABLE": "value"}``, or of some, ``{"worker0": {"VARIABLE": "value"}}``. Workers
-            are forked from a process that has imported PyTorch; what reads a variable when it is
-            imported sees those of all workers only, and none where ``nursery`` is given.
+            Then stuck workers are named with their stacks and killed, and ``ShutdownError`` is
+            raised.
+        env: Environment variables of the workers, added to the caller's: for all workers,
+            ``{"VARIABLE": "value"}``, or for some, ``{"worker0": {"VARIABLE": "value"}}``. Workers
+            are forked from a process that has imported PyTorch. Code that reads variables when it
+            is imported sees only those for all workers, and none if ``nursery`` is given.
         setup: A function without arguments that each worker runs before it joins and serves, also
-            in each later life. It is part of ``init_timeout``; what it raises is the cause of the
-            error that this raises at the start.
+            in each later life. Its time counts towards ``init_timeout``. Its exception becomes
+            the cause of the error raised at the start.
         threads: Threads that PyTorch and OpenMP compute with in each worker; by default
-            ``OMP_NUM_THREADS``, or the cores of this machine shared out among the workers.
+            ``OMP_NUM_THREADS``, or this machine's cores divided among the workers.
         devices: A device for each worker, or one for all: ``"cpu"``, ``"cuda:1"``, or ``"cuda"``,
-            which shares out the devices of this machine. A CUDA device is made the worker's current
-            one, and ``WEFT_DEVICE`` in its environment names its device.
+            which distributes this machine's devices among the workers. A CUDA device becomes the
+            worker's current device, and ``WEFT_DEVICE`` in its environment names its device.
 
     Each worker finds ``RANK``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``WEFT_WORKER_NAME`` and
     ``WEFT_RESTART_COUNT`` in its environment, as under ``torchweft run``.
 
     Raises:
-        ArgumentTypeError: An argument is of a type that cannot work.
+        ArgumentTypeError: An argument has the wrong type.
         ConfigurationError: The names, or the number of workers or restarts, cannot be used; or a
             ``WEFT_`` variable is unknown, or cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Where the workers of a run meet, and what their environment says of it."""
+"""Defines where the workers of a run meet, and the environment variables that tell them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Meeting(Protocol):
     """A place at which workers find each other."""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Returns ``base`` as workers that meet here have it."""
+        """Returns ``base``, changed for workers that meet here."""
 
     def renew(self) -> None:
-        """Makes it a place at which nobody has been yet."""
+        """Changes to a place that no worker has used yet."""
 
     def close(self) -> None:
-        """Gives it up."""
+        """Releases the place."""
 
 
 class ReservedPort:
     """Holds a free port of the loopback interface, so that no other program takes it.
 
-    A free port that is asked of the kernel, and given back, can be anybody's until the first worker
-    has started and listens, seconds later. So the socket stays bound, but does not listen. As it
-    and the worker's socket allow the address to be reused, and only one of them listens, Linux lets
-    the worker listen on the port; but the kernel gives it to no program that asks for a free one.
+    If a port from the kernel were released, any program could take it until the first worker has
+    started and listens, seconds later. So the socket stays bound, but does not listen. It and the
+    worker's socket allow address reuse, and only the worker's listens, so Linux lets the worker
+    listen on the port. The kernel gives the port to no program that asks for a free port.
 
     Args:
         number: The port to hold; 0 lets the kernel choose.
@@ -56,15 +56,15 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Lets go of the port; harmless when repeated."""
+        """Releases the port; idempotent."""
         self._socket.close()
 
 
 class PortMeeting:
-    """A port at which the worker with rank 0 keeps the store: for a group of known size.
+    """A port at which the worker with rank 0 hosts the store, for a group of known size.
 
     Args:
-        world_size: Workers of the group.
+        world_size: Number of workers in the group.
         number: The port; 0 for a free one.
 
     Raises:
@@ -77,7 +77,7 @@ class PortMeeting:
         self._port = ReservedPort(number)
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Returns ``base`` with the variables that ``env://`` looks at."""
+        """Returns ``base`` with the variables that ``env://`` reads."""
         return {
             **base,
             "WORLD_SIZE": str(self._world_size),
@@ -86,37 +86,37 @@ class PortMeeting:
         }
 
     def renew(self) -> None:
-        """Takes another port, unless it was told one: what is left of a group may hold on to it."""
+        """Takes another port unless one was given: remnants of a group may still hold the port."""
         if not self._is_chosen:
             former, self._port = self._port, ReservedPort()
             former.close()
 
     def close(self) -> None:
-        """Lets go of the port."""
+        """Releases the port."""
         self._port.close()
 
 
 class StoreMeeting:
-    """A store that this process keeps: for an open group, which has no size.
+    """A store in this process, for an open group, which has no fixed size.
 
     Attributes:
-        server: The store, to be served in the loop of the run.
+        server: The store, which the run's loop must serve.
     """
 
     def __init__(self) -> None:
         self.server = StoreServer()
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Returns ``base`` without a size and a port, but with the way to the store.
+        """Returns ``base`` without a size and a port, but with the store's address.
 
-        A store that the user has named is left to him: it may join workers of several machines.
+        A store that the user has named is kept: it may connect workers of several machines.
         """
         environment = {key: value for key, value in base.items() if key not in _OF_CLOSED_GROUPS}
         environment.setdefault(INIT_METHOD_VARIABLE, self.server.init_method)
         return environment
 
     def renew(self) -> None:
-        """Does nothing: who comes back finds those who stayed."""
+        """Does nothing: restarted workers rejoin the workers that stayed."""
 
     def close(self) -> None:
         """Closes the store."""

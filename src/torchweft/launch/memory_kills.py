@@ -1,4 +1,4 @@
-"""Tells whether the kernel has killed for want of memory: a ``SIGKILL`` itself does not say.
+"""Detects whether the kernel has killed for lack of memory: a ``SIGKILL`` itself does not tell.
 
 Control groups count such kills: ``oom_kill`` in ``memory.events`` of version 2, and in
 ``memory.oom_control`` of version 1. Workers are in the group of their launcher.
@@ -16,8 +16,8 @@ class MemoryKills:
     """Watches the counter of this process's control group.
 
     Args:
-        mount: Where control groups are found.
-        membership: The file that names those of this process.
+        mount: Where control groups are mounted.
+        membership: The file that names the control groups of this process.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class MemoryKills:
         self._seen = 0 if self._file is None else _read(self._file) or 0
 
     def take_one(self) -> bool | None:
-        """Whether there was such a kill that was not told of yet; None where that is not known.
+        """Returns whether there was a kill not yet returned here; None if that is unknown.
 
-        Ask once for each process that was killed: the kernel may kill several at a time.
+        Call it once for each killed process: the kernel may kill several at a time.
         """
         count = None if self._file is None else _read(self._file)
         if count is None:
@@ -44,10 +44,10 @@ class MemoryKills:
 
 
 def _candidates(mount: Path, membership: Path) -> Iterator[Path]:
-    """Returns where the counter may be.
+    """Returns the possible paths of the counter.
 
-    Within a container the path of the group may be one of the host, which is not seen there: the
-    group of the container then stands at the mount itself.
+    In a container, the group's path may be a path of the host, which is not visible there. The
+    container's group is then at the mount itself.
     """
     try:
         lines = membership.read_text().splitlines()

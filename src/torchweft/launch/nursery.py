@@ -1,4 +1,4 @@
-"""The launcher's side of the nursery: starts it, asks it for workers, hears how they end."""
+"""The launcher's side of the nursery: starts it, requests workers, receives how they end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torchweft.launch.report import describe_exit
 from torchweft.launch.worker import WorkerSpec, compute_environment
 
 WARM_MODULES = ("torch", "torchweft.rpc")
-"""What workers need that takes long to import."""
+"""Modules that workers need and that take long to import."""
 
 END_LIMIT_S = 6.0
 
-# The launcher's path comes first, so that the nursery runs the same Weft as the launcher; the
-# path that the interpreter made is handed on for workers that run a script. A -c interpreter
-# puts the current directory first, which a script does not have.
+# The launcher's path is set first, so that the nursery runs the same Weft as the launcher. The
+# path that the interpreter made is passed on for workers that run a script. With -c, the
+# interpreter puts the current directory first, which a script does not have.
 _BOOT = """\
 import sys
 from json import loads
@@ -35,9 +35,9 @@ main(own_path)
 
 
 class Nursery:
-    """A helper process that forks workers; they end with it, and it ends with this process.
+    """A helper process that forks workers. They end with it, and it ends with this process.
 
-    Make one yourself to start several clusters, one after the other, from the same warm process::
+    Make a nursery yourself to start several clusters in succession from the same warm process::
 
         with Nursery() as nursery:
             with torchweft.cluster(2, nursery=nursery):
@@ -47,8 +47,8 @@ class Nursery:
 
     Args:
         preload: Modules that the nursery imports, so that the workers need not.
-        environment: Its environment; by default that of this process. Workers have their own,
-            but what libraries read when they are imported comes from here.
+        environment: Its environment; by default that of this process. Workers have their own
+            environments, but libraries that read variables at import read this one.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Nursery:
             raise self._lost() from None
 
     def stop(self, key: str | None, ladder: Ladder) -> None:
-        """Asks to signal one worker, or all of them, until they end; does not wait for it."""
+        """Has one worker, or all workers, signalled until they end; does not wait for that."""
         with contextlib.suppress(OSError):  # without a nursery there are no workers
             self._control.send({"request": "stop", "key": key, "ladder": list(ladder)})
 
@@ -116,16 +116,16 @@ class Nursery:
             raise self._lost() from None
 
     def end(self, limit_s: float = END_LIMIT_S) -> None:
-        """Ends all workers and the nursery, and waits for that; its last events can be read."""
+        """Ends all workers and the nursery, and waits; its last events can still be read."""
         self._control.finish_sending()
         try:
             self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # whereupon the kernel kills the workers
+            self._process.kill()  # the kernel then kills the workers
             self._process.wait()
 
     def close(self) -> None:
-        """Ends the nursery and gives its connection back; harmless when repeated."""
+        """Ends the nursery and closes the connection; idempotent."""
         self.end()
         self._control.close()
 
@@ -168,6 +168,6 @@ def _command(connection: int, preload: Sequence[str]) -> list[str]:
 
 
 def _interpreter_flags() -> list[str]:
-    """Returns the flags that this interpreter was started with, for another one."""
-    # What multiprocessing and test.support use; there is no public way to the same list.
+    """Returns the flags that this interpreter was started with, to start another with them."""
+    # multiprocessing and test.support use this too; no public function returns the same list.
     return list(vars(subprocess)["_args_from_interpreter_flags"]())

@@ -1,26 +1,26 @@
 """The nursery: a process that imports once and forks workers, and is their parent.
 
-Importing torch takes a second of processor time in every process; a forked worker has it done
-already. A forked process inherits one thread only, the forking one, so the nursery never starts
+Importing torch takes a second of processor time in every process; a forked worker inherits the
+imported modules. A forked process inherits only the forking thread. So the nursery never starts
 a thread and never computes: it imports, and then it waits.
 
-The second task of the nursery is that no worker outlives the launcher, however that ends.
-Asking the kernel for a signal at the parent's death (``PR_SET_PDEATHSIG``) is bound to the
-*thread* that forked, and a launcher may fork from any; the nursery has one thread, so for its
-own children it is exact. The nursery itself watches the launcher through a pidfd, which is bound
-to the process, and through the control connection, whose end the launcher's death closes. So:
+The nursery's second task is that no worker outlives the launcher, however the launcher ends. The
+kernel's signal at the parent's death (``PR_SET_PDEATHSIG``) is bound to the *thread* that forked,
+and a launcher may fork from any thread. The nursery has one thread, so the signal is exact for
+its own children. The nursery itself watches the launcher through a pidfd, which is bound to the
+process, and through the control connection, which the launcher's death closes. So:
 
 =================  =========================================================================
-who dies           what ends the workers
+process that dies  what ends the workers
 =================  =========================================================================
 the launcher       the nursery sees it, signals every worker's process group, and leaves
 the nursery        the kernel kills each worker; the launcher sees the end of the connection
 both at once       the kernel kills each worker
 =================  =========================================================================
 
-Each worker leads a process group of its own, so what it has started is signalled with it. When
-a worker ends, what is left of its group is told to end and then killed. As the nursery reaps
-the workers itself, no signal ever goes to a process id that was given to somebody else.
+Each worker leads its own process group, so the processes that it starts are signalled with it.
+When a worker ends, the rest of its group is asked to end and then killed. The nursery reaps the
+workers itself, so no signal ever goes to a reused process id.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass
 class _Group:
-    """One worker and the processes that it started; kept until the last of them is gone."""
+    """One worker and the processes that it started; kept until all of them are gone."""
 
     key: str
     pid: int
@@ -75,13 +75,13 @@ class _Group:
             self.send(number)
 
     def send(self, number: int) -> bool:
-        """Signals the group; returns whether anybody was there to get it."""
+        """Signals the group; returns whether any process of the group exists."""
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
             return False
         except PermissionError:
-            pass  # somebody is there, who has changed user
+            pass  # a process exists, but has changed user
         return True
 
     def is_gone(self, now_s: float) -> bool:
@@ -144,7 +144,7 @@ class _Nursery:
         if hasattr(os, "pidfd_open"):
             try:
                 launcher = os.pidfd_open(launcher_pid)
-            except OSError:  # gone already, or a kernel without it: the connection ends as well
+            except OSError:  # launcher gone, or no pidfds in this kernel: the connection ends too
                 launcher = -1
             if launcher >= 0:
                 self._resources.callback(os.close, launcher)
@@ -156,8 +156,8 @@ class _Nursery:
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         if sys.platform == "linux":
-            # What a worker leaves behind becomes a child of the nursery, which can then tell when
-            # it is gone; process 1, in many a container, collects no children.
+            # Processes that a worker leaves behind become children of the nursery, which can then
+            # tell when they are gone. In many containers, process 1 reaps no children.
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -168,7 +168,7 @@ class _Nursery:
             self._wake_read.recv(4096)
 
     def _wait_s(self) -> float | None:
-        """Returns how long nothing needs to be done; None until something happens."""
+        """Returns the seconds until the next action is due; None to wait for an event."""
         waits = [GROUP_POLL_S for group in self._groups if group.has_ended]
         now_s = time.monotonic()
         waits += [max(0.0, group.next_signal_s - now_s) for group in self._groups if group.ladder]
@@ -190,8 +190,8 @@ class _Nursery:
         nursery_pid = os.getpid()
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of threads, such as a linear algebra library may have started
-                # when it was imported; those libraries park them for a fork by themselves.
+                # Python 3.12 warns if there are threads. A linear algebra library may have started
+                # some at import; such libraries park their threads for a fork themselves.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
         except OSError as error:
@@ -202,7 +202,7 @@ class _Nursery:
         if pid == 0:
             self._become_worker(request, stdout, stderr, nursery_pid)
         with contextlib.suppress(OSError):
-            # Done here and in the worker: whoever comes first, a signal to the group finds it.
+            # The worker does this too: whichever process is first, signals to the group find it.
             os.setpgid(pid, pid)
         os.close(stdout)
         os.close(stderr)
@@ -223,7 +223,7 @@ class _Nursery:
             self._stop({"key": None, "ladder": LEFTOVER_LADDER})
 
     def _reap(self) -> None:
-        """Takes note of every child that has ended; among them what workers left behind."""
+        """Reaps every ended child, including processes that workers left behind."""
         groups = {group.pid: group for group in self._groups}
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -234,7 +234,7 @@ class _Nursery:
                     self._worker_ended(groups[pid], os.waitstatus_to_exitcode(status))
 
     def _worker_ended(self, group: _Group, exit_code: int) -> None:
-        # First of all: those that were connected to it ask for that right now.
+        # First: the workers that were connected to it are looking for the note right now.
         leave_note(group.notes, group.pid, self._ending_of(group, exit_code))
         group.has_ended = True
         group.ladder = list(LEFTOVER_LADDER)
@@ -242,7 +242,7 @@ class _Nursery:
         self._tell({"event": "ended", "key": group.key, "exit_code": exit_code})
 
     def _ending_of(self, group: _Group, exit_code: int) -> str:
-        """Says how a worker ended, for the other workers."""
+        """Describes how a worker ended, for the other workers."""
         if group.ladder or group.was_told:
             return "was ended by the launcher"
         if exit_code == 0:
@@ -255,10 +255,10 @@ class _Nursery:
             self._control.send(event)
 
     def _become_worker(self, request: Message, stdout: int, stderr: int, nursery_pid: int) -> None:
-        """Cuts a forked process off from the nursery and makes it ready for its job."""
+        """Detaches a forked process from the nursery and prepares it for its job."""
         if sys.platform == "linux":
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != nursery_pid:  # it died before the line above could take effect
+        if os.getppid() != nursery_pid:  # the nursery died before the line above took effect
             os._exit(1)
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
@@ -274,7 +274,7 @@ class _Nursery:
         os.environ.update(request["environment"])
         note = os.environ[NOTE_VARIABLE] = os.path.join(request["notes"], str(os.getpid()))
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(note)  # of an earlier process with this number
+            os.unlink(note)  # of an earlier process with this pid
         os.chdir(request["directory"])
         raise _Forked(request["job"])
 
@@ -297,14 +297,14 @@ def main(own_path: Sequence[str]) -> None:
     except ConnectionError:
         os._exit(1)  # the launcher is gone already
     else:
-        os._exit(0)  # nothing here has to be put away, and that of torch takes a while
+        os._exit(0)  # nothing needs cleanup here, and torch's own takes a while
     run_job(job, own_path)
 
 
 def _preload(modules: list[str]) -> None:
     for module in modules:
         importlib.import_module(module)
-    # What is there now lives as long as the process: were the collector to visit it, it would
-    # write to every page of it, and the workers would share none of them any more.
+    # These objects live as long as the process. If the collector visited them, it would write to
+    # all their pages, and the workers would no longer share those pages.
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Tells a bug, which fails again at once, from a fault that passes."""
+"""Distinguishes a bug, which fails again at once, from a transient fault."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torchweft.launch.report import error_line
 from torchweft.launch.worker import WorkerExit
 
 AT_ONCE_S = 10.0
-"""A life that was as short has made no progress."""
+"""A life shorter than this, in seconds, has made no progress."""
 
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 class Repeats:
-    """Remembers how lives ended that were short.
+    """Remembers how short lives ended.
 
     Args:
-        is_of_group: Whether the workers begin anew together, so that any of them may fail first.
+        is_of_group: Whether the workers restart together, so that any of them may fail first.
     """
 
     def __init__(self, is_of_group: bool) -> None:
@@ -25,7 +25,7 @@ class Repeats:
         self._former: dict[str, str] = {}
 
     def is_repeated(self, ended: WorkerExit, tail: str) -> bool:
-        """Whether a life failed at once, and by the same traceback as the one before.
+        """Whether a life failed at once, with the same traceback as the previous life.
 
         Args:
             ended: How it ended.

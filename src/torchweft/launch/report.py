@@ -1,4 +1,4 @@
-"""Says in words how a worker ended, so that the cause is what a person reads last."""
+"""Describes how a worker ended, with the cause as the last text that a person reads."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections import deque
 from torchweft.launch.worker import WorkerExit
 
 TAIL_LINES = 60
-"""Lines of standard error that are kept of each worker."""
+"""Lines of standard error kept for each worker."""
 
 TRACEBACK_START = b"Traceback (most recent call last):"
 
 
 def signal_name(number: int) -> str:
-    """Returns a signal's name, or its number where it has none."""
+    """Returns a signal's name, or its number if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -30,11 +30,11 @@ _KILL_HINTS = {
 
 
 def describe_exit(exit_code: int, is_memory_kill: bool | None = None) -> str:
-    """Says how a process ended, as the end of a sentence that starts with its name.
+    """Describes how a process ended, as the end of a sentence that starts with its name.
 
     Args:
-        exit_code: Its exit status; the negative number of a signal that killed it.
-        is_memory_kill: Whether the kernel killed it for want of memory, where that is known.
+        exit_code: Its exit status, or the negative number of the signal that killed it.
+        is_memory_kill: Whether the kernel killed it for lack of memory; None if unknown.
     """
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
@@ -48,7 +48,7 @@ def shell_status(exit_code: int) -> int:
 
 
 def describe_worker(ended: WorkerExit) -> str:
-    """Names a worker that ended, and how it did."""
+    """Returns the name of an ended worker and how it ended."""
     return (
         f"worker {ended.name!r} (rank {ended.rank}, pid {ended.pid}) "
         f"{describe_exit(ended.exit_code, ended.is_memory_kill)}"
@@ -56,13 +56,13 @@ def describe_worker(ended: WorkerExit) -> str:
 
 
 def describe_death(ended: WorkerExit) -> str:
-    """Says when a worker ended, which one, how, and how long it had run."""
+    """Returns when a worker ended, its name, how it ended, and how long it had run."""
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended.ended_at))
     return f"{moment}: {describe_worker(ended)} after {describe_duration(ended.ran_s)}"
 
 
 def describe_duration(seconds: float) -> str:
-    """Returns a length of time with the units that a person would use for it."""
+    """Returns a duration in the units that a person would use."""
     if seconds < 99.95:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
@@ -75,14 +75,14 @@ class ErrorTail:
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque(maxlen=TAIL_LINES)
         self.shown_at = 0
-        """The number of the last of them among all lines of the run."""
+        """The number of the last kept line among all lines of the run."""
 
     def extend(self, lines: list[bytes]) -> None:
-        """Takes the next lines; the oldest are forgotten."""
+        """Appends lines; drops the oldest."""
         self._lines.extend(lines)
 
     def text(self) -> str:
-        """Returns the lines, indented; from the first traceback among them where one is."""
+        """Returns the lines, indented; starts at the first traceback if there is one."""
         lines = list(self._lines)
         if TRACEBACK_START in lines:
             lines = lines[lines.index(TRACEBACK_START) :]
@@ -90,7 +90,7 @@ class ErrorTail:
 
 
 def error_line(tail: str) -> str:
-    """Returns the line of the last traceback that says what was raised; "" without one."""
+    """Returns the last traceback's line that names the exception; "" without a traceback."""
     lines = [line.removeprefix("    ") for line in tail.splitlines()]
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     if not frames:
@@ -99,12 +99,12 @@ def error_line(tail: str) -> str:
 
 
 def failure_report(ended: WorkerExit, tail: str, is_in_view: bool = False) -> str:
-    """Returns the message about a worker that failed; its last lines come last.
+    """Returns the message about a failed worker; the worker's last lines come last.
 
     Args:
         ended: How it ended.
         tail: Its last lines.
-        is_in_view: Whether they have just been shown; of a traceback, one line is enough then.
+        is_in_view: Whether they have just been shown; then one line of a traceback is enough.
     """
     if not tail:
         return f"{describe_death(ended)}; it wrote nothing to standard error"

@@ -1,4 +1,4 @@
-"""Which workers are to be started again, and when; knows no processes and no clock."""
+"""Plans which workers are restarted, and when; knows no processes and no clock."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torchweft.launch.restarts import GROUP, Attempt, Attempts, RestartPolicy
 class RestartPlan:
     """Keeps the restarts of one run.
 
-    The caller tells of deaths and of the time, and starts what ``take_due`` returns.
+    The caller reports deaths and the time, and starts the workers that ``take_due`` returns.
 
     Args:
-        policy: What is started again, how often and how soon.
+        policy: What is restarted, how often and how soon.
         names: The workers' names.
         now_s: When they are started for the first time.
         draw: Returns a random number from 0 to 1.
@@ -45,26 +45,26 @@ class RestartPlan:
 
     @property
     def is_regrouping(self) -> bool:
-        """Whether a worker has died, and the others have to end before all are started again."""
+        """Whether a worker has died, and the others have to end before all are restarted."""
         return self._of_group is not None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some worker is still to be started again."""
+        """Whether a restart is pending."""
         return self.is_regrouping or bool(self._due_s)
 
     def count(self, name: str) -> int:
-        """Returns how often a worker has been, or is about to be, started again."""
+        """Returns how often a worker has been, or is about to be, restarted."""
         return self._attempts[name].total
 
     def total(self) -> int:
-        """Returns how many restarts there were in all; one of the group counts once."""
+        """Returns the total number of restarts; a restart of the group counts once."""
         return sum(attempts.total for attempts in set(self._attempts.values()))
 
     def died(self, name: str, now_s: float) -> Attempt | None:
-        """Takes note that a worker died; returns what follows, or None where the run is over.
+        """Records a worker's death; returns the restart, or None if the run is over.
 
-        Of the group's scope, the waiting begins with ``all_ended``.
+        In the group scope, the wait begins with ``all_ended``.
         """
         attempt = self._attempts[name].next(now_s)
         if attempt is None:
@@ -76,7 +76,7 @@ class RestartPlan:
         return attempt
 
     def all_ended(self, now_s: float) -> Attempt | None:
-        """Takes note that nobody runs any more; returns the restart that is now waited for."""
+        """Records that all workers have ended; returns the restart that is now pending."""
         attempt, self._of_group = self._of_group, None
         if attempt is not None:
             self._due_s = dict.fromkeys(self._names, now_s + attempt.delay_s)
@@ -91,11 +91,11 @@ class RestartPlan:
         return due
 
     def wait_s(self, now_s: float) -> float | None:
-        """Returns how long nothing is due; None where nothing is waited for."""
+        """Returns the seconds until the next restart is due; None if none is pending."""
         return max(0.0, min(self._due_s.values()) - now_s) if self._due_s else None
 
     def cancel(self) -> None:
-        """Has nothing be started any more."""
+        """Cancels all pending restarts."""
         waiting = self._names if self.is_regrouping else self._due_s
         for attempts in {self._attempts[name] for name in waiting}:
             attempts.withdraw()

@@ -1,8 +1,8 @@
-"""A cluster whose workers are started again when they die.
+"""A cluster that restarts workers that die.
 
-The caller cannot be started again, so neither can the whole group: it is an open one, in which
-each worker comes back by itself, under its name and rank. All meet at a store in this process,
-which the thread that follows the workers serves.
+The caller cannot be restarted, so the whole group cannot be either. The group is therefore open:
+each worker comes back by itself, under its name and rank. All workers meet at a store in this
+process, which the thread that follows the workers serves.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torchweft.launch.terms import Terms
 from torchweft.launch.worker import WorkerExit
 
 LOOK_S = 0.1
-"""How often the thread that follows the workers looks whether the cluster is closed."""
+"""Seconds between checks whether the cluster is closed, in the thread that follows the workers."""
 
 
 class RestartingCluster(Cluster):
-    """What ``torchweft.cluster`` makes where it is told of restarts.
+    """The cluster that ``torchweft.cluster`` makes if it is given ``restarts``.
 
     Raises:
-        ConfigurationError: There cannot be so many restarts.
+        ConfigurationError: The number of restarts is invalid.
     """
 
     def __init__(self, terms: Terms) -> None:
@@ -49,7 +49,7 @@ class RestartingCluster(Cluster):
         self._has_left = False
 
     def abandon(self) -> None:
-        """Ends the workers at once, whatever they do; the caller leaves the group."""
+        """Ends the workers at once, even while they serve calls; the caller leaves the group."""
         self._has_left = True
         super().abandon()
 
@@ -85,7 +85,7 @@ class RestartingCluster(Cluster):
 
     def _follow_workers(self, supervisor: Supervisor) -> None:
         assert self._server is not None
-        # Served for as long as anybody may still use it: the caller does when it leaves.
+        # Serve until the caller has left: leaving still uses the store.
         supervisor.watch(self._server.fileno(), self._server.serve)
         while not (self._has_left and supervisor.is_done):
             if self._is_closing:
@@ -121,7 +121,7 @@ class RestartingCluster(Cluster):
                 self._report.say(failure_report(ended, tail, is_in_view))
 
     def _leave_gracefully(self) -> WeftError | None:
-        """Leaves the group, then has each worker leave it when it is done; returns what failed."""
+        """Leaves the group, then has each worker leave when done; returns the error, if any."""
         self._is_closing = True
         watch = LeaveWatch(self._say, self._terms.leave_timeout_s)
         problem: WeftError | None = self._leave_group(watch)
@@ -138,7 +138,7 @@ class RestartingCluster(Cluster):
         if failure is None or not self._failed or self._lost_nursery is not None:
             return failure
         if failure.__cause__ is not None:
-            return failure  # of a setup, which is not tried again
+            return failure  # of a setup, which is not retried
         last = self._failed[0]
         reason = "it failed twice at once" if self._is_bug else "its restarts are used up"
         return LaunchError(

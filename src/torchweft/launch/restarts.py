@@ -1,10 +1,10 @@
-"""How often, and how soon, what died is started again.
+"""Decides how often, and how soon, dead workers and groups are restarted.
 
-A fault that passes (a machine without memory for a moment, a file system that is away) should
-cost seconds; one that stays (a wrong path in the script) should end the run with its message,
-not fill a log for a night. So the waits grow, and the number of restarts is limited within a
-stretch of time: a run of weeks may lose a worker every day, and a run that cannot work is over
-after a few attempts.
+A transient fault (a machine briefly without memory, an unavailable file system) should cost
+seconds. A permanent fault (a wrong path in the script) should end the run with its message, not
+fill a log for a night. So the waits grow, and the number of restarts within a time window is
+limited: a run of weeks may lose a worker every day, and a run that cannot work is over after a
+few attempts.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ GROUP, WORKER = "group", "worker"
 SCOPES = (GROUP, WORKER)
 
 _DOUBLINGS = 30
-"""More would only matter to numbers that the longest wait has cut off long before."""
+"""More doublings would only affect waits that ``backoff_limit_s`` has capped long before."""
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """What is done when a worker dies, which is to end in any way but with exit code 0.
+    """The response to a worker's death: any end other than with exit code 0.
 
-    With the scope ``"group"`` the others are ended and the whole group is started again, at a new
-    meeting place: for groups of a known size, which none can join later. With ``"worker"`` only
-    the one that died is started again, under its name and rank: for open groups, where workers
+    With the scope ``"group"`` the others are ended and the whole group is restarted at a new
+    meeting place: for groups of a known size, which no worker can join later. With ``"worker"``
+    only the dead worker is restarted, under its name and rank: for open groups, where workers
     call ``init_rpc`` without a ``world_size``.
 
     The n-th wait in a row is ``backoff_s`` times 2 to the power of n - 1, at most
-    ``backoff_limit_s``, and of that a random part between one half and all, so that many that
-    died of one cause do not come back at the same moment.
+    ``backoff_limit_s``, times a random factor between one half and one. So workers that died of
+    one cause do not come back at the same moment.
 
     Attributes:
         limit: Restarts of one worker, or of the group, within any ``window_s``; 0 for none. One
-            death more ends the run.
-        scope: What is started again: ``"group"`` or ``"worker"``.
+            more death ends the run.
+        scope: What is restarted: ``"group"`` or ``"worker"``.
         backoff_s: The first wait, in seconds.
         backoff_limit_s: The longest wait, in seconds.
         window_s: Seconds after which a restart no longer counts; infinite for never.
-        healthy_s: Seconds after which whatever ran so long is well: its next wait is the first.
+        healthy_s: Seconds of running after which a worker or group counts as healthy: its next
+            wait is the first again.
     """
 
     limit: int = 0
@@ -57,7 +58,7 @@ class RestartPolicy:
     healthy_s: float = field(default_factory=knobs.RESTART_HEALTHY_S.get)
 
     def check(self) -> None:
-        """Raises ConfigurationError for the first value that cannot work."""
+        """Raises ConfigurationError for the first invalid value."""
         if self.limit < 0:
             raise ConfigurationError(
                 f"the number of restarts is {self.limit}; it must be 0, for none, or more"
@@ -80,11 +81,11 @@ class RestartPolicy:
 
 
 class Attempt(NamedTuple):
-    """One restart that is allowed.
+    """One permitted restart.
 
     Attributes:
-        delay_s: How long to wait before it.
-        number: Its number among those that count now, from 1.
+        delay_s: How long to wait before it, in seconds.
+        number: Its number among the restarts that count now, from 1.
     """
 
     delay_s: float
@@ -92,14 +93,14 @@ class Attempt(NamedTuple):
 
 
 class Attempts:
-    """Counts the restarts of one worker, or of one group; the time comes in from outside.
+    """Counts the restarts of one worker, or of one group; callers pass the time.
 
     Args:
-        policy: What is allowed.
+        policy: The limits.
         draw: Returns a random number from 0 to 1.
 
     Attributes:
-        total: Restarts so far, also those that no longer count against the limit.
+        total: Restarts so far, including those that no longer count against the limit.
     """
 
     def __init__(self, policy: RestartPolicy, draw: Callable[[], float] = random.random) -> None:
@@ -111,11 +112,11 @@ class Attempts:
         self.total = 0
 
     def started(self, now_s: float) -> None:
-        """Takes note that it runs from now on."""
+        """Records that the worker or group runs from now on."""
         self._started_s = now_s
 
     def next(self, now_s: float) -> Attempt | None:
-        """Returns the restart after a death that was now, or None where the limit is reached."""
+        """Returns the restart after a death at ``now_s``, or None if the limit is reached."""
         policy = self._policy
         while self._counted and self._counted[0] <= now_s - policy.window_s:
             self._counted.popleft()
@@ -131,5 +132,5 @@ class Attempts:
         return Attempt(delay_s, len(self._counted))
 
     def withdraw(self) -> None:
-        """Takes note that the last restart does not take place."""
+        """Records that the last restart does not take place."""
         self.total -= 1

@@ -33,7 +33,7 @@ from torchweft.launch.worker import (
 )
 
 INTERRUPT_LADDER: Ladder = [(signal.SIGINT, 1.0), (signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
-"""After Ctrl-C a worker may tidy up, but the person who pressed it gets the prompt back soon."""
+"""After Ctrl-C a worker may clean up, but the user gets the prompt back soon."""
 
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 
@@ -55,19 +55,20 @@ def run_workers(
     Args:
         names: The workers' names, in order of their ranks.
         job: What each of them does.
-        console: Where their output goes, and what is said of them.
-        master_port: The port at which they meet; 0 has a free one chosen.
+        console: Where the workers' output goes, and messages about them.
+        master_port: The port at which the workers meet; 0 for a free port.
         is_warm: Whether workers are forked from a process that has imported torch.
-        restarts: What is done when a worker dies; by default, the others are ended.
-        seed: Makes the random numbers of warm workers reproducible, each with its own; without,
-            they differ by worker and run. Workers that are not warm begin as any program does.
+        restarts: The policy when a worker dies; by default, the others are ended.
+        seed: Makes the random numbers of warm workers reproducible, with different numbers for
+            each worker. Without a seed they differ by worker and run. Workers that are not warm
+            start like any program.
 
     Returns:
         An exit status as shells report it: that of the worker whose death ended the run, 130
-        after Ctrl-C, 0 when all went well.
+        after Ctrl-C, 0 on success.
 
     Raises:
-        ConfigurationError: An argument cannot work; or a ``WEFT_`` variable is unknown, or cannot
+        ConfigurationError: An argument is invalid; or a ``WEFT_`` variable is unknown, or cannot
             be read.
     """
     policy = RestartPolicy() if restarts is None else restarts
@@ -104,7 +105,7 @@ def _meeting(count: int, master_port: int, policy: RestartPolicy) -> Meeting:
 
 
 class _Run:
-    """The state of one run: who is to be started again, what ended it, and with which status."""
+    """The state of one run: pending restarts, the failure that ended it, and its exit status."""
 
     def __init__(
         self,
@@ -169,7 +170,7 @@ class _Run:
         return WorkerSpec(name, rank, job, environment, self._notes)
 
     def _start_again(self) -> None:
-        """Starts those whose time has come."""
+        """Restarts the workers that are due."""
         if self._plan.is_regrouping and self._supervisor.is_done:
             attempt = self._plan.all_ended(time.monotonic())
             assert attempt is not None
@@ -181,8 +182,8 @@ class _Run:
             self._supervisor.start_again(self._spec(name))
 
     def _output_closed(self) -> int:
-        """Ends quietly, as a program does whose output goes to ``head``."""
-        # What is buffered cannot be written, and the interpreter would complain of that at exit.
+        """Ends quietly, like a program whose output goes to ``head``."""
+        # Buffered output cannot be written, and the interpreter would complain about it at exit.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
@@ -190,7 +191,7 @@ class _Run:
 
     def _worker_ended(self, ended: WorkerExit) -> None:
         if ended.exit_code == 0 or self._is_ending or self._plan.is_regrouping:
-            return  # it did what it should, or what it was told to
+            return  # it succeeded, or the launcher ended it
         is_repeated = self._repeats.is_repeated(ended, self._supervisor.tail(ended.name))
         attempt = None if is_repeated else self._plan.died(ended.name, time.monotonic())
         others = self._supervisor.running_count

@@ -1,4 +1,4 @@
-"""What an operator reads of a run: who died, when and how, and what is done about it."""
+"""Reports a run to its operator: which worker died, when and how, and the launcher's response."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _DEATHS_LISTED = 10
 
 
 class RunReport:
-    """Says one line for each thing that happens, at once, and a summary at the end.
+    """Writes one line for each event, at once, and a summary at the end.
 
     Args:
-        console: Where it says so.
-        policy: What is done when a worker dies.
+        console: Where the lines go.
+        policy: The policy when a worker dies.
         names: The workers' names.
-        speaker: Who says so.
+        speaker: The name at the start of each message.
         has_status: Whether the exit code of a worker that ends the run is that of the run.
     """
 
@@ -53,13 +53,13 @@ class RunReport:
         *,
         is_repeated: bool = False,
     ) -> None:
-        """Says that a worker has died, and what follows.
+        """Reports that a worker has died, and what follows.
 
         Args:
             ended: How it ended.
-            attempt: Its restart, or that of the group; None where the run is over.
+            attempt: Its restart, or that of the group; None if the run is over.
             others: How many other workers run now.
-            is_repeated: Whether that is because it failed at once, and as before.
+            is_repeated: Whether the run is over because the worker failed at once, as before.
         """
         self._deaths.append(ended)
         if is_repeated:
@@ -76,12 +76,12 @@ class RunReport:
             self.say(f"{describe_death(ended)}; starting it again {self._when(attempt)}")
 
     def group_waits(self, attempt: Attempt) -> None:
-        """Says that nobody runs, and when all are started again."""
+        """Reports that all workers have ended, and when they are restarted."""
         self._awaited.update(self._names)
         self.say(f"starting {self._all()} again {self._when(attempt)}")
 
     def started(self, name: str, pid: int) -> None:
-        """Says that a worker runs again, or all of them, where it was started once more."""
+        """Reports that a restarted worker runs again, or all restarted workers of the group."""
         if name not in self._awaited:
             return
         self._awaited.discard(name)
@@ -91,7 +91,7 @@ class RunReport:
             self.say(f"{self._all()} run again")
 
     def summarize(self, restarts: int) -> None:
-        """Lists the deaths of a run in which there were so many restarts, if there were any."""
+        """Lists the deaths of a run with this number of restarts, if it is not 0."""
         if not restarts:
             return
         subject = "the group was" if self._policy.scope == GROUP else "workers were"

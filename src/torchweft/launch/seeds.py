@@ -1,7 +1,7 @@
 """Seeds the random number generators of a forked worker: those of Python, NumPy and PyTorch.
 
-A forked process has its parent's generators, with their state. Python makes its own anew in a
-fork; those of NumPy and PyTorch would go on alike in every worker.
+A forked process inherits its parent's generators and their state. Python reseeds its own after a
+fork. The generators of NumPy and PyTorch would produce the same numbers in every worker.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 
 _NUMPY_BITS = 32
-"""Length of the seeds that NumPy's legacy generator takes."""
+"""Bits of the seeds that NumPy's legacy generator takes."""
 
 
 def check_seed(seed: int | None, argument: str = "seed") -> None:
-    """Raises ConfigurationError where a run cannot have this seed."""
+    """Raises ConfigurationError if the seed is invalid."""
     if seed is None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -31,10 +31,10 @@ def check_seed(seed: int | None, argument: str = "seed") -> None:
 
 
 def worker_seed(seed: int | None, name: str) -> int | None:
-    """Returns the seed of one worker of a run: 63 bits, another one for each name.
+    """Returns the seed of one worker of a run: 63 bits, different for each name.
 
     Args:
-        seed: The seed of the run; None where there is none.
+        seed: The seed of the run; None if it has no seed.
         name: The worker's name.
     """
     if seed is None:
@@ -44,15 +44,15 @@ def worker_seed(seed: int | None, name: str) -> int | None:
 
 
 def seed_generators(seed: int | None) -> None:
-    """Seeds the generators of Python and of what has been imported of NumPy and PyTorch.
+    """Seeds Python's generator, and those of NumPy and PyTorch if they have been imported.
 
     Args:
-        seed: The worker's seed; None takes one for each from the operating system.
+        seed: The worker's seed; None seeds each generator from the operating system.
     """
     loaded: dict[str, Any] = sys.modules
     random.seed(seed)
     if "numpy" in loaded and (seed is not None or "numpy.random" in loaded):
-        # Without a seed, NumPy's generator seeds itself where it is imported later.
+        # Without a seed, NumPy's generator seeds itself if it is imported later.
         import numpy
 
         numpy.random.seed(None if seed is None else seed % (1 << _NUMPY_BITS))

@@ -1,7 +1,7 @@
-"""Signals that ask a process to end, heard where it waits and not in the middle of something else.
+"""Handles signals that ask a process to end where it waits, not in the middle of other work.
 
-A handler in Python is run by the main thread, between two of its steps. A signal that comes just
-as that thread begins to wait for a lock, or that another thread gets, does not end the wait. So
+The main thread runs Python's signal handlers, between two of its steps. A signal does not end a
+wait for a lock if it arrives just as the main thread begins to wait, or on another thread. So
 the waits here are for a descriptor, to which the interpreter itself writes, whichever thread the
 signal reaches and whenever.
 """
@@ -22,10 +22,10 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def watched_signals(
     watch: Callable[[int, Callable[[], object]], None], on_signal: Callable[[int], None]
 ) -> Iterator[None]:
-    """Has signals that ask this process to end be handled in its loop, within a ``with`` block.
+    """Handles signals that ask this process to end in its loop, within a ``with`` block.
 
     Args:
-        watch: Has the loop call a function when a descriptor is readable.
+        watch: Makes the loop call a function when a descriptor is readable.
         on_signal: Called in the loop with the number of each signal, in order.
     """
     signals: deque[int] = deque()
@@ -50,10 +50,10 @@ def watched_signals(
 
 
 class AwaitedSignal:
-    """A signal for which the main thread waits when it has nothing else to do.
+    """A signal for which the main thread waits when it has no other work.
 
     Args:
-        number: The signal. From now on it does nothing else.
+        number: The signal. From now on it has no other effect.
     """
 
     def __init__(self, number: int) -> None:
@@ -61,7 +61,7 @@ class AwaitedSignal:
         signal.signal(number, self._note)
 
     def wait(self) -> None:
-        """Blocks until the signal comes; returns at once where it has come already."""
+        """Blocks until the signal arrives; returns at once if it has already arrived."""
         with _wakeups() as wake_read:
             while not self._has_come:
                 wake_read.recv(4096)
@@ -72,7 +72,7 @@ class AwaitedSignal:
 
 @contextmanager
 def _wakeups() -> Iterator[socket.socket]:
-    """Makes a socket that becomes readable whenever a signal has come."""
+    """Makes a socket that becomes readable whenever a signal has arrived."""
     wake_read, wake_write = socket.socketpair()
     with wake_read, wake_write:
         wake_write.setblocking(False)

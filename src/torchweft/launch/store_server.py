@@ -1,9 +1,9 @@
-"""The launcher's side of the store in which the workers of an open group meet.
+"""The launcher's rendezvous store, in which the workers of an open group meet.
 
-It is served in the loop that follows the workers, needs neither torch nor a thread, and lives
-for as long as the run does, whichever worker dies. Nothing listens on the network. The name of
-its socket can be seen by everybody on the machine, so who asks is checked: the kernel tells with
-each datagram which user sent it. See ``torchweft.agent.launcher_store`` for the other side.
+The loop that follows the workers serves the store, which needs neither torch nor a thread. The
+store lives as long as the run, whichever worker dies. Nothing listens on the network. Every user
+of the machine can see the socket's name, so the server checks each sender: the kernel attaches the
+sending user to each datagram. See ``torchweft.agent.launcher_store`` for the workers' side.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 
 _REQUEST_BYTES = 1 << 18
 _AT_ONCE = 64
-"""Requests that are answered before the loop looks after the workers again."""
+"""Requests answered before the loop looks after the workers again."""
 
-# What comes of requests that are none: nested without end, or with an infinite number.
+# Errors of malformed requests: nested too deeply, or with an infinite number.
 _NONSENSE = (ValueError, TypeError, KeyError, RecursionError, OverflowError)
 
 _CREDENTIALS = struct.Struct("3i")  # process, user and group, as Linux has them
 
 
 class StoreServer:
-    """Keeps keys and values, and answers the workers of this user that ask for them.
+    """Keeps keys and values, and answers requests from workers of this user.
 
     Attributes:
-        init_method: What workers are told, so that they find it.
+        init_method: The address by which workers find the store.
     """
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class StoreServer:
         }
 
     def fileno(self) -> int:
-        """Returns the descriptor that is readable when somebody asks."""
+        """Returns the descriptor that is readable when a request has arrived."""
         return self._socket.fileno()
 
     def serve(self) -> None:
-        """Answers who has asked; does not block."""
+        """Answers pending requests; does not block."""
         for _ in range(_AT_ONCE):
             try:
                 request, control, _, sender = self._socket.recvmsg(
@@ -64,11 +64,11 @@ class StoreServer:
             except BlockingIOError:
                 return
             if sender and _is_of_this_user(control):
-                with contextlib.suppress(OSError):  # it died meanwhile, or does not listen
+                with contextlib.suppress(OSError):  # the worker died meanwhile, or does not listen
                     self._socket.sendto(self._answer(request), sender)
 
     def close(self) -> None:
-        """Closes the socket; the keys are gone."""
+        """Closes the socket; the keys are lost."""
         self._socket.close()
 
     def _answer(self, request: bytes) -> bytes:
@@ -85,7 +85,7 @@ class StoreServer:
         return total
 
     def _compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Does what PyTorch's stores do; a key that is not there equals the empty text."""
+        """Behaves like PyTorch's stores: a missing key equals the empty string."""
         current = self._values.get(key)
         if current == expected or (current is None and not expected):
             self._values[key] = desired

@@ -26,13 +26,13 @@ STARTS_AT_ONCE = 8
 """Start requests that may be unanswered; more would fill the connection in both directions."""
 
 QUIET_S = 0.2
-"""A line that has been unfinished for so long is shown as it is."""
+"""Seconds after which an unfinished line is shown as it is."""
 
 IN_VIEW_LINES = 10
-"""What was followed by so many lines of others need not be shown again."""
+"""Lines followed by at most this many later lines need not be shown again."""
 
 DRAIN_LIMIT_S = 2.0
-"""How long output is awaited from processes that outlive the worker that started them."""
+"""Seconds to wait for output from processes that outlive the worker that started them."""
 
 _READ_BYTES = 1 << 16
 _keys = itertools.count()
@@ -67,7 +67,7 @@ class Supervisor:
     ``poll`` does all the work, in the thread that calls it; ``stop`` may be called by any thread.
 
     Args:
-        nursery: Forks the workers; nobody else may read its events meanwhile.
+        nursery: Forks the workers; no other code may read its events meanwhile.
         console: Where the workers' output goes.
         workers: The workers, in order of their ranks.
         on_exit: Called within ``poll`` when a worker has ended and its output has been written.
@@ -123,12 +123,12 @@ class Supervisor:
         self._selector.register(descriptor, selectors.EVENT_READ, callback)
 
     def start(self) -> None:
-        """Asks for the first workers; the others follow within ``poll``."""
+        """Requests the first workers; ``poll`` requests the others."""
         while self._unstarted and self._starting < STARTS_AT_ONCE:
             self._start_next()
 
     def start_again(self, worker: WorkerSpec) -> None:
-        """Starts a worker that has ended; its pid and its last lines are of its new life now."""
+        """Restarts a worker that has ended; ``pids`` and ``tail`` now describe its new life."""
         former = self._latest[worker.name]
         self._forget_drained()
         self._drain_until_s = None
@@ -136,7 +136,7 @@ class Supervisor:
         self.start()
 
     def poll(self, timeout_s: float | None = None) -> None:
-        """Waits until something happens, or for ``timeout_s``, and deals with it.
+        """Waits for events, for at most ``timeout_s``, and handles them.
 
         Raises:
             LaunchError: The workers cannot be started, or the nursery is gone.
@@ -152,7 +152,7 @@ class Supervisor:
             self._nursery.stop(key, ladder)
 
     def signal(self, name: str, number: int) -> None:
-        """Sends one signal to a worker that runs, and to what it has started."""
+        """Sends one signal to a running worker and to the processes that it has started."""
         for key in list(self._running):
             if self._workers[key].spec.name == name:
                 self._nursery.stop(key, [(number, 0.0)])
@@ -162,11 +162,11 @@ class Supervisor:
         return self._latest[name].tail.text()
 
     def is_in_view(self, name: str) -> bool:
-        """Whether what a worker wrote to standard error is among the last lines of all."""
+        """Whether a worker's last line of standard error is among the last lines shown."""
         return self._shown - self._latest[name].tail.shown_at <= IN_VIEW_LINES
 
     def close(self) -> None:
-        """Gives the pipes back; output that comes later is lost."""
+        """Closes the pipes; later output is lost."""
         for worker in self._workers.values():
             for stream in list(worker.streams):
                 self._end_stream(worker, stream)
@@ -178,7 +178,7 @@ class Supervisor:
         self._unstarted.append(key)
 
     def _forget_drained(self) -> None:
-        """Drops former lives of which no output can come any more."""
+        """Drops former lives that can produce no more output."""
         for key, worker in list(self._workers.items()):
             if key not in self._running and key not in self._unstarted and not worker.streams:
                 del self._workers[key]

@@ -1,4 +1,4 @@
-"""What a cluster is made of: its workers, what each of them is given, and how it is left."""
+"""Defines the terms of a cluster: its workers, the settings of each, and how it is left."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of one cluster; the arguments of ``torchweft.cluster`` say what they mean.
+    """The terms of one cluster; the arguments of ``torchweft.cluster`` describe them.
 
     Raises:
-        ArgumentTypeError: One is of a type that cannot work.
-        ConfigurationError: One has a value that cannot work.
+        ArgumentTypeError: An argument has the wrong type.
+        ConfigurationError: An argument has an invalid value.
     """
 
     names: list[str]
@@ -67,7 +67,7 @@ class Terms:
         self._check_devices()
 
     def environment(self, base: Environment) -> dict[str, str]:
-        """Returns ``base`` with what all workers have, also when modules are imported."""
+        """Returns ``base`` with the variables of all workers, which imports see as well."""
         environment = dict(base)
         if self.threads is not None:
             environment["OMP_NUM_THREADS"] = str(self.threads)
@@ -76,19 +76,19 @@ class Terms:
         return environment
 
     def environment_of(self, name: str, base: Environment, restarts: int) -> dict[str, str]:
-        """Returns ``base`` with what one worker has besides.
+        """Returns ``base`` with one worker's own variables.
 
         Args:
             name: The worker's name.
-            base: What all workers have.
-            restarts: How often it has been started again.
+            base: The variables of all workers.
+            restarts: How often the worker has been restarted.
         """
         local_rank = self.names.index(name)
         identity = identity_environment(
             name, local_rank + 1, len(self.names), restarts, local_rank=local_rank
         )
         environment = {**base, **identity}
-        environment.pop("WORLD_SIZE", None)  # that of a group that the caller may be in
+        environment.pop("WORLD_SIZE", None)  # of a group that the caller may be in
         if not self.restarts:
             environment["WORLD_SIZE"] = str(len(self.names) + 1)
         if self.devices is not None:
@@ -98,7 +98,7 @@ class Terms:
         return environment
 
     def device_of(self, name: str) -> str:
-        """Returns the device of a worker; nothing where none was given."""
+        """Returns the device of a worker; empty if none was given."""
         if self.devices is None:
             return ""
         index = self.names.index(name)
@@ -149,13 +149,13 @@ class Terms:
 
 
 def check_type(value: Any, expected: type | tuple[type, ...], argument: str, fitting: str) -> None:
-    """Raises ArgumentTypeError where an argument is of another type.
+    """Raises ArgumentTypeError if an argument has another type.
 
     Args:
         value: The argument.
-        expected: Its type; a boolean is no number.
+        expected: Its type; a boolean does not count as an ``int``.
         argument: Its name.
-        fitting: What would be right.
+        fitting: A valid argument, for the message.
     """
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
         raise ArgumentTypeError(
@@ -164,7 +164,7 @@ def check_type(value: Any, expected: type | tuple[type, ...], argument: str, fit
 
 
 def check_seconds(value: float, argument: str) -> None:
-    """Raises ConfigurationError where a time limit is none."""
+    """Raises ConfigurationError if a time limit is invalid."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentTypeError(
             f"{argument} is a {type(value).__name__}, {value!r}; pass a number of seconds"

@@ -1,4 +1,4 @@
-"""What the launcher has to know to start one worker, and how workers are named and numbered."""
+"""Defines what the launcher needs to start a worker, and how workers are named and numbered."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class WorkerSpec:
     Attributes:
         name: The worker's name; unique in the group.
         rank: Its rank in the group.
-        job: What the process does, one of the dictionaries that ``torchweft.launch.job`` makes.
+        job: What the process does: a dictionary made by ``torchweft.launch.job``.
         environment: All of its environment variables.
-        notes: The folder in which the way in which it ends is noted for others; see
+        notes: The folder for the note that tells other workers how it ended; see
             ``torchweft.agent.deaths``.
         directory: The directory that it starts in.
     """
@@ -34,17 +34,16 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """Tells how a worker process ended.
+    """Describes how a worker process ended.
 
     Attributes:
         name: The worker's name.
         rank: Its rank.
         pid: Its process id.
-        exit_code: Its exit status; the negative number of a signal that killed it.
-        ended_at: When that was, in seconds since the epoch.
-        ran_s: How long it had run.
-        is_memory_kill: Whether the kernel killed it for want of memory; None where that is not
-            known.
+        exit_code: Its exit status, or the negative number of the signal that killed it.
+        ended_at: When it ended, in seconds since the epoch.
+        ran_s: How long it had run, in seconds.
+        is_memory_kill: Whether the kernel killed it for lack of memory; None if unknown.
     """
 
     name: str
@@ -57,10 +56,10 @@ class WorkerExit:
 
 
 def worker_names(count: int, names: Sequence[str] | None, prefix: str = "worker") -> list[str]:
-    """Returns one name for each worker, after checking the names that were asked for.
+    """Returns one name for each worker, after checking the requested names.
 
     Raises:
-        ConfigurationError: The names do not fit; the message says what would.
+        ConfigurationError: The names cannot be used; the message says what would work.
     """
     if count < 1:
         raise ConfigurationError(f"the number of workers is {count}; it must be at least 1")
@@ -100,7 +99,7 @@ def compute_environment(base: Mapping[str, str], count: int) -> dict[str, str]:
     """Returns ``base`` with defaults that suit one of ``count`` workers on this machine.
 
     Workers that each start a thread per core slow each other down, and buffered output would
-    arrive late and in lumps; both stay as they are where the user has set them.
+    arrive late and in bursts. Values that the user has set are kept.
     """
     environment = dict(base)
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_worker(count)))
@@ -111,14 +110,14 @@ def compute_environment(base: Mapping[str, str], count: int) -> dict[str, str]:
 def identity_environment(
     name: str, rank: int, count: int, restarts: int = 0, local_rank: int | None = None
 ) -> dict[str, str]:
-    """Returns the variables by which one of ``count`` workers knows who it is.
+    """Returns the variables that tell one of ``count`` workers its identity.
 
     Args:
         name: Its name.
         rank: Its rank.
         count: How many workers are started on this machine.
-        restarts: How often it has been started again.
-        local_rank: Its number among those of this machine; by default its rank.
+        restarts: How often it has been restarted.
+        local_rank: Its number among the workers of this machine; by default its rank.
     """
     return {
         "RANK": str(rank),
@@ -126,5 +125,5 @@ def identity_environment(
         "LOCAL_WORLD_SIZE": str(count),
         "WEFT_WORKER_NAME": name,
         "WEFT_RESTART_COUNT": str(restarts),
-        "TORCHELASTIC_RESTART_COUNT": str(restarts),  # what scripts for torchrun look at
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),  # read by scripts for torchrun
     }

@@ -1,7 +1,7 @@
-"""One function over the parts of its arguments, on several workers, in one autograd graph.
+"""Maps one function over the parts of its arguments, on several workers, in one autograd graph.
 
-The names and their meaning are those of ``torchopt.distributed``. Beyond them: ``broadcast`` marks
-what is not to be cut, and ``progress`` shows what runs where.
+The names and their meaning are those of ``torchopt.distributed``. Two names are added:
+``broadcast`` marks arguments that are not cut, and ``progress`` shows which parts run where.
 """
 
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What programs call: one function over the parts of its arguments, on several workers."""
+"""The functions that programs call to map a function over the parts of its arguments."""
 
 from __future__ import annotations
 
@@ -57,42 +57,42 @@ def remote_async_call(
 ) -> MapFuture[Any]:
     """Runs ``func`` over the parts of its arguments, on several workers, and returns a future.
 
-    What all parts are given, such as a module, travels once to each worker; each part has a copy
-    of its own. In an autograd context the results stay in the graph. A function can be run on any
-    worker as in ``rpc_sync``; what a part does at random it should do by a seed among its
-    arguments, since the part may run again after the loss of a worker.
+    An argument that all parts share, such as a module, travels once to each worker; each part has
+    a copy of its own. In an autograd context the results stay in the graph. Any function that
+    ``rpc_sync`` can call can be mapped. A part may run again after the loss of a worker, so it
+    should draw random numbers from a seed among its arguments.
 
     Returns when the first parts are sent. Tensors among the arguments must not be changed before
     the map has ended.
 
     Args:
-        func: What to call for each part.
+        func: The function to call for each part.
         args: Its positional arguments, before they are cut into parts.
         kwargs: Its keyword arguments, before they are cut into parts.
         partitioner: Cuts the arguments: a function that is called with them and returns triples
             of a worker, args and kwargs; or one worker, by rank or name, for a single part. By
             default ``batch_partitioner``.
-        reducer: Is called here with the list of results, in the order of the parts, and returns
-            the result of the map. If it has a parameter ``weights``, it gets the sizes of the
-            parts. By default the result is the list.
-        timeout: Seconds for the whole map; 0 for no limit. By default each call has that of the
-            worker.
-        balance: Whether a worker that has nothing to do takes parts that wait for another one.
-        rerun: Whether the parts of a worker that is lost run again on others; by default if the
-            partitioner did not choose the worker for a reason: with ``dim_partitioner`` and its
-            kin, and not with a worker or a function of yours.
+        reducer: Is called on this worker with the list of results, in the order of the parts, and
+            returns the result of the map. If it has a parameter ``weights``, it gets the sizes of
+            the parts. By default the result is the list.
+        timeout: Seconds for the whole map; 0 for no limit. By default each call has the default
+            timeout of the worker.
+        balance: Whether an idle worker takes parts that wait for another worker.
+        rerun: Whether the parts of a lost worker run again on other workers. By default they do
+            if any worker may run any part: with ``dim_partitioner`` and its variants, but not with
+            a worker or a function of yours as ``partitioner``.
         concurrency: How many parts a worker runs at a time.
 
     Returns:
         A ``torch.futures.Future`` of the result. Its ``wait`` blocks, and raises the error of a
-        part, with a note which one it was, ``CallTimeout``, ``WorkerLost`` or ``ReduceError``. It
-        can be awaited, and cancelled.
+        part (a note names the part), ``CallTimeout``, ``WorkerLost`` or ``ReduceError``. The
+        future can be awaited, and cancelled.
 
     Raises:
         ArgumentTypeError: ``func``, ``partitioner`` or another argument is of the wrong type.
-        ConfigurationError: The partitioner has returned something else than such triples, or there
-            is no worker of that rank or name; or the tensors cannot be cut.
-        NotInitialized: This process is no worker.
+        ConfigurationError: The partitioner returned something other than such triples, there is
+            no worker of that rank or name, or the tensors cannot be cut.
+        NotInitialized: This process is not a worker.
     """
     _check(func, reducer, concurrency)
     manner = Manner(timeout, balance, rerun, concurrency)
@@ -103,7 +103,7 @@ def remote_async_call(
         except UnknownWorker:
             if not made.is_any:
                 raise
-            continue  # It has left the group meanwhile, so there are others to choose from now.
+            continue  # A chosen worker has left the group: choose among the remaining ones.
         return call.begin(reducer)
 
 
@@ -121,10 +121,10 @@ def remote_sync_call(
 ) -> Any:
     """Runs ``func`` over the parts of its arguments, on several workers. Blocks.
 
-    Arguments and errors are those of ``remote_async_call``, and of its future.
+    Arguments and errors are those of ``remote_async_call`` and of its future.
 
     Returns:
-        What the reducer made of the results; without one, their list, also if there is but one.
+        The reduced result; without a reducer the list of results, even of a single one.
     """
     future = remote_async_call(
         func,
@@ -140,7 +140,7 @@ def remote_sync_call(
     try:
         return future.wait()
     except BaseException:
-        future.cancel()  # Ctrl-C: nobody waits any more.
+        future.cancel()  # Ctrl-C: no thread waits for the result any more.
         raise
 
 
@@ -153,23 +153,24 @@ def parallelize(
     rerun: bool | None = None,
     concurrency: int = 1,
 ) -> Callable[[Function], Function]:
-    """Returns a decorator: who calls the function has it run over the parts of the arguments.
+    """Returns a decorator: calls of the decorated function run over the parts of its arguments.
 
-    The original goes by name, which is that of the function and ``__parallelize_unwrapped__``; so
-    the module must be the same on all workers. What is defined in a function travels by value.
+    Workers find the original function by name, which is the function's name followed by
+    ``__parallelize_unwrapped__``; so the module must be the same on all workers. A function that
+    is defined in another function travels by value.
 
     Args:
         partitioner: As for ``remote_async_call``.
-        reducer: As for ``remote_async_call``; by default ``mean_reducer`` if there is no
-            partitioner either.
+        reducer: As for ``remote_async_call``; ``mean_reducer`` if neither ``reducer`` nor
+            ``partitioner`` is given.
         timeout: As for ``remote_async_call``.
         balance: As for ``remote_async_call``.
         rerun: As for ``remote_async_call``.
         concurrency: As for ``remote_async_call``.
 
     Returns:
-        The decorator. The decorated function blocks, and returns and raises what
-        ``remote_sync_call`` does.
+        The decorator. The decorated function blocks, and returns and raises the same as
+        ``remote_sync_call``.
     """
     call = _with_options(
         remote_sync_call, partitioner, reducer, timeout, balance, rerun, concurrency
@@ -189,7 +190,7 @@ def parallelize_async(
     rerun: bool | None = None,
     concurrency: int = 1,
 ) -> Callable[[Function], Function]:
-    """Returns a decorator like that of ``parallelize``, for a function that returns a future.
+    """Returns a decorator as ``parallelize`` does; the decorated function returns a future.
 
     Arguments are those of ``parallelize``; the original's name ends with
     ``__parallelize_async_unwrapped__``.
@@ -242,26 +243,27 @@ def _wrapped(call: Callable[..., Any], suffix: str, function: Function) -> Funct
 
 
 def _alias(function: Function, suffix: str) -> str | None:
-    """Puts a function under a further name into its module; returns the name.
+    """Adds a function to its module under a second name, and returns that name.
 
-    None for what is defined in a function, which travels by value, or is no function.
+    Returns None for a function defined in another function, which travels by value, and for a
+    callable that is not a function.
     """
     if not isinstance(function, FunctionType) or "<locals>" in function.__qualname__:
         return None
     module = sys.modules.get(function.__module__)
     if module is None:
         return None
-    # A method has no class yet in which it could be found.
+    # A method's class does not exist yet, so the alias goes into the module.
     name = function.__qualname__.replace(".", "__") + suffix
     setattr(module, name, function)
     return name
 
 
 def _keep_findable(function: Function, alias: str) -> None:
-    """Has a function go by its alias where its own name means something else: the decorated one.
+    """Renames a function to its alias if its own name now leads to another object: its wrapper.
 
-    Otherwise it keeps its name: if it was imported and is decorated here, other workers know no
-    alias. Asked again at each call, as the decorated one may be given the name at any time.
+    Otherwise the function keeps its name: if it was imported and is decorated here, other workers
+    know no alias. Checked at each call, since the wrapper may be bound to the name at any time.
     """
     found: Any = sys.modules[function.__module__]
     for name in function.__qualname__.split("."):

@@ -1,8 +1,8 @@
-"""Distributed autograd as ``torch.autograd`` has it: into ``.grad``, or as returned gradients.
+"""Distributed autograd with the interface of ``torch.autograd``: ``backward`` and ``grad``.
 
-Unlike ``torchweft.autograd.backward``, which leaves gradients in the context, ``backward`` here
-adds those of this worker's tensors to ``.grad``, so a local optimizer steps them. Both functions
-survive the loss of workers that ran parts of a map, see ``replay.py``.
+``torchweft.autograd.backward`` leaves gradients in the context. ``backward`` here also adds the
+gradients of this worker's tensors to ``.grad``, so that a local optimizer can step them. Both
+functions survive the loss of workers that ran parts of a map; see ``replay.py``.
 """
 
 from __future__ import annotations
@@ -47,27 +47,28 @@ def backward(
 ) -> None:
     """Backpropagates through all workers, into ``.grad`` of this worker's tensors. Blocks.
 
-    As ``torch.autograd.backward``. The gradients are in the context as well (``get_gradients``),
-    and those of other workers' tensors are in the context there.
+    Works as ``torch.autograd.backward``. The gradients are in the context as well
+    (``get_gradients``); gradients of other workers' tensors are in the context on those workers.
 
-    If a worker is lost meanwhile, and all that this worker received in the context were results
-    of maps, their parts are run again on the workers that are left, and the pass is repeated.
-    For that the graph of this worker is kept until the context ends.
+    If a worker is lost meanwhile, the parts of the context's maps run again on the remaining
+    workers, and the pass is repeated. That requires that every answer to a call on which
+    ``tensors`` depend is the result of a map, or that ``inputs`` is given. The graph of this
+    worker is kept until the context ends for this purpose.
 
     Args:
         context_id: The context in which the tensors were computed.
-        tensors: Tensors of this worker that require grad; scalars, where no gradient is given.
-        grad_tensors: The gradient at each of them. A bool in this place is taken for
+        tensors: Tensors of this worker that require grad; scalars, if no gradient is given.
+        grad_tensors: The gradient at each of ``tensors``. A bool in this position is taken for
             ``retain_graph``, which is third in ``torchopt.distributed``.
         retain_graph: Whether to keep the graphs for another pass; by default ``create_graph``.
-        inputs: Leaves of this worker; if given, no other tensor gets a gradient, here or on
+        inputs: Leaves of this worker; if given, no other tensor gets a gradient, on this or
             another worker.
-        create_graph: Whether the gradients are to have a graph.
+        create_graph: Whether the gradients have a graph.
 
     Raises:
         ArgumentTypeError: An argument is of the wrong type.
-        AutogradError: An argument cannot work, or the pass failed; names the worker and the
-            operation. ``.grad`` is as it was.
+        AutogradError: An argument is invalid, or the pass failed; names the worker and the
+            operation. ``.grad`` is unchanged.
     """
     grad_tensors, retain_graph = _in_order(grad_tensors, retain_graph)
     check_context_id(context_id)
@@ -82,7 +83,7 @@ def backward(
         gradients = replay.gradients_of_leaves(PassMode(retain, create_graph))
     with torch.set_grad_enabled(create_graph):
         current_engine().contexts.get(context_id).gradients.keep(gradients)
-    # They are the context's, and .grad is changed in place: it gets copies.
+    # The context owns these gradients, and .grad is changed in place: it gets copies.
     add_to_grad(gradients.items(), gradients.values(), create_graph)
 
 
@@ -98,26 +99,26 @@ def grad(
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of tensors of this worker, through all workers. Blocks until done.
 
-    As ``torchweft.autograd.grad``; but if a worker is lost meanwhile, the parts of maps in the
-    context are run again on others, as ``backward`` does. Nothing is accumulated anywhere, so the
-    same call returns the same again.
+    Works as ``torchweft.autograd.grad``; but if a worker is lost meanwhile, the parts of the
+    context's maps run again on other workers, as in ``backward``. Nothing is accumulated anywhere,
+    so a repeated call returns the same gradients.
 
     Args:
         context_id: The context in which the outputs were computed.
         outputs: Tensors of this worker.
         inputs: Tensors of this worker that the outputs depend on, leaves or not.
-        grad_outputs: The gradient at each output. A bool in this place is taken for
+        grad_outputs: The gradient at each output. A bool in this position is taken for
             ``retain_graph``, which is fourth in ``torchopt.distributed``.
         retain_graph: Whether to keep the graphs for another pass; by default ``create_graph``.
-        allow_unused: Whether an input that no output depends on has None for its gradient.
-        create_graph: Whether the gradients are to have a graph, through all workers.
+        allow_unused: Whether the gradient of an input that no output depends on may be None.
+        create_graph: Whether the gradients have a graph, through all workers.
 
     Returns:
         A gradient for each input.
 
     Raises:
         ArgumentTypeError: An argument is of the wrong type.
-        AutogradError: An argument cannot work, an input was not used, or the pass failed.
+        AutogradError: An argument is invalid, an input was not used, or the pass failed.
     """
     if isinstance(grad_outputs, bool) and isinstance(retain_graph, bool):
         allow_unused, retain_graph = retain_graph, None
@@ -134,7 +135,7 @@ def grad(
 def _in_order(
     gradients: Gradient | bool, retain_graph: bool | None
 ) -> tuple[Gradient, bool | None]:
-    """Returns both arguments where they belong; torchopt has the second in the first's place."""
+    """Returns both arguments in our order; torchopt passes ``retain_graph`` in the first place."""
     return (None, gradients) if isinstance(gradients, bool) else (gradients, retain_graph)
 
 
@@ -158,9 +159,10 @@ def _checked_leaves(inputs: Tensor | Iterable[Tensor]) -> list[Tensor]:
 def _owned(
     found: Iterable[tuple[Tensor, Tensor | None]], roots: Roots, create_graph: bool
 ) -> Mapping[Tensor, Tensor]:
-    """Returns the gradients that there are, in memory of their own.
+    """Returns the gradients that are not None, each in memory of its own.
 
-    One may be that of several tensors, or one that the program has given, or a number expanded.
+    A found gradient may be shared by several tensors, be an argument of the program, or be an
+    expanded scalar.
     """
     pairs = [(tensor, gradient) for tensor, gradient in found if gradient is not None]
     gradients = Gradients()

@@ -29,23 +29,23 @@ _is_whole = trees.whole_unless(Tensor, Broadcast)
 class TensorDimensionPartitioner:
     """Cuts every tensor in the arguments along one dimension, for several workers.
 
-    The arguments may be trees: tuples, lists, dicts and what else ``torch.utils._pytree`` knows.
-    What is no tensor goes to every part as it is, and so does what is marked by ``broadcast``. The
-    parts stay in the autograd graph. Two partitioners with the same options are equal, and they can
+    The arguments may be trees: tuples, lists, dicts and other types that ``torch.utils._pytree``
+    knows. Non-tensors and values marked by ``broadcast`` go to every part as they are. The parts
+    stay in the autograd graph. Two partitioners with the same options are equal. Partitioners can
     be pickled.
 
     Args:
-        dim: The dimension; a negative one counts from the last.
-        exclusive: Whether each index is a part of its own, and goes to the workers in turn.
-            Otherwise there is one part for each worker, or for each index where these are fewer;
-            all are of the same length but the last one, which has the rest, too.
+        dim: The dimension; a negative number counts from the last.
+        exclusive: Whether each index is a part of its own; these parts go to the workers in turn.
+            Otherwise there is one part for each worker, or for each index if there are fewer
+            indices. All parts have the same length except the last part, which also has the rest.
         keepdim: Whether parts keep the dimension. Without it they must be ``exclusive``.
-        workers: Names or ranks of the workers, which take turns in this order, so that one that
-            is there twice gets twice as much; None for all of the group, by rank. Workers that
-            are lost get nothing.
+        workers: Names or ranks of the workers, which take turns in this order. A worker that is
+            listed twice gets twice as much. None for all of the group, by rank. Lost workers
+            get nothing.
 
     Raises:
-        ArgumentTypeError: ``dim`` is no number, or ``workers`` not several workers.
+        ArgumentTypeError: ``dim`` is not an integer, or ``workers`` not a collection of workers.
         ConfigurationError: ``keepdim=False`` without ``exclusive=True``; ``workers`` is empty.
     """
 
@@ -71,12 +71,12 @@ class TensorDimensionPartitioner:
     def __call__(self, /, *args: Any, **kwargs: Any) -> list[Part]:
         """Returns the parts of the arguments.
 
-        Where there is no tensor in them, that is one part, for this worker. Where the tensors are
-        of length 0, there are no parts.
+        Arguments without a tensor make one part, for this worker. Tensors of length 0 make no
+        parts.
 
         Raises:
-            ConfigurationError: A tensor does not have the dimension; two are of different length
-                along it; there is no such worker.
+            ConfigurationError: A tensor does not have the dimension; two tensors differ in length
+                along it; a worker does not exist.
         """
         flat, spec = trees.flatten((args, kwargs), _is_whole)
         length = self._length(flat, args, kwargs)
@@ -93,17 +93,17 @@ class TensorDimensionPartitioner:
         return parts
 
     def ranks(self) -> tuple[int, ...]:
-        """Returns the ranks of the workers that may get parts: those that are not lost.
+        """Returns the ranks of the workers that may get parts: all that are not lost.
 
         Raises:
-            ConfigurationError: There is no such worker.
+            ConfigurationError: A worker does not exist.
         """
         if self.workers is None:
             return without_lost(all_ranks())
         return without_lost(ranks_of(tuple(self.workers), "workers"))
 
     def _length(self, flat: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Returns how long all tensors are along the dimension; None if there are none."""
+        """Returns the length of all tensors along the dimension; None if there are no tensors."""
         tensors = [(index, leaf) for index, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
         lengths: dict[int, tuple[int, Tensor]] = {}
         for index, tensor in tensors:
@@ -133,16 +133,16 @@ class TensorDimensionPartitioner:
         return [size] * (count - 1) + [length - size * (count - 1)]
 
     def _pieces(self, leaf: Any, sizes: list[int]) -> Sequence[Any]:
-        """Returns what each part gets of one leaf."""
+        """Returns the piece of one leaf for each part."""
         if isinstance(leaf, Broadcast):
             return [leaf.value] * len(sizes)
         if not isinstance(leaf, Tensor):
             return [leaf] * len(sizes)
-        # One node of the graph for all pieces: the node of a single view would fill a gradient of
-        # the whole length with zeros, once for each piece.
+        # One graph node for all pieces: with one view for each piece, each node would allocate a
+        # gradient of the whole length, filled with zeros.
         try:
             return torch.split(leaf, sizes, self.dim) if self.keepdim else leaf.unbind(self.dim)
-        except RuntimeError as error:  # of a sparse one, for instance
+        except RuntimeError as error:  # for instance, the tensor is sparse
             raise ConfigurationError(
                 f"{kind_of(leaf)} with layout {leaf.layout} cannot be cut along dimension "
                 f"{self.dim}; pass a dense one, or mark it by torchweft.mapreduce.broadcast(...)"
@@ -150,7 +150,7 @@ class TensorDimensionPartitioner:
 
 
 def _paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Returns where in the arguments each leaf is."""
+    """Returns the path of each leaf in the arguments."""
     named = {"args": args, "kwargs": kwargs}
     return [name + path for name, tree in named.items() for path in trees.paths(tree, _is_whole)]
 
@@ -165,15 +165,16 @@ def dim_partitioner(
     """Returns a partitioner that cuts every tensor in the arguments along a dimension.
 
     Args:
-        dim: The dimension; a negative one counts from the last.
-        exclusive: Whether each index is a part of its own, and goes to the workers in turn.
-            Otherwise there is one part for each worker, or for each index where these are fewer.
+        dim: The dimension; a negative number counts from the last.
+        exclusive: Whether each index is a part of its own; these parts go to the workers in turn.
+            Otherwise there is one part for each worker, or for each index if there are fewer
+            indices.
         keepdim: Whether parts keep the dimension. Without it they must be ``exclusive``.
-        workers: Names or ranks of the workers, which take turns in this order, so that one that
-            is there twice gets twice as much; None for all of the group, by rank.
+        workers: Names or ranks of the workers, which take turns in this order. A worker that is
+            listed twice gets twice as much. None for all of the group, by rank.
 
     Raises:
-        ArgumentTypeError: ``dim`` is no number, or ``workers`` not several workers.
+        ArgumentTypeError: ``dim`` is not an integer, or ``workers`` not a collection of workers.
         ConfigurationError: ``keepdim=False`` without ``exclusive=True``; ``workers`` is empty.
     """
     return TensorDimensionPartitioner(dim, exclusive=exclusive, keepdim=keepdim, workers=workers)

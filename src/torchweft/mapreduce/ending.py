@@ -1,9 +1,9 @@
 """How a worker that ``auto_init_rpc`` has started leaves its group.
 
-A worker whose main function has returned goes on serving: the others may still need it. So it
-leaves when the interpreter exits, together with all others. One whose main function has failed
-leaves at once, and tells the others why: what waits for it fails with a ``WorkerLost`` that says
-so, and the end of the group does not wait for it.
+A worker whose main function has returned keeps serving, since other workers may still need it.
+It leaves when the interpreter exits, together with all other workers. A worker whose main function
+has failed leaves at once, and tells the other workers why. Calls that wait for it fail with a
+``WorkerLost`` that names this cause, and the end of the group does not wait for it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from torchweft.rpc.strictness import check_types
 from torchweft.serialize.registry import remotely_callable
 
 _TELL_LIMIT_S = 2.0
-"""How long telling the others of a failure may take: some may have no thread to listen with."""
+"""Time limit for reporting a failure to the other workers: some may have no thread to serve it."""
 
 _BEHIND_S = 1.0
-"""How much later than a worker that has failed the others end; taking torch apart takes a while."""
+"""How much later than a failed worker the others exit; unloading torch takes a while."""
 
 _SHOWN_LENGTH = 200
 
 
 @contextlib.contextmanager
 def staying(agent: Agent) -> Iterator[None]:
-    """Runs the main function, in the block, and has this worker stay in the group as it should.
+    """Keeps this worker in the group while the block runs the main function, and after it.
 
-    That is until the interpreter exits and all others are done; where the block raises, it is
-    until the others have been told, which takes a moment.
+    The worker stays until the interpreter exits and all other workers are done. If the block
+    raises, it stays only until the other workers have been told, which takes a moment.
     """
     atexit.register(_leave, agent)
     try:
@@ -55,7 +55,7 @@ def staying(agent: Agent) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[None]:
-    """Tells ``torchrun``, where it has started this process, of the error that the block raises."""
+    """Reports an error that the block raises to ``torchrun``, if it has started this process."""
     try:
         yield
     except Exception as error:
@@ -77,7 +77,7 @@ def _leave_at_once(agent: Agent, error: BaseException) -> None:
 
 
 def _is_current(agent: Agent) -> bool:
-    # The program may have shut down itself, or this may be a process that it has forked.
+    # The program may have called shutdown itself, or this may be a forked process.
     return current_agent.is_set() and current_agent.current() is agent
 
 
@@ -95,7 +95,7 @@ def _describe(error: BaseException) -> str:
 def _tell_all(agent: Agent, cause: str) -> None:
     end_s = time.monotonic() + _TELL_LIMIT_S
     others = [peer for peer in agent.members.present() if not peer.is_self and peer.lost is None]
-    others.sort(key=lambda peer: peer.link is None)  # Those first who need not be dialled.
+    others.sort(key=lambda peer: peer.link is None)  # First the peers that need no dialling.
     calls = []
     for peer in others:
         left_s = end_s - time.monotonic()
@@ -103,14 +103,14 @@ def _tell_all(agent: Agent, cause: str) -> None:
             if left_s > 0:
                 calls.append(rpc_async(peer.info, failed, (cause,), timeout=left_s))
     for call in calls:
-        # There is no answer: whoever has heard of it hangs up.
+        # No answer comes: a peer that received the call closes its connection.
         with contextlib.suppress(WeftError):
             call.wait()
 
 
 @remotely_callable
 def failed(cause: str) -> None:
-    """Notes that the program of the calling worker has failed, so that it is lost."""
+    """Marks the calling worker as lost, because its program has failed."""
     check_types(cause=(cause, str))
     call = current_call.get()
     if call is not None and not call.peer.is_self:
@@ -118,7 +118,7 @@ def failed(cause: str) -> None:
 
 
 def _leave(agent: Agent) -> None:
-    """Leaves with all others; a handler for the exit of the interpreter."""
+    """Leaves together with all other workers; an ``atexit`` handler."""
     if not _is_current(agent):
         return
     try:
@@ -137,18 +137,18 @@ def _end_badly(agent: Agent, what: str, status: int) -> None:
 
 
 def _let_others_end_first() -> None:
-    """Gives whoever has led to this a moment: launchers report the one that ends first."""
+    """Waits so that the worker at fault exits first: launchers report the first process to exit."""
     if "LOCAL_RANK" in os.environ:
         with contextlib.suppress(KeyboardInterrupt):
             time.sleep(_BEHIND_S)
 
 
 class _ExitStatus:
-    """Gives the process an exit status, at the very end.
+    """Sets the exit status of the process, at the very end.
 
-    A handler for the exit of the interpreter cannot change the status; and were it to end the
-    process, the handlers after it would not run. What ``sys`` refers to is let go after all of
-    them, and after the standard streams have been flushed.
+    An ``atexit`` handler cannot change the status; and if it ended the process, the handlers after
+    it would not run. The interpreter releases the attributes of ``sys`` after all handlers, and
+    after it has flushed the standard streams.
 
     Args:
         status: The exit status.

@@ -1,12 +1,12 @@
-"""Runs the parts of a map once: carries out what the schedule asks for, and tells it what happens.
+"""Runs the parts of a map once: carries out the schedule's actions, and reports events to it.
 
-Events come on any thread. The schedule is asked under a lock, and what it wants done is put in a
-queue, which one thread at a time works off, outside the lock: so things are done in the order in
-which they were decided, and whoever comes in between only adds to the queue. Most of it takes no
-time. What may, because much is sent, is left to a task: the thread that brings an answer has
-others to bring.
+Events arrive on any thread. The schedule takes them under a lock, and its actions go to a queue.
+One thread at a time executes the queue, outside the lock, so actions are executed in the order in
+which they were decided; other threads only append. Most actions are fast. An action that may take
+long, because it sends much, is left to a task: the thread that delivers an answer has other
+answers to deliver.
 
-Whatever raises here, where nothing should, ends the map: somebody waits for it.
+An unexpected exception here ends the map, since a caller waits for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from torchweft.rpc.worker import Worker
 from torchweft.runtime.exception_log import log_exception
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]
-"""Takes the results in the order of the parts, or an error."""
+"""Called with the results in the order of the parts, or with an error."""
 
 _log = logging.getLogger("torchweft")
 
@@ -60,7 +60,7 @@ _map_ids = itertools.count(1)
 
 @dataclass(slots=True)
 class _Call:
-    """A part that was sent; it has not begun while others are before it."""
+    """A part that was sent; a part sent ahead has not begun while its worker runs other parts."""
 
     future: Future[Any]
     worker: Peer
@@ -68,7 +68,7 @@ class _Call:
 
 
 class _Order:
-    """Numbers the parts that are sent to one object, so that they run in that order."""
+    """Numbers the parts that are sent to one ``Shared`` object, so that they run in that order."""
 
     __slots__ = ("_ahead", "_begun", "_count")
 
@@ -77,7 +77,7 @@ class _Order:
         self._begun = self._ahead = NOTHING
 
     def next(self, is_ahead: bool) -> tuple[int, int]:
-        """Returns the number of the next part, and that of the part it comes after."""
+        """Returns the number of the next part, and the number of the part that it follows."""
         number = self._count
         self._count += 1
         if not is_ahead:
@@ -87,7 +87,7 @@ class _Order:
         return number, self._begun
 
     def advance(self) -> None:
-        """Notes that the part that was sent ahead runs."""
+        """Notes that the part that was sent ahead now runs."""
         self._begun = self._ahead
 
 
@@ -95,8 +95,8 @@ class Execution:
     """One run of all parts of a map.
 
     Args:
-        plan: What is to be run, and how.
-        peers: The workers, by rank. In an open group another may have the rank of one by now.
+        plan: The plan of the map.
+        peers: The workers, by rank. In an open group a rank may belong to another worker by now.
         worker: This worker.
         on_done: Called with the outcome, once, on any thread.
     """
@@ -133,7 +133,7 @@ class Execution:
     # Events
 
     def begin(self) -> None:
-        """Sends the first parts. Blocks as long as sending does."""
+        """Sends the first parts. Blocks while it sends."""
         names = [self._peers[rank].name for rank in self._plan.workers]
         observers.begun(self._map_id, self._plan.name, len(self._plan.parts), names)
         with self._lock:
@@ -143,11 +143,11 @@ class Execution:
         try:
             self._act(may_block=True)
         except BaseException:
-            self.cancel()  # Ctrl-C: nobody gets to know of this map.
+            self.cancel()  # Ctrl-C: the caller gets no future of this map.
             raise
 
     def cancel(self) -> bool:
-        """Gives it up; returns whether there was anything to give up."""
+        """Gives the map up; returns False if it was over already."""
         error: Exception = CallCancelled("the map was cancelled by its caller")
         if self._reactor.is_closing:
             error = NotInitialized("this worker shut down before the map had ended")
@@ -156,7 +156,7 @@ class Execution:
         return was_news
 
     def _give_up(self, error: BaseException) -> bool:
-        """Has the map fail with an error; returns False where it is over already."""
+        """Has the map fail with an error; returns False if it is over already."""
         with self._lock:
             if self._schedule.is_over:
                 return False
@@ -168,7 +168,7 @@ class Execution:
         with self._surroundings.entered():
             try:
                 self._take(part, attempt, worker, done)
-            except BaseException as error:  # A result that cannot be looked into.
+            except BaseException as error:  # Inspecting the result failed.
                 self._give_up(error)
             self._act_alone()
 
@@ -184,14 +184,14 @@ class Execution:
         has_graph = self._surroundings.is_recorded and may_have_graph(result)
         with self._lock:
             call = self._calls.pop((part, attempt), None)
-            # First, or the map might complete with void results. But what a worker has answered
-            # before it was lost counts, where there is no graph.
+            # First, or the map might complete with void results. But the answer of a worker that
+            # was lost afterwards counts if it has no graph.
             self._note_losses(None if has_graph else worker)
             if not self._schedule.is_current(part, attempt):
                 return
             self._results[part] = result
             if call is not None:
-                # Under the lock, or another thread might tell before this that the map is done.
+                # Under the lock, or another thread might report the end of the map before this.
                 seconds = time.monotonic() - self._note_begin(part, call)
                 observers.ended(self._map_id, part, call.worker.name, seconds)
             self._actions += self._schedule.ended(part, attempt, has_graph)
@@ -207,10 +207,10 @@ class Execution:
             self._note_losses()
 
     def _lost_by(self, worker: int, error: BaseException) -> int | None:
-        """Returns the worker of this map whose loss an error of a part tells, if it does.
+        """Returns the worker of this map whose loss the error of a part reports, or None.
 
-        A part may itself have called a worker that is lost, and raise that; the schedule knows
-        whose loss is none of the part's business.
+        A part may itself have called a lost worker, and raise that error; the schedule
+        tells such a loss from a loss that affects the part.
         """
         if not isinstance(error, WorkerLost):
             return None
@@ -220,7 +220,7 @@ class Execution:
         return named[0] if named else None
 
     def _note_losses(self, excepted: int | None = None) -> None:
-        """Tells the schedule of workers that were lost meanwhile, whoever noticed it."""
+        """Tells the schedule of workers that were lost meanwhile, whichever thread noticed."""
         for rank in self._schedule.workers:
             if rank != excepted and self._peers[rank].lost is not None:
                 self._actions += self._schedule.lost(rank)
@@ -228,7 +228,7 @@ class Execution:
     # Actions
 
     def _act(self, may_block: bool = False) -> None:
-        """Does what is to be done, unless another thread does so already."""
+        """Executes queued actions, unless another thread does so already."""
         while (action := self._next(may_block)) is not None:
             try:
                 _DO[type(action)](self, action)
@@ -245,7 +245,7 @@ class Execution:
             if may_block or not self._takes_time(self._actions[0]):
                 self._is_acting = True
                 return self._actions.popleft()
-            # Nobody acts until the task begins: if the map fails meanwhile, that is told at once.
+            # No thread acts until the task begins; a failure of the map is still reported at once.
             was_left, self._is_left = self._is_left, True
         if not was_left:
             self._reactor.submit_task(self._go_on)
@@ -264,7 +264,7 @@ class Execution:
             self._act_alone(may_block=True)
 
     def _act_alone(self, may_block: bool = False) -> None:
-        """Acts in a thread of the worker; whatever arguments' own code raises ends the map."""
+        """Acts on a thread of the worker; an exception from the arguments' code ends the map."""
         while True:
             try:
                 self._act(may_block)
@@ -287,7 +287,7 @@ class Execution:
                 made = create(self._worker, peer, shared.pull, (parent,), {}, 0.0)
             self._objects[action.worker] = made
             self._orders[action.worker] = _Order()
-        except Exception as error:  # The parts that need it fail with this.
+        except Exception as error:  # The parts that need the object fail with this.
             self._objects[action.worker] = error
 
     def _object(self, worker: int) -> Handle | None:
@@ -315,13 +315,13 @@ class Execution:
         order = self._orders.get(action.worker)
         if order is not None:
             order.advance()
-        with self._lock:  # Its answer may come at the same time.
+        with self._lock:  # The part's answer may arrive at the same time.
             call = self._calls.get((action.part, action.attempt))
             if call is not None:
                 self._note_begin(action.part, call)
 
     def _note_begin(self, part: int, call: _Call) -> float:
-        """Tells that a part runs, once; returns since when."""
+        """Reports, once, that a part runs; returns when it began."""
         if call.begun_s is None:
             call.begun_s = time.monotonic()
             observers.started(self._map_id, part, call.worker.name)
@@ -355,7 +355,7 @@ class Execution:
     def _lost(self, action: Lost) -> None:
         peer = self._peers[action.worker]
         if action.parts:
-            # Whoever watches is told below; somebody should be in any case.
+            # Observers are told below; without any, the user should still see the loss.
             level = logging.INFO if observers.is_watched else logging.WARNING
             _log.log(
                 level,

@@ -1,7 +1,7 @@
-"""Which of the workers this process is, and how many there are.
+"""The place of this process among the workers: rank, name, and number of workers.
 
-It is found out when it is asked for. A process that has joined a group, whichever way, goes by the
-group; one that has not, by what its launcher has put into the environment.
+The place is determined at each query. A process that has joined a group, in whichever way, asks
+the group; before that, it reads the environment variables that its launcher has set.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class WorldInfo(NamedTuple):
 
     Attributes:
         world_rank: Its number in the group, from 0.
-        world_size: How many workers the group has; where they come and go, how many it has now.
-        local_rank: Its number among those of the same host, from 0.
+        world_size: How many workers the group has; in an open group, how many it has now.
+        local_rank: Its number among the workers of the same host, from 0.
         local_world_size: How many workers are on that host.
     """
 
@@ -49,7 +49,7 @@ class WorldInfo(NamedTuple):
 
     @property
     def worker_name(self) -> str:
-        """The name of the worker; before this process joins, the one that it will have by default.
+        """The name of the worker; before this process joins, the default name.
 
         Raises:
             UnknownWorker: The group has no worker of this rank.
@@ -62,11 +62,11 @@ class WorldInfo(NamedTuple):
 def get_world_info() -> WorldInfo:
     """Returns the place of this process among the workers. Never blocks.
 
-    Before this process joins a group, it is what environment variables ``RANK``, ``WORLD_SIZE``,
-    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` say; by default, it is alone.
+    Before this process joins a group, the environment variables ``RANK``, ``WORLD_SIZE``,
+    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` define it; by default, the process is alone.
 
     Raises:
-        ConfigurationError: One of the variables is no number.
+        ConfigurationError: One of the variables is not a number.
     """
     return _place_in_group(current()) if is_set() else launched_place()
 
@@ -102,8 +102,8 @@ def get_worker_id(id: str | int | WorkerInfo | None = None) -> int:
             or not there is such a worker.
 
     Raises:
-        NotInitialized: A name is asked for, and this process has not joined a group.
-        UnknownWorker: There is no such worker; says who there is.
+        NotInitialized: ``id`` is a name, and this process has not joined a group.
+        UnknownWorker: There is no such worker; lists the workers of the group.
     """
     if isinstance(id, int):
         return id
@@ -111,10 +111,10 @@ def get_worker_id(id: str | int | WorkerInfo | None = None) -> int:
 
 
 def launched_place() -> WorldInfo:
-    """Returns what the environment says of this process's place.
+    """Returns the place of this process according to the environment variables.
 
     Raises:
-        ConfigurationError: A variable is no number.
+        ConfigurationError: A variable is not a number.
     """
     return WorldInfo(
         _number("RANK", 0),
@@ -125,7 +125,7 @@ def launched_place() -> WorldInfo:
 
 
 def launched_name() -> str | None:
-    """Returns the name that ``torchweft run`` has given to this process, if it has."""
+    """Returns the name that ``torchweft run`` has given to this process, or None."""
     return os.environ.get(NAME_VARIABLE)
 
 
@@ -133,7 +133,7 @@ def _place_in_group(agent: Agent) -> WorldInfo:
     members = agent.members.present()
     rank, size = agent.info.id, len(members)
     place = launched_place()
-    # A launcher knows best which worker is where, if it is this group that it has started.
+    # A launcher knows best which worker is on which host, if it has started this group.
     if (place.world_rank, place.world_size) == (rank, size) and "LOCAL_RANK" in os.environ:
         return place
     host = agent.me.registration.facts.get(HOST)

@@ -1,4 +1,4 @@
-"""One map: a function, the parts of its arguments, and what becomes of the results."""
+"""One map: runs a function over the parts of its arguments, and reduces the results."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class MapCall:
     """One map.
 
     Args:
-        function: What is called for each part.
+        function: The function to call for each part.
         cut: The parts.
-        manner: How they are to be run.
+        manner: How to run the parts.
     """
 
     def __init__(self, function: Callable[..., Any], cut: Cut, manner: Manner) -> None:
@@ -60,14 +60,14 @@ class MapCall:
         return future
 
     def run_again(self) -> list[Any]:
-        """Runs all parts again, on the workers that are left, in the same autograd context. Blocks.
+        """Runs all parts again on the remaining workers, in the same autograd context. Blocks.
 
         Returns:
             The results in the order of the parts.
 
         Raises:
-            WorkerLost: Nobody is left, or the parts must not run twice.
-            Exception: Whatever a part raised.
+            WorkerLost: No worker is left, or the parts must not run twice.
+            Exception: A part raised it.
         """
         over = threading.Event()
         outcome: list[tuple[list[Any] | None, BaseException | None]] = []
@@ -82,7 +82,7 @@ class MapCall:
         try:
             wait_for(self._agent.reactor, over, execution.cancel)
         except BaseException:
-            execution.cancel()  # Ctrl-C: nobody waits any more.
+            execution.cancel()  # Ctrl-C: no thread waits for the results any more.
             raise
         results, error = outcome[0]
         if results is None:
@@ -91,14 +91,14 @@ class MapCall:
         return results
 
     def _keep(self, results: list[Any]) -> None:
-        """Has a backward pass that loses a worker know how to get the results again."""
+        """Records the map in its context, so that a backward pass can run it again after a loss."""
         if self._surroundings.is_recorded and any(map(may_have_graph, results)):
-            with contextlib.suppress(AutogradError):  # The block of the context has been left.
+            with contextlib.suppress(AutogradError):  # The program has left the context.
                 context = self._worker.contexts.get(self._surroundings.context_id)
                 context.maps.append(Results(results, self))
 
     def _reduced(self, reducer: Reducer | None, results: list[Any]) -> Any:
         if reducer is None:
             return list(results)
-        self._agent.reactor.arm_all()  # It may take long.
+        self._agent.reactor.arm_all()  # The reducer may take long.
         return reduce(reducer, list(results), [part.weight for part in self._plan.parts])

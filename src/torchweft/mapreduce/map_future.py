@@ -14,7 +14,7 @@ from torchweft.runtime.reactor import Reactor
 T = TypeVar("T")
 
 _LOOK_S = 0.5
-"""How often who waits looks whether the worker has shut down."""
+"""How often a waiting thread checks whether the worker has shut down."""
 
 
 class MapFuture(torch.futures.Future[T]):
@@ -40,12 +40,12 @@ class MapFuture(torch.futures.Future[T]):
 
     def complete(self, result: T) -> None:
         """Completes it with a result."""
-        self._give_up = None  # It leads back here, and no collector looks into futures.
+        self._give_up = None  # A reference cycle, and the garbage collector cannot see futures.
         self._over.set()  # First: callbacks may take long.
         self.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        """Completes it with an error; each who waits is raised a copy of it."""
+        """Completes it with an error; each waiter raises its own copy."""
         self._give_up = None
         self._over.set()
         fail(self, error)
@@ -53,23 +53,23 @@ class MapFuture(torch.futures.Future[T]):
     def wait(self) -> T:
         """Blocks until all parts have ended and their results are reduced; returns the result.
 
-        A function that waits here while it serves a call does not keep others from being served.
+        A wait while serving a call does not keep this worker from serving other calls.
 
         Raises:
             CallTimeout: A part took too long.
-            WorkerLost: Workers were lost, and nobody is left to run the parts.
+            WorkerLost: Workers were lost, and no worker is left to run the parts.
             ReduceError: The reducer failed.
-            Exception: Whatever a part raised.
+            Exception: A part raised it.
         """
         if not self.done():
             wait_for(self._reactor, self._over, self.cancel)
         return super().wait()
 
     def cancel(self) -> bool:
-        """Gives the map up: it fails with ``CallCancelled``, and calls that run are cancelled.
+        """Gives the map up: it fails with ``CallCancelled``, and running calls are cancelled.
 
         Returns:
-            Whether there was anything to give up.
+            False if the map was over already.
         """
         give_up = self._give_up
         return give_up is not None and give_up()
@@ -79,12 +79,13 @@ class MapFuture(torch.futures.Future[T]):
 
 
 def wait_for(reactor: Reactor, over: threading.Event, give_up: Callable[[], object]) -> None:
-    """Blocks until a map is over, and lets others use this worker's threads meanwhile.
+    """Blocks until a map is over, and lets other tasks use this worker's threads meanwhile.
 
     Args:
-        reactor: Runs the tasks of this worker. If it ends, so may those that would tell of the end.
-        over: The end of the map.
-        give_up: Has it end in that case.
+        reactor: Runs the tasks of this worker. If it closes, the tasks that would set ``over`` may
+            never run.
+        over: Set at the end of the map.
+        give_up: Ends the map if the reactor closes.
     """
     is_counted = reactor.begin_wait()
     try:

@@ -1,4 +1,4 @@
-"""Copies of modules that share tensors with the original, or lead to it in the graph."""
+"""Copies modules: copies share tensors with the original, or lead to it in the graph."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def module_clone(
     detach_buffers: bool = False,
     device: torch.device | str | int | None = None,
 ) -> Target:
-    """Returns a copy of a module whose parameters and buffers are what ``by`` says.
+    """Returns a copy of a module; ``by`` selects how parameters and buffers are copied.
 
-    Everything else is copied deeply, so what is set on the copy is not set on the original. A
+    Everything else is copied deeply, so an attribute set on the copy is not set on the original. A
     tensor that the module has at several places is one tensor in the copy, too.
 
-    Calls to other workers need no such copy: Parameters stay in the graph without.
+    Calls to other workers need no such copy: Parameters stay in the graph without it.
 
     Args:
         target: The module; or a tree of tensors, such as a dict or list.
         by: ``"reference"``: the same tensors. ``"clone"`` or ``"copy"``: plain tensors, clones in
-            the graph, so that gradients of what is computed with them reach the originals.
+            the graph, so that gradients of results computed with them reach the originals.
             ``"deepcopy"``: new leaves, and Parameters stay Parameters.
-        detach_buffers: Whether buffers are copied without their history, whatever ``by`` says; then
-            nothing that the copy does to its buffers is seen in the original.
-        device: Where to have the tensors; by default where they are. Those that must move for it
-            are not shared.
+        detach_buffers: Whether buffers are copied without their history, whatever ``by`` is; then
+            the copy's changes to its buffers do not show in the original.
+        device: The device of the copy's tensors; by default they stay where they are. Tensors that
+            must move to ``device`` are not shared.
 
     Raises:
-        ConfigurationError: ``by`` is something else.
+        ConfigurationError: ``by`` is another value.
         ArgumentTypeError: There is no tensor in ``target``.
     """
     way = _WAYS.get(by)
@@ -51,7 +51,7 @@ def module_clone(
     place = None if device is None else torch.device(device)
     if isinstance(target, nn.Module):
         way_of_buffers = _new_leaf if detach_buffers else way
-        # What is in the memo, deepcopy takes for copied already, wherever it finds the original.
+        # deepcopy takes an object in the memo for copied already, wherever it finds it.
         memo: dict[int, Any] = {id(each): way(each, place) for each in target.parameters()}
         memo |= {id(each): way_of_buffers(each, place) for each in target.buffers()}
         return copy.deepcopy(target, memo)
@@ -89,4 +89,4 @@ _WAYS: dict[str, Callable[[Tensor, torch.device | None], Tensor]] = {
     "deepclone": _new_leaf,
     "deepcopy": _new_leaf,
 }
-"""By the names that ``torchopt.module_clone`` knows."""
+"""The ways to copy a tensor, by the names that ``torchopt.module_clone`` accepts."""

@@ -1,4 +1,4 @@
-"""Notes on errors of a program: where in a map they were raised."""
+"""Adds notes to errors of a program: where in a map they were raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Error = TypeVar("Error", bound=BaseException)
 
 def with_note(error: Error, text: str) -> Error:
     """Returns an error with a note, as ``add_note`` of Python 3.11 makes it."""
-    # Some errors take no attributes: those of frozen dataclasses, for instance.
+    # Some errors take no attributes: frozen dataclasses, for instance.
     with contextlib.suppress(Exception):
         error.__notes__ = [*getattr(error, "__notes__", ()), text]  # type: ignore[attr-defined]
     return error

@@ -1,8 +1,8 @@
-"""Partitioners: what says which worker gets which part of the arguments of a map.
+"""Partitioners decide which worker gets which part of the arguments of a map.
 
-Any function of these arguments can be one. ``cut`` takes what a program passed as ``partitioner``,
-and checks what comes out of it: what a partitioner does wrong would otherwise show on another
-worker, as an error of a function that is right.
+Any function of these arguments can be a partitioner. ``cut`` takes the program's ``partitioner``,
+and checks its result: a mistake of a partitioner would otherwise show on another worker, as an
+error of a correct function.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ def cut(
     args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
 ) -> Cut:
-    """Makes the parts of a map, and says who may run them.
+    """Returns the parts of a map, and the workers that may run them.
 
-    Arguments of which the tensors have length 0 make no parts: the map is complete at once, its
-    results are ``[]``, and that is what a reducer gets.
+    Arguments whose tensors have length 0 make no parts: the map is complete at once, and its list
+    of results is empty; a reducer gets this list.
 
     Args:
-        partitioner: A function; or a worker, which gets one part, all of the arguments; or None
+        partitioner: A function; or a worker, which gets all of the arguments as one part; or None
             for ``batch_partitioner``.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
 
     Raises:
-        ArgumentTypeError: The partitioner is no function and no worker, or the arguments are no
-            tuple and dict.
-        ConfigurationError: The partitioner returns something else than triples of a worker, args
-            and kwargs; none for arguments that are not empty; or a worker that is not there. Or
-            the tensors cannot be cut.
-        Exception: What a function of the user raises, with a note that it was the partitioner.
+        ArgumentTypeError: The partitioner is neither a function nor a worker, or the arguments are
+            not a tuple and a dict.
+        ConfigurationError: The partitioner returned something other than triples of a worker, args
+            and kwargs; no triple for arguments that are not empty; or an unknown worker. Or the
+            tensors cannot be cut.
+        Exception: A function of the user raised it; a note names the partitioner.
     """
     own_args, own_kwargs = _arguments(args, kwargs, "")
     if partitioner is None:
@@ -101,7 +101,7 @@ def _cut_by(
 def _called(
     partitioner: Callable[..., Iterable[Triple]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Returns what a partitioner returns, as a list where it can be one."""
+    """Returns the result of a partitioner, as a list if it is a collection of triples."""
     try:
         triples = partitioner(*args, **kwargs)
         is_many = isinstance(triples, Iterable) and not isinstance(triples, (Mapping, str, Tensor))
@@ -112,7 +112,7 @@ def _called(
 
 
 def _checked(triples: Any, partitioner: object) -> list[Part]:
-    """Returns the parts that a partitioner means, once they are known to be such."""
+    """Returns the parts for the triples of a partitioner; raises if a triple is invalid."""
     name = f"partitioner {_name(partitioner)}"
     if not isinstance(triples, list):
         raise ConfigurationError(f"{name} returned {kind_of(triples)}; {_TRIPLES}")
@@ -130,7 +130,7 @@ def _part(triple: Any, where: str) -> Part:
 
 
 def _arguments(args: Any, kwargs: Any, where: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns args and kwargs of a call; None means none."""
+    """Returns args and kwargs of a call; None stands for empty."""
     args = () if args is None else args
     kwargs = {} if kwargs is None else kwargs
     if not isinstance(args, (list, tuple)):
@@ -145,7 +145,7 @@ def _arguments(args: Any, kwargs: Any, where: str) -> tuple[tuple[Any, ...], dic
 
 
 def _is_empty(argument: Any) -> bool:
-    """Tells whether something in an argument, such as a batch or a list of tasks, is empty."""
+    """Whether an argument contains an empty collection, such as a batch or a list of tasks."""
     flat, _ = trees.flatten(argument, trees.is_leafless)
     return any(trees.is_leafless(leaf) or _has_nothing(leaf) for leaf in flat)
 

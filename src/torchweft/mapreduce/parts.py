@@ -1,4 +1,4 @@
-"""What a map consists of: its parts, and the values that all of them get."""
+"""The data of a map: its parts, and the values that all parts get."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Part(tuple[int, tuple[Any, ...], dict[str, Any]]):
     """One call of a map: the triple of a worker, and args and kwargs for it.
 
     Args:
-        worker: Rank of the worker; a partitioner of the user may name it, too.
+        worker: Rank of the worker; a partitioner of the user may also give its name.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        weight: What the result counts in a mean: how many indices the part holds along the
+        weight: The weight of the result in a mean: how many indices the part holds along the
             dimension that was cut.
     """
 
@@ -35,12 +35,12 @@ class Part(tuple[int, tuple[Any, ...], dict[str, Any]]):
 
 
 class Cut(NamedTuple):
-    """What a partitioner made of the arguments of a map.
+    """The result of a partitioner for the arguments of a map.
 
     Attributes:
-        parts: The calls, in order; none where the arguments are empty.
-        workers: Ranks of the workers to choose from; those of the parts are among them.
-        is_any: Whether any of them may run any of the parts.
+        parts: The calls, in order; empty if the arguments are.
+        workers: Ranks of the workers to choose from, including the workers of the parts.
+        is_any: Whether any of these workers may run any of the parts.
     """
 
     parts: list[Part]
@@ -61,24 +61,24 @@ class Broadcast:
 
 
 def broadcast(value: Any) -> Any:
-    """Marks an argument of a map that every part is to get whole.
+    """Marks an argument of a map that every part gets whole.
 
-    ``batch_partitioner`` and its kin cut every other tensor in the arguments. Modules, numbers and
-    all else that is no tensor go to every part as they are, and need no mark. What is marked
-    travels once to each worker, not once for each part.
+    ``batch_partitioner`` and its variants cut all other tensors in the arguments. Modules, numbers
+    and other non-tensors go to every part as they are, and need no mark. A marked value travels
+    once to each worker, not once for each part.
 
     Args:
-        value: A tensor, or a tree of them such as a state dict: an argument, or something in one.
+        value: A tensor, or a tree of tensors such as a state dict; an argument or a value in one.
 
     Returns:
-        The mark, to be passed in place of ``value``. The function that is mapped sees ``value``; a
-        function used as partitioner sees the mark, and may leave it in what it returns.
+        The mark, to be passed in place of ``value``. The mapped function sees ``value``. A
+        function used as partitioner sees the mark, and may return triples that contain it.
     """
     return Broadcast(bare(value))
 
 
 def bare(tree: Any) -> Any:
-    """Returns a tree without the marks of ``broadcast``; branches that have none as they are."""
+    """Returns a tree without the marks of ``broadcast``; branches without marks are not copied."""
     flat, spec = trees.flatten(tree, trees.whole_unless(Broadcast))
     return trees.unflatten(
         [leaf.value if isinstance(leaf, Broadcast) else leaf for leaf in flat], spec
@@ -91,7 +91,7 @@ def unwrap(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 
 
 def kind_of(value: object) -> str:
-    """Returns what a value is, for errors."""
+    """Describes a value, for error messages."""
     name = type(value).__name__
     kind = f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
     if isinstance(value, Tensor):

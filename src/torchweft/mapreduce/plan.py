@@ -1,4 +1,4 @@
-"""The plan of one map: what its parts are, what they have in common, and who may run them."""
+"""The plan of one map: its parts, the values that they share, and the workers that may run them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from torchweft.serialize.functions import describe, name_of
 from torchweft.serialize.objects import Packed
 
 UNWRAPPED = "__parallelize"
-"""With this begins what the name of a function has at its end that only goes by it."""
+"""The start of the suffix that ``parallelize`` gives to the name of the original function."""
 
 
 class Manner(NamedTuple):
-    """How a map is to be run.
+    """How to run a map.
 
     Attributes:
-        timeout: Seconds for all of it; 0 for no limit, negative for the default of each call.
-        balance: Whether workers that have nothing to do take parts from others.
-        rerun: Whether parts of a lost worker run elsewhere; None where the partitioner decides.
+        timeout: Seconds for the whole map; 0 for no limit, negative for the default of each call.
+        balance: Whether idle workers take parts from other workers.
+        rerun: Whether parts of a lost worker run on other workers; None if the partitioner
+            decides.
         concurrency: How many parts a worker runs at a time.
     """
 
@@ -39,21 +40,22 @@ class Manner(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All that is known of a map before it runs.
+    """All properties of a map before it runs.
 
     Attributes:
-        name: The function's, for messages.
-        function: What is called for each part.
-        parts: What the partitioner made.
-        arguments: Args and kwargs of each part, without what is in ``content``.
-        workers: Ranks of those that may run parts.
-        content: The function and what parts have in common, packed; None to send it with them.
+        name: The function's name, for messages.
+        function: The function to call for each part.
+        parts: The parts that the partitioner made.
+        arguments: Args and kwargs of each part, without the values in ``content``.
+        workers: Ranks of the workers that may run parts.
+        content: The function and the values that parts share, packed; None to send them with each
+            part.
         own_content: The same for this worker, which needs it to have copies of its own.
-        may_rerun: Whether parts run again where a worker is lost.
+        may_rerun: Whether parts run again if a worker is lost.
         timeout: As in ``Manner``.
         balance: As in ``Manner``.
         concurrency: As in ``Manner``.
-        fan_out: How many workers get the content from one.
+        fan_out: How many workers get the content from one worker.
         is_async: Whether the function may return before its work is done.
     """
 
@@ -73,29 +75,29 @@ class Plan(NamedTuple):
 
     @property
     def limit_s(self) -> float:
-        """Seconds that the map may take."""
+        """Time limit of the map in seconds."""
         return self.timeout if self.timeout > 0 else math.inf
 
     def content_for(self, peer: Peer) -> Packed | None:
-        """Returns what an object on a worker is made of; None where parts need no object."""
+        """Returns the content of a worker's ``Shared`` object; None if its parts need no object."""
         return self.own_content if peer.is_self else self.content
 
     def keeps_ahead(self, peer: Peer) -> bool:
-        """Whether a worker keeps a part until its turn comes: an object of ours there does.
+        """Whether a worker can be sent a part ahead: it needs a ``Shared`` object to keep the part.
 
-        It would take an ``async`` function for ended when it has but begun.
+        The object would take an ``async`` function for ended when it has only begun.
         """
         return self.content_for(peer) is not None and not self.is_async
 
     def with_note(self, error: Error, part: int, worker: str) -> Error:
-        """Returns an error of a part, which says now of which one."""
+        """Returns an error of a part with a note that names the part."""
         return with_note(
             error,
             f"in part {part} of {len(self.parts)} of a map of {self.name}, on worker {worker!r}",
         )
 
     def lost_error(self, peer: Peer) -> WorkerLost:
-        """Returns the error of a map that cannot go on without a worker."""
+        """Returns the error of a map that cannot continue without a worker."""
         text = f"in a map of {self.name} over {len(self.parts)} parts: "
         if self.may_rerun:
             text += "no worker is left to run the parts of the lost one"
@@ -107,7 +109,7 @@ class Plan(NamedTuple):
 def make_plan(
     worker: Worker, function: Callable[..., Any], cut: Cut, manner: Manner, peers: Sequence[Peer]
 ) -> Plan:
-    """Returns the plan of a map, with what its parts have in common packed once."""
+    """Returns the plan of a map, with the values that its parts share packed once."""
     me = worker.agent.me
     fan_out = max(knobs.FAN_OUT.get(), 1)
     whole = [(part[1], part[2]) for part in cut.parts]
@@ -146,14 +148,14 @@ def _shared(
     peers: Sequence[Peer],
     are_in_turn: bool,
 ) -> tuple[Common, Packed | None]:
-    """Returns what is left of the arguments of all parts, and what they have in common, packed.
+    """Returns the rest of the arguments of all parts, and the values that they share, packed.
 
     Args:
         worker: This worker.
-        function: What is called for each part.
+        function: The function to call for each part.
         arguments: Args and kwargs of each part.
-        peers: Who may run parts.
-        are_in_turn: Whether some workers run several of them, and can keep one ahead.
+        peers: The workers that may run parts.
+        are_in_turn: Whether some workers run several parts, and can keep a part sent ahead.
     """
     common = find_common(arguments)
     nothing = Common([], list(arguments))
@@ -163,10 +165,10 @@ def _shared(
     try:
         packed = worker.pack_for(peers, (function, common.values))
         if packed.externals:
-            # Each reference is counted when it is sent, so it goes along with each part.
+            # Each reference is counted when it is sent, so it is sent with each part.
             holders = {id(each) for each in common.values if worker.pack_for(peers, each).externals}
             common = find_common(arguments, holders)
             packed = worker.pack_for(peers, (function, common.values))
     except SerializationError:
-        return nothing, None  # The call of a part says better what cannot be sent.
+        return nothing, None  # The call of a part raises a better error.
     return (nothing, None) if packed.externals else (common, packed)

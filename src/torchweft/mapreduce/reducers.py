@@ -1,7 +1,7 @@
-"""Reducers: functions that make one result out of those of all parts of a map.
+"""Reducers: functions that combine the results of all parts of a map into one result.
 
-Those in this file work on tensors, and on trees of them, leaf by leaf: a loss and metrics, say.
-Numbers among the leaves stay numbers.
+The reducers in this file work on tensors, and on trees of tensors, leaf by leaf: a loss and
+metrics, say. Numbers among the leaves stay numbers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def mean_reducer(results: Iterable[Any], weights: Sequence[float] | None = None)
     Args:
         results: Tensors of the same shape, of a floating-point or complex dtype; numbers; or trees
             of the same structure with these as leaves.
-        weights: How much each result counts; None where all count the same.
+        weights: The weight of each result; None if all weights are equal.
 
     Returns:
         A tensor of that shape, dtype and device, a number, or a tree of these. Computed in
-        ``float32`` where the dtype has less, and in the autograd graph.
+        ``float32`` if the dtype has less precision, and in the autograd graph.
 
     Raises:
-        ReduceError: There are no results; they are something else, or differ in shape or
+        ReduceError: There are no results; they are of another type, or differ in shape or
             structure; or the weights do not fit them.
     """
     listed = tuple(results)
@@ -58,7 +58,7 @@ def sum_reducer(results: Iterable[Any]) -> Any:
         A tensor of that shape, a number, or a tree of these; in the autograd graph.
 
     Raises:
-        ReduceError: There are no results; they are something else, or differ in shape or
+        ReduceError: There are no results; they are of another type, or differ in shape or
             structure.
     """
     return _leaf_by_leaf("sum_reducer", tuple(results), _sum)
@@ -71,7 +71,7 @@ def reduce(reducer: Reducer, results: Sequence[Any], weights: Sequence[float] | 
         reducer: A function of a list of results. If it has a parameter called ``weights``, it gets
             the lengths of the parts, too.
         results: The results, in the order of the parts.
-        weights: The lengths of the parts; None where all are the same.
+        weights: The lengths of the parts; None if all are the same.
 
     Raises:
         ReduceError: The reducer raised the error that is its cause.
@@ -93,7 +93,7 @@ def reduce(reducer: Reducer, results: Sequence[Any], weights: Sequence[float] | 
 def _leaf_by_leaf(
     name: str, results: tuple[Any, ...], put_together: Callable[[tuple[Any, ...]], Any]
 ) -> Any:
-    """Puts the leaves together that are at the same place in all of the results."""
+    """Combines the leaves that are at the same place in all results."""
     if not results:
         raise _failed(name, 0, "there must be one at least; were the tensors that were cut empty?")
     _, spec = trees.flatten(results[0])
@@ -146,7 +146,7 @@ def _stacked(column: tuple[Any, ...]) -> Tensor:
 
 
 def _unfit(results: Sequence[Any]) -> str:
-    """Returns why results are not alike tensors, and what would be right; empty if they are."""
+    """Returns why results are not tensors of one shape, with advice; empty if they are."""
     kinds = {type(result).__name__: None for result in results if not isinstance(result, Tensor)}
     if kinds:
         return (
@@ -181,10 +181,10 @@ def _failed(reducer: str, count: int, reason: str) -> ReduceError:
 
 def _takes_weights(reducer: Reducer) -> bool:
     if isinstance(reducer, functools.partial) and "weights" in reducer.keywords:
-        return False  # it has them already
+        return False  # the partial has bound the weights
     try:
         parameter = inspect.signature(reducer).parameters.get("weights")
-    except (TypeError, ValueError):  # those written in C need not have a signature
+    except (TypeError, ValueError):  # functions written in C need not have a signature
         return False
     return parameter is not None and parameter.kind in (
         parameter.POSITIONAL_OR_KEYWORD,

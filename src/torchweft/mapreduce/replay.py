@@ -1,13 +1,13 @@
-"""A backward pass that survives the loss of workers: what was lost is computed once more.
+"""A backward pass that survives the loss of workers: it computes lost results again.
 
 When a worker is lost, the graphs of the parts that it ran are gone, and the pass that needed them
-has failed. The values are here, though, and the parts are pure functions: run again elsewhere,
-they give the same values with a new graph. The gradient of a result follows from this worker's
-own graph, so the pass is put together of pieces: up to the old results, and on from the new ones.
+has failed. But the values are on this worker, and the parts are pure functions: run again on other
+workers, they give the same values with a new graph. This worker's own graph yields the gradient of
+each result. So the pass runs in pieces: from the roots to the old results, then on from the new.
 
-Rules of the file: nothing of a failed attempt is kept. A pass that adds to gradients of leaves is
-only repeated if the answers to calls that the roots lead to are all results of maps: whoever gave
-another one may have kept a part of it.
+Rules of the file: Nothing of a failed attempt is kept. A pass that adds to gradients of leaves is
+repeated only if every answer to a call that the roots lead to is the result of a map. A worker that
+gave another answer may have kept gradients of the failed pass.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Repeatable(Protocol):
     """Results of this worker that can be computed again."""
 
     def run_again(self) -> Sequence[Any]:
-        """Returns equal results with a new graph, of workers that are left. Blocks."""
+        """Returns equal results with a new graph, from the remaining workers. Blocks."""
         ...
 
 
 class Results:
-    """What a map returned in a context, and how to get it again.
+    """The results of a map in a context, and the means to compute them again.
 
     Args:
-        results: The results of its parts; of tensors in them the places in the graph are noted.
-        source: Computes them again.
+        results: The results of its parts; only the tensors' places in the graph are kept.
+        source: Computes the results again.
     """
 
     def __init__(self, results: Sequence[Any], source: Repeatable) -> None:
@@ -56,17 +56,17 @@ class Results:
 
     @property
     def places(self) -> set[Place]:
-        """Where in the graph the results are, those of all runs."""
+        """The places of the results in the graph, of all runs."""
         return {place for places in self._places for place in places}
 
     def compute_again(self) -> None:
-        """Computes the results once more."""
+        """Computes the results again."""
         self._latest = _differentiable(self._source.run_again())
         self._places.append(_places_of(self._latest))
 
     @property
     def replaced(self) -> dict[Place, Tensor]:
-        """The latest results, by the places of earlier ones."""
+        """The latest results, by the places of earlier results."""
         return {
             place: tensor
             for places in self._places[:-1]
@@ -89,7 +89,7 @@ class Replay:
     Args:
         engine: Runs the pieces.
         context_id: The context.
-        roots: Where it starts.
+        roots: Where the pass starts.
     """
 
     def __init__(self, engine: Engine, context_id: int, roots: Roots) -> None:
@@ -153,21 +153,22 @@ class Replay:
                 results.compute_again()
 
     def _replaced(self) -> dict[Place, Tensor]:
-        """Returns what is to be taken for results whose workers were lost, in this pass or before.
+        """Returns replacements for results whose workers were lost, in this pass or before.
 
-        A graph that was recorded before the loss, or in the pass that found out, leads to them.
+        A graph that was recorded before the loss, or in the pass that noticed it, leads to the old
+        results.
         """
         replaced: dict[Place, Tensor] = {}
         for results in self._context().maps:
-            # Also what this worker computed itself: the way may lead through others.
+            # Also results of this worker's own parts: their graph may lead through other workers.
             replaced.update(results.replaced)
         return replaced
 
     def _is_repeatable(self, mode: PassMode) -> bool:
-        """Whether a failed attempt has left nothing behind, and there is something to repeat.
+        """Whether a failed attempt has left nothing behind, and there are maps to run again.
 
-        A pass for inputs leaves nothing anywhere. Any other may have added to gradients of other
-        workers' leaves, though not those of parts of maps, which have no leaves of their own.
+        A pass for inputs leaves nothing anywhere. Any other pass may have added to gradients of
+        other workers' leaves. Parts of maps have no leaves of their own.
         """
         context = self._context()
         if mode.for_inputs or not context.maps:
@@ -180,7 +181,7 @@ class Replay:
 
 
 def _lost_worker(error: BaseException) -> str | None:
-    """Returns the name of the worker whose loss has ended a pass, if that is the cause."""
+    """Returns the name of the worker whose loss ended a pass; None if it had another cause."""
     cause = error.__cause__
     if isinstance(cause, WorkerLost):
         return cause.worker or ""

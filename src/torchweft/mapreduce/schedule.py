@@ -1,16 +1,16 @@
-"""Which part of a map runs where, and what is done about losses: events in, actions out.
+"""Decides which part of a map runs where, and handles losses: events in, actions out.
 
 See ``docs/protocols/mapreduce.md``. Rules of the file:
 
-- A part is at one place at a time: in the queue of a worker, running, or done. Each start of a part
-  is an *attempt*, and what is heard of an attempt that is not the current one changes nothing.
-- An object with what parts have in common hangs on the worker that it was copied from: ``path`` are
-  the workers between the caller and it. Where a worker on the path is lost, what was made of the
-  object has no gradients any more.
-- Whoever has no object gets one when its first part is started, straight from the caller.
-- A worker with an object is sent one part *ahead* of those that it runs, and keeps it until one of
-  them has ended: so it need not wait for the caller in between. With ``balance`` it may be taken
-  away again.
+- A part is in one state at a time: in the queue of a worker, running, or done. Each start of a part
+  is an *attempt*. Events about an attempt that is not the current one change nothing.
+- A ``Shared`` object depends on the worker that it was copied from: its ``path`` is the workers
+  between the caller and it. If a worker on the path is lost, results that were computed with the
+  object have no gradients any more.
+- A worker without an object gets one from the caller when its first part is started.
+- A worker with an object is sent one part *ahead* of the parts that it runs, and keeps it until one
+  of them has ended. So it need not wait for the caller in between. With ``balance`` that part may
+  be taken away again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 
 class Make(NamedTuple):
-    """Make an object with what parts have in common: of the parent's, or (None) of the caller's."""
+    """Make a ``Shared`` object on a worker: a copy of the parent's, or (None) of the caller's."""
 
     worker: int
     parent: int | None
 
 
 class Start(NamedTuple):
-    """Send a part to a worker, which has an object by now, and keeps it there if it is ahead."""
+    """Send a part to a worker, which has its object by now; the worker keeps a part sent ahead."""
 
     part: int
     attempt: int
@@ -37,7 +37,7 @@ class Start(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """A part that was sent ahead runs by now."""
+    """A part that was sent ahead now runs."""
 
     part: int
     attempt: int
@@ -45,14 +45,14 @@ class Begin(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Call off an attempt; nobody wants its result."""
+    """Cancel an attempt; its result is not needed."""
 
     part: int
     attempt: int
 
 
 class Moved(NamedTuple):
-    """A part has changed the queue, because a worker had nothing to do."""
+    """A part has moved to the queue of an idle worker."""
 
     part: int
     from_worker: int
@@ -60,7 +60,7 @@ class Moved(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A worker was lost, and these parts run again, or elsewhere."""
+    """A worker was lost; these waiting, running or void parts were queued again."""
 
     worker: int
     parts: tuple[int, ...]
@@ -80,7 +80,7 @@ Action = Make | Start | Begin | Cancel | Moved | Lost | Complete | Fail
 
 
 class _Run(NamedTuple):
-    """An attempt that runs, or has ended well."""
+    """An attempt that runs, or has succeeded."""
 
     attempt: int
     worker: int
@@ -89,18 +89,18 @@ class _Run(NamedTuple):
 
 
 class Schedule:
-    """The state of one map. Each method takes an event and returns what follows from it.
+    """The state of one map. Each method takes an event and returns the resulting actions.
 
     Args:
-        homes: For each part the worker that it was given to.
-        workers: Those that may run parts after a loss, or with ``balance``.
+        homes: For each part the worker that the partitioner gave it.
+        workers: The workers that may run parts after a loss, or with ``balance``.
         concurrency: How many parts a worker runs at a time.
-        balance: Whether a worker that has nothing to do takes from the others' queues.
-        may_rerun: Whether parts run again where a worker is lost.
+        balance: Whether an idle worker takes parts from the queues of other workers.
+        may_rerun: Whether parts run again if a worker is lost.
         is_recorded: Whether results may have a graph on the worker that made them.
-        fan_out: How many workers get their objects from one; 0 for all from the caller.
+        fan_out: How many children a node of the tree has; 0 if the caller sends to all workers.
         here: The caller, if it may run parts: it is never part of a tree.
-        keepers: Workers that keep a part until it is its turn.
+        keepers: The workers that can be sent a part ahead.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Schedule:
     # Events
 
     def begin(self) -> list[Action]:
-        """The map begins. Losses that are known already come before."""
+        """The map begins. Report known losses before this event."""
         self.has_begun = True
         with_parts = [worker for worker, queue in self._queues.items() if queue]
         for worker, parent in _tree(with_parts, self._fan_out, self._here):
@@ -151,7 +151,7 @@ class Schedule:
         return self._taken()
 
     def ended(self, part: int, attempt: int, has_graph: bool) -> list[Action]:
-        """A part has ended well; ``has_graph`` says whether gradients lead to where it ran."""
+        """A part has succeeded; ``has_graph`` says whether gradients lead to its worker."""
         if self.is_current(part, attempt):
             run = self._stop(part)
             self._ended[part] = run._replace(has_graph=has_graph and self._is_recorded)
@@ -160,7 +160,7 @@ class Schedule:
         return self._taken()
 
     def failed(self, part: int, attempt: int, lost: int | None = None) -> list[Action]:
-        """A part has failed, with the loss of worker ``lost`` if its error says so."""
+        """A part has failed; ``lost`` is the worker whose loss the error reports, if any."""
         if not self.is_current(part, attempt):
             return []
         run = self._running[part]
@@ -197,7 +197,7 @@ class Schedule:
         return self._taken()
 
     def give_up(self) -> list[Action]:
-        """Nobody wants the results any more."""
+        """The caller gives up the map."""
         if not self.is_over:
             self._fail(None)
         return self._taken()
@@ -205,7 +205,7 @@ class Schedule:
     # State
 
     def is_current(self, part: int, attempt: int) -> bool:
-        """Whether an attempt is the one that counts, and runs."""
+        """Whether an attempt is the current attempt of its part, and runs."""
         run = self._running.get(part)
         return not self.is_over and run is not None and run.attempt == attempt
 
@@ -215,16 +215,16 @@ class Schedule:
         return tuple(self._queues)
 
     def _is_stopped(self, run: _Run, lost: int) -> bool:
-        """Whether an attempt comes to nothing by a loss."""
+        """Whether a loss voids a running attempt."""
         return run.worker == lost or (self._is_recorded and lost in run.path)
 
     def _least_busy(self) -> int:
         return min(self._queues, key=lambda worker: self._loads[worker] + len(self._queues[worker]))
 
-    # What follows
+    # Transitions
 
     def _feed_all(self) -> None:
-        """Starts what can be started; whoever has parts of its own goes first."""
+        """Starts all parts that can start; workers with parts of their own go first."""
         if self.is_over or not self.has_begun:
             return
         for may_take in (False, True):
@@ -246,7 +246,7 @@ class Schedule:
             self._start(queue.popleft(), worker)
 
     def _take_from_longest(self, worker: int) -> None:
-        """Moves to the queue of a worker a part that waits, or else one that was sent ahead."""
+        """Moves a waiting part, or else a part that was sent ahead, to the queue of a worker."""
         longest = max(self._queues, key=lambda other: len(self._queues[other]))
         if self._queues[longest]:
             part = self._queues[longest].pop()
@@ -286,7 +286,7 @@ class Schedule:
         self._actions.append(Make(worker, parent))
 
     def _replant(self, part: int) -> None:
-        """Runs a part again where it was: a worker on the path of its object was lost."""
+        """Runs a part again on its worker: another worker on the path of its object was lost."""
         run = self._stop(part)
         if self._paths.get(run.worker) == run.path:
             del self._paths[run.worker]

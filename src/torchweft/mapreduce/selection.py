@@ -1,7 +1,7 @@
-"""Decorators that have a function run on some of the workers only.
+"""Decorators that run a function on some of the workers only.
 
-Which worker this is, is asked at each call. So a function may be decorated before its process joins
-a group, and where another worker calls it, the rank of the worker that is called decides.
+The rank is looked up at each call. So a function may be decorated before its process joins a
+group, and in a remote call the rank of the called worker decides.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def on_rank(*ranks: int) -> Selected[P, T]:
     """Returns a decorator: the function runs on these workers, and returns None on all others.
 
     Args:
-        ranks: Numbers of workers, from 0; there need be no such worker. They are not counted from
-            the end: -1 is refused.
+        ranks: Ranks of workers, from 0; the workers need not exist. Negative ranks do not count
+            from the end: -1 is refused.
 
     Raises:
-        ArgumentTypeError: A rank is no integer; a function, for instance, where the parentheses
+        ArgumentTypeError: A rank is not an integer: a function, for instance, if the parentheses
             are missing.
         ConfigurationError: A rank is negative.
     """
@@ -42,7 +42,7 @@ def not_on_rank(*ranks: int) -> Selected[P, T]:
         ranks: As for ``on_rank``.
 
     Raises:
-        ArgumentTypeError: A rank is no integer.
+        ArgumentTypeError: A rank is not an integer.
         ConfigurationError: A rank is negative.
     """
     excluded = _checked("not_on_rank", ranks)
@@ -50,7 +50,7 @@ def not_on_rank(*ranks: int) -> Selected[P, T]:
 
 
 def rank_all(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns the function as it is: it runs on all workers."""
+    """Returns the function unchanged: it runs on all workers."""
     return function
 
 
@@ -58,16 +58,16 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
     """Has a function run on the worker of rank 0 only, and return None on all others.
 
     Raises:
-        ArgumentTypeError: It is no function.
+        ArgumentTypeError: ``function`` is not callable.
     """
     return _selective(function, lambda rank: rank == 0)
 
 
 def rank_non_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Has a function run on all workers but that of rank 0, where it returns None.
+    """Has a function run on all workers except rank 0, where it returns None.
 
     Raises:
-        ArgumentTypeError: It is no function.
+        ArgumentTypeError: ``function`` is not callable.
     """
     return _selective(function, lambda rank: rank != 0)
 

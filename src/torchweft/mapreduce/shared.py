@@ -1,7 +1,7 @@
-"""What the parts of a map have in common, on a worker that runs some of them.
+"""The values that parts of a map share, on a worker that runs some of the parts.
 
-The caller packs it once. A worker keeps it as it came, and unpacks it anew for each part, with
-clones of the tensors: what a part does to its copy, no other one sees.
+The caller packs the values once. A worker keeps them packed, and unpacks them anew for each part,
+with clones of the tensors: no part sees another part's changes to its copy.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from torchweft.serialize.objects import unpack
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable
 
 _LOOK_S = 0.5
-"""How often a part that waits for its turn looks whether somebody still wants it."""
+"""How often a part that waits for its turn checks whether it was cancelled."""
 
 Address = tuple[int, int, int]
-"""The number of a reference, for a caller that keeps the reference meanwhile."""
+"""The id of a reference, passed by a caller that keeps the reference alive meanwhile."""
 
 
 @rebuilds_plain
 class Slot:
-    """Stands in the arguments of a part for something that parts have in common.
+    """Stands for a shared value in the arguments of a part.
 
     Args:
-        number: Its place among what they have in common.
+        number: The index of the shared value.
     """
 
     __slots__ = ("number",)
@@ -54,13 +54,13 @@ class Slot:
 
 
 class Shared:
-    """A function and values, packed.
+    """A function and shared values, packed.
 
     Args:
         payload: The packed pair of the function and the list of values.
-        tensors: What was taken out of it.
-        concurrency: How many parts may run at a time; others wait for their turn.
-        is_own: Whether this worker has packed it, and may trust it.
+        tensors: The tensors that were taken out of the pair.
+        concurrency: How many parts may run at a time; other parts wait for their turn.
+        is_own: Whether this worker has packed the payload, and may trust it.
     """
 
     __slots__ = ("_is_own", "_turns", "concurrency", "payload", "tensors")
@@ -77,16 +77,16 @@ class Shared:
     def call(
         self, args: Any, kwargs: Any, number: int, after: int
     ) -> tuple[Callable[..., Any], Any]:
-        """Calls the function, with a copy of the values in their slots, when its turn has come.
+        """Calls the function in its turn, with copies of the values in place of the slots.
 
         Args:
             args: Positional arguments.
             kwargs: Keyword arguments.
-            number: Counts the parts that were sent here.
-            after: The number of the part before which this one must not run; or ``NOTHING``.
+            number: The number of this part among the parts sent to this object.
+            after: The number of the part that must get its turn first; or ``NOTHING``.
 
         Returns:
-            The function, and what it returned.
+            The function and its result.
         """
         read: Callable[..., Any] = unpack if self._is_own else current_worker().reader.unpack
         function, values = read(self.payload, _copies(self.tensors), ())
@@ -102,7 +102,7 @@ class Shared:
 
     @contextlib.contextmanager
     def _turn(self, number: int, after: int) -> Iterator[None]:
-        """Waits until it is the turn of a part that was sent ahead of those that run."""
+        """Holds a turn for the block; a part that was sent ahead waits for its turn first."""
         place = self._turns.take(number, after)
         if place is not None:
             self._wait(place)
@@ -123,12 +123,12 @@ class Shared:
             raise CallCancelled("the caller of the map does not want this part any more")
 
 
-# What the caller of a map, and workers among themselves, ask for by name.
+# Called by name: by the caller of a map, and by workers on one another.
 
 
 @remotely_callable
 def make(payload: bytes, tensors: Sequence[Tensor], concurrency: int) -> Shared:
-    """Returns an object of what the caller of a map has packed."""
+    """Returns a ``Shared`` object of the values that the caller of a map has packed."""
     return _made(payload, tensors, concurrency, is_own=_is_served_to_itself())
 
 
@@ -143,10 +143,10 @@ def _made(payload: Any, tensors: Any, concurrency: Any, *, is_own: bool) -> Shar
 
 @remotely_callable
 async def pull(parent: RRef[Shared]) -> Shared:
-    """Returns an object like that of another worker; no thread waits for it meanwhile."""
+    """Returns a copy of another worker's ``Shared`` object; no thread waits for it meanwhile."""
     check_types(parent=(parent, RRef))
     address = tuple(parent.id)
-    # Found by its id: the name may be another's by now, or nobody's.
+    # Found by id: the name may by now belong to another worker, or to no worker.
     owner = parent.agent().peers[parent.id.owner]
     held: Any = await start(current_worker(), owner, content, (address,), {}, 0.0)
     payload, tensors, concurrency = held
@@ -155,7 +155,7 @@ async def pull(parent: RRef[Shared]) -> Shared:
 
 @remotely_callable
 def content(address: Address) -> WhenReady:
-    """Returns what an object of this worker holds."""
+    """Returns the content of a ``Shared`` object of this worker."""
 
     def parts_of(value: Any) -> tuple[Callable[..., Any], Any]:
         shared = _checked(value)
@@ -166,7 +166,7 @@ def content(address: Address) -> WhenReady:
 
 @remotely_callable
 def run(address: Address, args: Any, kwargs: Any, number: int, after: int) -> WhenReady:
-    """Runs a part of a map, with what is in an object of this worker."""
+    """Runs a part of a map with a ``Shared`` object of this worker."""
     check_types(number=(number, int), after=(after, int))
     return WhenReady(
         owned(address), lambda value: _checked(value).call(args, kwargs, number, after)
@@ -174,7 +174,7 @@ def run(address: Address, args: Any, kwargs: Any, number: int, after: int) -> Wh
 
 
 def _checked(value: Any) -> Shared:
-    # Others name what they ask for by a number, and must not get at anything else that way.
+    # Other workers pass an id, and must not reach any other kind of value with it.
     if not isinstance(value, Shared):
         raise ArgumentTypeError(f"a part of a map was sent to a {type(value).__name__}")
     return value
@@ -191,7 +191,7 @@ def _filled(arguments: tuple[Any, Any], values: Sequence[Any]) -> tuple[Any, Any
 
 
 def _own_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns copies of arguments that a worker has sent itself: tensors go by reference then."""
+    """Returns copies of arguments that a worker sent itself, whose tensors went by reference."""
     worker = current_worker()
     if worker.copies_own:
         return args, kwargs

@@ -1,8 +1,8 @@
-"""Finds what the parts of a map have in common, on the caller's side.
+"""Finds the values that parts of a map share, on the caller's side.
 
-That is what several parts hold: the same object, not an equal one. It is looked for from the
-outside in, so a list that all parts were given is one thing, whatever is in it. Numbers, texts and
-functions with a name are not worth it.
+A value is shared if several parts hold the same object, not an equal object. The search goes from
+the outside in, so a list that all parts were given is one value, whatever it contains. Numbers,
+strings and functions with a name are not worth sharing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Arguments = tuple[Any, Any]
 """The args and kwargs of a part."""
 
 LIGHT_BYTES = 1 << 16
-"""What has no more bytes of tensors than this is sent in no time."""
+"""Arguments with no more bytes of tensors than this count as fast to send."""
 
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, type, type(Ellipsis)),
@@ -35,11 +35,11 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
 class Common(NamedTuple):
-    """What parts have in common, and what is left of their arguments.
+    """The values that parts share, and the rest of their arguments.
 
     Attributes:
         values: The objects that several parts hold.
-        arguments: Args and kwargs of each part, with a ``Slot`` wherever one of them was.
+        arguments: Args and kwargs of each part, with a ``Slot`` in place of each shared object.
     """
 
     values: list[Any]
@@ -47,14 +47,14 @@ class Common(NamedTuple):
 
 
 def find_common(arguments: Sequence[Arguments], excluded: Container[int] = ()) -> Common:
-    """Takes out of the arguments of all parts what several of them hold.
+    """Takes the objects that several parts hold out of the arguments of all parts.
 
     Args:
         arguments: Args and kwargs of each part.
-        excluded: By ``id``, what must stay.
+        excluded: The ``id`` of each object that must stay in the arguments.
     """
     held: dict[int, tuple[Any, int]] = {}
-    """Which part was the first to hold something, by id; the object with it, so that it stays."""
+    """By id, each object and the first part that holds it; a reference keeps the id in use."""
     common: dict[int, Slot] = {}
     values: list[Any] = []
 
@@ -83,12 +83,12 @@ def _emptied(arguments: Arguments, common: dict[int, Slot]) -> Arguments:
 
 
 def is_worth_it(tree: Any) -> bool:
-    """Whether there is anything in a tree that takes more to send than a number or a name."""
+    """Whether a tree contains a leaf that costs more to send than a number or a name."""
     return any(not _is_atom(leaf) for leaf in trees.leaves(tree))
 
 
 def is_light(arguments: Arguments) -> bool:
-    """Whether arguments are sent in no time."""
+    """Whether arguments are fast to send."""
     size = 0
     for leaf in trees.leaves(arguments):
         if isinstance(leaf, Tensor):
@@ -99,7 +99,7 @@ def is_light(arguments: Arguments) -> bool:
 
 
 def may_have_graph(result: Any) -> bool:
-    """Whether gradients may lead into a result; True where that cannot be seen."""
+    """Whether gradients may lead into a result; True if that cannot be determined."""
     for leaf in trees.leaves(result):
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:

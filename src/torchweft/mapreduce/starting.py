@@ -1,4 +1,4 @@
-"""Starting a program on all workers: ``auto_init_rpc`` makes each process one of the group.
+"""Starting a program on all workers: ``auto_init_rpc`` makes each process join the group.
 
 The same script runs in every process, started by ``torchrun``, by ``torchweft run`` or, alone, by
 ``python``.
@@ -48,35 +48,38 @@ def auto_init_rpc(
     """Returns a decorator for the main function: it runs when this process has joined its group.
 
     A call of the decorated function blocks until all workers have joined and have run
-    ``worker_init_fn``, runs the function, and returns what that returns. The process stays a
-    worker until the interpreter exits, and then goes on serving until the main functions of all
-    have returned. Where the main function raises, the worker leaves at once instead, and tells the
-    others why. Where workers were lost, the others say so when they leave, and exit with status 1.
+    ``worker_init_fn``. Then it runs the function, and returns its result. The process stays a
+    worker until the interpreter exits, and then keeps serving until the main functions of all
+    workers have returned. If the main function raises, the worker leaves at once instead, and
+    tells the other workers why. If workers were lost, the remaining workers report it when they
+    leave, and exit with status 1.
 
     The group is the one that ``torchrun`` or ``torchweft run`` has started, by ``RANK`` and
-    ``WORLD_SIZE``. Without them the process is the only worker of a group of its own. Where it is a
-    worker already, as in ``with torchweft.cluster(...)``, it stays what it is: ``worker_init_fn``
-    is called, here only, and the function; whoever joined the group leaves it.
+    ``WORLD_SIZE``. Without them the process is the only worker of a group of its own. If the
+    process is a worker already, as in ``with torchweft.cluster(...)``, it stays in its group:
+    ``worker_init_fn``, on this worker only, and the function are called. The code that joined the
+    group leaves it.
 
     Args:
-        worker_init_fn: Called without arguments on every worker, before the main function of any
-            begins; it may take as long as it wants.
-        worker_name_format: Makes this worker's name of its rank, the number of workers, its rank
+        worker_init_fn: Called without arguments on every worker, before any main function begins;
+            it may take any time.
+        worker_name_format: Makes this worker's name from its rank, the number of workers, its rank
             on its host and the number of workers there. By default the name is the one that
             ``torchweft run`` has given, and marks output with; without that, ``worker`` and
             the rank.
-        backend: Accepted for compatibility; there is one.
-        rpc_backend_options: Everything else; see ``torchweft.init_rpc``.
+        backend: Accepted for compatibility; there is only one backend.
+        rpc_backend_options: All other options; see ``torchweft.init_rpc``.
 
     Raises:
-        ArgumentTypeError: An argument is no function that could be called; or, when the decorated
-            function is called, there is none, since the parentheses of the decorator are missing.
+        ArgumentTypeError: An argument is not a function that can be called. A call of the
+            decorated function raises it if the parentheses of the decorator are missing.
 
-    The decorated function raises what ``torchweft.init_rpc`` raises, and:
+    The decorated function raises the errors of ``torchweft.init_rpc``, and:
 
     Raises:
-        ConfigurationError: Only one of ``RANK`` and ``WORLD_SIZE`` is set, or one is no number.
-        WorkerLost: Another worker was lost before all could begin; says why, if it could.
+        ConfigurationError: Only one of ``RANK`` and ``WORLD_SIZE`` is set, or one is not a number.
+        WorkerLost: Another worker was lost before all could begin; gives the cause if that worker
+            could report it.
     """
     _check_functions(worker_init_fn, worker_name_format)
 
@@ -105,19 +108,19 @@ def barrier(
     worker_names: Iterable[str | int | WorkerInfo] | None = None,
     timeout: float = rpc.UNSET_RPC_TIMEOUT,
 ) -> None:
-    """Blocks until all of some workers have called this; see ``torchweft.rpc.barrier``.
+    """Blocks until all given workers have called this; see ``torchweft.rpc.barrier``.
 
     Args:
-        worker_names: Those who take part, this worker among them; by default, and where there is
-            none in it, the whole group.
-        timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker.
+        worker_names: The workers that take part, this worker among them; by default, and if it is
+            empty, the whole group.
+        timeout: Seconds to wait at most; 0 for no limit, and by default the timeout of the worker.
 
     Raises:
         ArgumentTypeError: ``worker_names`` is a single name.
-        UnknownWorker: There is no worker of a name; says who there is.
-        ConfigurationError: This worker is not among them.
-        CallTimeout: Not all came in time.
-        WorkerLost: A worker was lost before it came.
+        UnknownWorker: No worker has a given name; lists the workers of the group.
+        ConfigurationError: This worker is not in ``worker_names``.
+        CallTimeout: Not all workers called this in time.
+        WorkerLost: A worker was lost before it called this.
     """
     if isinstance(worker_names, str):
         raise ArgumentTypeError(
@@ -129,7 +132,8 @@ def barrier(
 def _join(worker_name_format: NameFormat, backend: Any, options: Options | None) -> Agent:
     place = launched_place()
     _check_launched(place)
-    # A launcher names workers of any program, a format those of this one: it is what calls go by.
+    # A launcher names the workers of any program. A format is specific to this program, whose
+    # calls use its names, so it takes precedence.
     is_default = worker_name_format is default_worker_name_format
     name = (launched_name() if is_default else None) or worker_name_format(*place)
     if place.world_size == 1:
@@ -139,7 +143,7 @@ def _join(worker_name_format: NameFormat, backend: Any, options: Options | None)
 
 
 def _alone(options: Options | None) -> rpc.RpcBackendOptions:
-    """Returns the options of the only worker of a group: it needs nobody to find others."""
+    """Returns the options of the only worker of a group: it needs no store of another process."""
     if isinstance(options, rpc.TensorPipeRpcBackendOptions):
         options = from_tensorpipe(options)
     own = rpc.RpcBackendOptions() if options is None else copy.copy(options)
@@ -149,7 +153,7 @@ def _alone(options: Options | None) -> rpc.RpcBackendOptions:
 
 
 def _check_launched(place: WorldInfo) -> None:
-    """Raises ConfigurationError where this is one of several, but not said which of how many."""
+    """Raises ConfigurationError if this is one of several workers, but rank or size is unknown."""
     is_told = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     is_open = INIT_METHOD_VARIABLE in os.environ and "WORLD_SIZE" not in os.environ
     is_alone = place.world_rank == 0 and place.world_size == 1
@@ -172,7 +176,7 @@ def _initialize(worker_init_fn: Callable[[], Any] | None) -> None:
         worker_init_fn()
 
 
-# What can be wrong with what is decorated, and by what
+# Checks of the decorated function and of the decorator's arguments
 
 
 def _check_functions(worker_init_fn: Any, worker_name_format: Any) -> None:
@@ -194,7 +198,7 @@ def _needs_no_arguments(function: Callable[..., Any]) -> bool:
         inspect.signature(function).bind()
     except TypeError:
         return False
-    except ValueError:  # It is built in, and does not say.
+    except ValueError:  # Built-in functions may have no signature.
         pass
     return True
 

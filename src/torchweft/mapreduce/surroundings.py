@@ -1,4 +1,4 @@
-"""What goes on elsewhere of what a thread was in the middle of when it started a map."""
+"""Captures a thread's ambient state, so that a map can restore it on other threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchweft.protocol.calls import ServedCall
 class Surroundings(NamedTuple):
     """The autograd context, the grad mode and the served call of a thread.
 
-    A map goes on, and its reducer runs, on whatever thread an answer came to.
+    A map continues, and its reducer runs, on any thread that an answer arrives on.
     """
 
     context_id: int
@@ -25,12 +25,12 @@ class Surroundings(NamedTuple):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether calls made here become part of a graph."""
+        """Whether calls in this state become part of a graph."""
         return bool(self.context_id) and self.is_grad_enabled
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Has this thread be in the middle of the same within a ``with`` block."""
+        """Restores the state on this thread for a ``with`` block."""
         before = current_call.set(self.call)
         try:
             with enter(self.context_id), torch.set_grad_enabled(self.is_grad_enabled):
@@ -40,5 +40,5 @@ class Surroundings(NamedTuple):
 
 
 def surroundings() -> Surroundings:
-    """Returns what this thread is in the middle of."""
+    """Returns the ambient state of this thread."""
     return Surroundings(current_id(), torch.is_grad_enabled(), current_call.get())

@@ -1,8 +1,8 @@
-"""Turns: a few parts run at a time, the others wait, and go on in the order of the caller.
+"""Turns: a few parts run at a time; the others wait, and run in the order of the caller.
 
-A semaphore of Python's would give a turn to whoever asks at the right moment. And two messages
-may be read by two threads, so a part that was sent ahead of another one may well come before it:
-it says which one that is, and has no turn before that has had one.
+A Python semaphore would give a turn to any thread that asks at the right moment. And two threads
+may read two messages, so a part that was sent ahead may arrive before the part that it follows.
+Hence it names that part, and gets no turn before that part has had its turn.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class Place:
     """A place in the queue.
 
     Attributes:
-        number: Of the part that waits.
-        after: The number of the part that comes before it.
-        event: Set when it has become a turn.
+        number: The number of the waiting part.
+        after: The number of the part that it follows.
+        event: Set when the place has become a turn.
     """
 
     __slots__ = ("after", "event", "number")
@@ -29,14 +29,14 @@ class Place:
 
 
 NOTHING = -1
-"""Where the number of a part is expected: there is none."""
+"""In place of a part's number: there is no such part."""
 
 
 class Turns:
     """Hands out turns. Thread-safe.
 
     Args:
-        count: How many have a turn at a time.
+        count: How many parts have a turn at a time.
     """
 
     __slots__ = ("_free", "_lock", "_queue", "_seen")
@@ -48,7 +48,7 @@ class Turns:
         self._seen = {NOTHING}
 
     def take(self, number: int, after: int = NOTHING) -> Place | None:
-        """Takes a turn, or a place in the queue, for ``wait``; None where it is a turn."""
+        """Takes a turn, and returns None; or returns a place in the queue, for ``wait``."""
         with self._lock:
             place = Place(number, after)
             self._queue.append(place)
@@ -59,12 +59,12 @@ class Turns:
         """Blocks until a place in the queue has become a turn.
 
         Args:
-            place: What ``take`` returned.
-            look_s: How often to ask ``is_unwanted``, in seconds.
-            is_unwanted: Whether nobody wants the turn any more.
+            place: The place that ``take`` returned.
+            look_s: Seconds between two calls of ``is_unwanted``.
+            is_unwanted: Whether the turn is not wanted any more.
 
         Returns:
-            Whether there is a turn; if not, it was given up.
+            Whether the part has a turn; if not, the place was given up.
         """
         while not place.event.wait(look_s) and not is_unwanted():
             pass
@@ -79,7 +79,7 @@ class Turns:
         return False
 
     def give_back(self) -> None:
-        """Ends a turn: the first in the queue has it now."""
+        """Ends a turn, and passes it to the first part in the queue that may run."""
         with self._lock:
             self._free += 1
             self._hand_out()

@@ -1,6 +1,6 @@
-"""Which workers are meant by names and ranks.
+"""Resolves names and ranks to workers.
 
-Before a group is joined a rank stands for itself, and a name for nothing.
+Before this process joins a group, a rank is taken as it is, and a name cannot be resolved.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Worker: TypeAlias = "int | str | WorkerInfo"
 
 
 def is_worker(value: object) -> bool:
-    """Whether a value can mean a worker: a rank, a name or a ``WorkerInfo``."""
+    """Whether a value can identify a worker: a rank, a name or a ``WorkerInfo``."""
     return isinstance(value, (int, str, WorkerInfo)) and not isinstance(value, bool)
 
 
 def rank_of(worker: Any, where: str) -> int:
-    """Returns the rank of a worker; ``where`` says in errors where it was given."""
+    """Returns the rank of a worker; ``where`` names the argument in error messages."""
     if not is_worker(worker):
         raise ArgumentTypeError(
             f"{where} is {kind_of(worker)}; pass the rank or the name of a worker"
@@ -38,7 +38,7 @@ def rank_of(worker: Any, where: str) -> int:
 
 
 def checked_workers(workers: Iterable[Worker], where: str) -> tuple[Worker, ...]:
-    """Returns several workers, once they are known to be at least one."""
+    """Returns several workers; raises if there is none, or if an item is not a worker."""
     if isinstance(workers, (str, WorkerInfo)) or not isinstance(workers, Iterable):
         raise ArgumentTypeError(
             f"{where} is {kind_of(workers)}; pass a list, such as {where}=['worker0', 1]"
@@ -67,7 +67,7 @@ def all_ranks() -> tuple[int, ...]:
 
 
 def without_lost(ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the ranks of workers that are not lost; all of them where nobody is left."""
+    """Returns the ranks of workers that are not lost; all ranks if every worker is lost."""
     if not is_set():
         return ranks
     left = {peer.info.id for peer in current().members.present() if peer.lost is None}

@@ -1,4 +1,4 @@
-"""The world of a map: who this process is, what runs where, and how all begin.
+"""The world of a map: this process's place, rank-dependent functions, and starting all workers.
 
 These are the names of ``torchopt.distributed.world``, and ``WorldInfo``.
 """

@@ -1,4 +1,4 @@
-"""Chains: what a remote module returns is passed on where it is, and only the end travels.
+"""Chains: a remote module's result is processed on its owner, and only the last result travels.
 
 A decoder's logits have a row of the whole vocabulary for every word: 32 sequences of 64 words and
 a vocabulary of 30,000 are 246 MB in float32, and their gradients as much again. The loss is four
@@ -24,16 +24,16 @@ from torchweft.serialize.registry import has_callable_methods
 
 @has_callable_methods
 class Chain:
-    """Calls a remote module, and functions on what it returns, in one call to its owner.
+    """Calls a remote module, then functions on its result, in one call to its owner.
 
-    Made by ``RemoteModule.then``. Never changed afterwards, so one chain may be called many
-    times, by any thread. Gradients flow through it as through any call of an autograd context:
-    to parameters of the owner there, and to the arguments of all its steps back to the caller.
+    Made by ``RemoteModule.then``. A chain is immutable, so any threads may call it many times.
+    Gradients flow through it as through any call of an autograd context: to parameters on the
+    owner, and back to the caller's arguments of all its steps.
 
     Args:
         module: A reference to the module.
-        device: Where on the owner tensors among the arguments go.
-        steps: What follows the module.
+        device: The owner's device to which tensors among the arguments are moved.
+        steps: The calls that follow the module.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class Chain:
         self._steps = steps
 
     def then(self, function: Callable[..., Any] | RRef[Any], /, *args: Any, **kwargs: Any) -> Chain:
-        """Returns a longer chain, which ends with ``function(result so far, *args, **kwargs)``.
+        """Returns a longer chain that ends with ``function(result so far, *args, **kwargs)``.
 
         Args:
-            function: Any callable that can be sent, or a reference to one on the same owner: an
-                ``RRef`` or a ``RemoteModule``.
+            function: Any callable that can be sent, or a reference to a callable on the same
+                owner: an ``RRef`` or a ``RemoteModule``.
             args: Further arguments of the function; they are sent with every call of the chain.
-            kwargs: The same, by keyword.
+            kwargs: Keyword arguments of the function, sent likewise.
 
         Raises:
-            ConfigurationError: It lives on another worker, or cannot be called.
+            ConfigurationError: ``function`` lives on another worker, or is not callable.
         """
         step = Step(self._checked(function), args, kwargs)
         return Chain(self._module, self._device, (*self._steps, step))
@@ -74,18 +74,18 @@ class Chain:
         return function  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with these arguments, then the rest; returns the end. Blocks."""
+        """Calls the module with these arguments, then the steps; returns the result. Blocks."""
         creator, owner_id, number = self._module.id
         address = (creator, owner_id, number)
         call = (address, self._device, self._steps, args, kwargs)
         return rpc_sync(info_of(owner_id), owner.run_at, call)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Starts the chain and returns a future of its end."""
+        """Starts the chain and returns a future of its last result."""
         return rpc_async(info_of(self._module.id.owner), owner.run, self._call(args, kwargs))
 
     def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
-        """Starts the chain and returns a reference to its end, which stays on the owner."""
+        """Starts the chain; returns a reference to its last result, which stays on the owner."""
         return remote(info_of(self._module.id.owner), owner.run, self._call(args, kwargs))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
-"""What runs on the worker where a module lives; others ask for it by name.
+"""Functions that run on the worker where a module lives; other workers call them by name.
 
-A strict worker does it for modules that were made here by ``create``, and calls others only where
-their class declares ``forward``.
+A strict worker serves modules that ``create`` made here. It calls any other module only if its
+class exposes ``forward``.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from torchweft.serialize.registry import rebuilds_plain, remotely_callable
 HOST = "cpu"
 
 EXPECTED = "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>"
-"""How the refusal of anything else begins, as in ``torch.distributed.nn``."""
+"""The start of the error for any other class, as in ``torch.distributed.nn``."""
 
 
 @rebuilds_plain
 class Step(NamedTuple):
-    """A call of a chain: ``function(what came before, *args, **kwargs)``.
+    """A call of a chain: ``function(previous result, *args, **kwargs)``.
 
-    The function may be a reference to something of the owner that can be called.
+    The function may be a reference to a callable value of the owner.
     """
 
     function: Callable[..., Any] | RRef[Any]
@@ -74,7 +74,7 @@ def make(
     """Makes a module on a device of this worker.
 
     Raises:
-        ArgumentTypeError: What ``module_cls`` made is no module.
+        ArgumentTypeError: ``module_cls`` did not return a module.
         ConfigurationError: This worker has no such device.
     """
     module = module_cls(*args, **kwargs)
@@ -95,7 +95,7 @@ def make(
 
 
 def device_is_there(device: str) -> bool:
-    """Whether tensors can be made on a device here."""
+    """Returns whether this worker can make tensors on a device."""
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError):
@@ -124,7 +124,7 @@ def run_at(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> WhenReady:
-    """Does what ``run`` does, for a caller who holds a reference to the module meanwhile.
+    """Does the same as ``run``, for a caller that holds a reference to the module meanwhile.
 
     That saves counting one more reference in every call.
     """
@@ -160,7 +160,7 @@ def _run(
 
 
 def _callable(value: Any, is_strict: bool) -> Callable[..., Any]:
-    """Returns what calls a module of this worker, or another value, for the one who asks."""
+    """Returns the callable for a module or other value of this worker; checks permission."""
     if is_strict and isinstance(value, nn.Module):
         if value not in _made():
             _check_declares_forward(value)
@@ -190,9 +190,9 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 class _Made:
-    """The modules that ``create`` has made on one worker; a part of its agent.
+    """The modules that ``create`` made on one worker; a part of its agent.
 
-    By identity: a module of the user's may compare as it likes.
+    Compares by identity, since a user's module may define its own equality.
     """
 
     def __init__(self) -> None:
@@ -216,11 +216,11 @@ def _made() -> _Made:
 
 
 def _module(reference: Any) -> nn.Module:
-    """Returns the module of this worker that one of the entry points below is asked about.
+    """Returns the module behind the argument of an entry point below.
 
     Raises:
-        ArgumentTypeError: The reference is none, or refers to something else.
-        NotAllowed: Another worker asks, this one is strict, and no RemoteModule made the module.
+        ArgumentTypeError: The argument is not a reference to a module.
+        NotAllowed: Another worker calls, this one is strict, and no RemoteModule made the module.
     """
     check_types(module=(reference, RRef))
     module = reference.local_value()
@@ -276,17 +276,17 @@ def apply(module: RRef[nn.Module], function: Callable[[nn.Module], None]) -> Non
 def load_state(
     module: RRef[nn.Module], state: Mapping[str, Tensor]
 ) -> tuple[list[str], list[str], str]:
-    """Loads what there is of a state into a module of this worker.
+    """Loads a possibly partial state into a module of this worker.
 
     Returns:
-        The missing and the unexpected keys, and what was wrong with the others.
+        The missing keys, the unexpected keys, and the error text for all others.
     """
     target = _module(module)
     if serves_another_strictly():
         check_types(state=(state, dict))
         for key, value in state.items():
             check_types(key=(key, str), value=(value, Tensor))
-        state = dict(state)  # Without what else it may say of itself.
+        state = dict(state)  # Drops attributes of the dict, such as ``_metadata``.
     try:
         missing, unexpected = target.load_state_dict(state, strict=False)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Where a remote module is to live: a worker, and a device there."""
+"""Reads the placement of a remote module: a worker, and a device there."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Placement(NamedTuple):
 
 
 def read_placement(remote_device: object) -> Placement:
-    """Returns what a ``remote_device`` means; without a device it is the CPU.
+    """Parses a ``remote_device``; the default device is the CPU.
 
     Raises:
-        ConfigurationError: It has none of the forms.
+        ConfigurationError: It has none of the accepted forms.
     """
     if not isinstance(remote_device, str):
         raise ArgumentTypeError(

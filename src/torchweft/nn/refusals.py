@@ -1,4 +1,4 @@
-"""The methods of ``torch.nn.Module`` that make no sense where the module is elsewhere."""
+"""The methods of ``torch.nn.Module`` that a remote module does not support."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ALTERNATIVES = {
     "register_full_backward_pre_hook": _IN_CLASS,
     "zero_grad": "gradients are in autograd contexts, and each begins with none",
 }
-"""What to do instead, by the name of the method."""
+"""The alternative to each unsupported method, by its name."""
 
 
 def refuse(alternatives: dict[str, str]) -> Callable[[Class], Class]:
-    """Returns a class decorator that has methods raise, naming what to do instead."""
+    """Returns a class decorator that makes methods raise an error naming their alternative."""
 
     def decorate(decorated: Class) -> Class:
         for name, alternative in alternatives.items():

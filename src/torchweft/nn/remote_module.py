@@ -1,4 +1,4 @@
-"""``RemoteModule``: a module on another worker, used like one that is here."""
+"""``RemoteModule``: a module on another worker, used like a local module."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class RemoteModule(nn.Module):
     """A ``torch.nn.Module`` that lives on another worker.
 
     Calling it runs the module there; under an autograd context gradients flow back through it.
-    It can be sent in arguments and results, where it hands on a reference, and it can be part of
-    a larger module: that one's ``parameters()`` are the local ones, its ``train``, ``eval``,
-    ``apply``, ``state_dict`` and ``load_state_dict`` reach the remote part as well, and its
-    ``to`` leaves the remote part where it is.
+    It can be sent in arguments and results, as a reference. It can also be part of a larger
+    module. The larger module's ``parameters()`` are then the local parameters only; its ``train``,
+    ``eval``, ``apply``, ``state_dict`` and ``load_state_dict`` reach the remote part as well; and
+    its ``to`` leaves the remote part where it is.
 
-    What makes no sense from afar, like ``parameters()`` or ``cuda()``, raises a
+    Methods that make no sense remotely, like ``parameters()`` or ``cuda()``, raise a
     ``ConfigurationError`` (a ``ValueError``) that names the alternative.
 
     Args:
         remote_device: The worker, and the device there if it is not the CPU: ``"ps"``,
             ``"ps/cuda:0"``, ``"rank:1"``, ``"rank:1/cpu"``.
-        module_cls: The class of the module, or a function that makes one on the owner.
-        args: Positional arguments for it.
-        kwargs: Keyword arguments for it.
+        module_cls: The class of the module, or a function that makes a module on the owner.
+        args: Positional arguments of ``module_cls``.
+        kwargs: Keyword arguments of ``module_cls``.
 
     Attributes:
         on: Name of the worker where the module lives.
@@ -47,9 +47,9 @@ class RemoteModule(nn.Module):
         module_rref: A reference to the module.
 
     Raises:
-        ConfigurationError: An argument cannot work.
+        ConfigurationError: An argument is invalid.
         UnknownWorker: There is no such worker.
-        Exception: Whatever the constructor of the module raised.
+        Exception: The error of the module's constructor.
 
     Example::
 
@@ -91,14 +91,14 @@ class RemoteModule(nn.Module):
 
     @classmethod
     def from_module_rref(cls, module_rref: RRef[Any], device: str = owner.HOST) -> RemoteModule:
-        """Returns a remote module for a module that exists already.
+        """Returns a remote module for an existing module.
 
         Args:
-            module_rref: A reference to it.
+            module_rref: A reference to the module.
             device: Its device on its owner.
 
         Raises:
-            ConfigurationError: This is no reference.
+            ConfigurationError: ``module_rref`` is not a reference.
         """
         if not isinstance(module_rref, RRef):
             raise ArgumentTypeError(
@@ -111,14 +111,14 @@ class RemoteModule(nn.Module):
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[Any]) -> RemoteModule:
-        """Returns a remote module for a module that exists already, and checks where it is.
+        """Returns a remote module for an existing module, and checks its owner.
 
         Args:
-            remote_device: The worker that owns it, and its device there; see the class.
-            module_rref: A reference to it.
+            remote_device: The worker that owns the module, and its device there; see the class.
+            module_rref: A reference to the module.
 
         Raises:
-            ConfigurationError: Another worker owns it, or an argument cannot work.
+            ConfigurationError: Another worker owns it, or an argument is invalid.
         """
         placement = read_placement(remote_device)
         made = cls.from_module_rref(module_rref, placement.device)
@@ -130,10 +130,10 @@ class RemoteModule(nn.Module):
             )
         return made
 
-    # Running it
+    # Calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module on its owner and returns what it returned. Blocks."""
+        """Calls the module on its owner and returns its result. Blocks."""
         try:
             return self._chain(*args, **kwargs)
         except Exception as error:
@@ -145,23 +145,23 @@ class RemoteModule(nn.Module):
         return self._chain.forward_async(*args, **kwargs)
 
     def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
-        """Starts a call of the module and returns a reference to its result, which stays there."""
+        """Starts a call of the module; returns a reference to its result, which stays there."""
         return self._chain.forward_remote(*args, **kwargs)
 
     def then(self, function: Callable[..., Any] | RRef[Any], /, *args: Any, **kwargs: Any) -> Chain:
         """Returns a chain: calls the module, then a function on the result, all on the owner.
 
         ``decoder.then(cross_entropy, targets)(hidden)`` is
-        ``cross_entropy(decoder(hidden), targets)``, but what the decoder returns does not travel.
+        ``cross_entropy(decoder(hidden), targets)``, but the decoder's result does not travel.
         Chains have ``then`` and ``forward_async`` too. See ``Chain.then``.
 
         Args:
-            function: Any callable that can be sent, or a reference to one on the same owner.
+            function: Any callable that can be sent, or a reference to a callable on the owner.
             args: Its arguments after the result of the module.
             kwargs: Its keyword arguments.
 
         Raises:
-            ConfigurationError: It lives on another worker, or cannot be called.
+            ConfigurationError: ``function`` lives on another worker, or is not callable.
         """
         return self._chain.then(function, *args, **kwargs)
 
@@ -180,7 +180,7 @@ class RemoteModule(nn.Module):
         """Returns references to its parameters, for ``DistributedOptimizer``. Blocks.
 
         Args:
-            recurse: Whether those of submodules are among them.
+            recurse: Whether to include parameters of submodules.
         """
         return self._ask(owner.parameters, recurse)  # type: ignore[no-any-return]
 
@@ -200,11 +200,11 @@ class RemoteModule(nn.Module):
     ) -> dict[str, Any]:
         """Returns the module's state, copied if it is on another worker. Blocks.
 
-        A module that has this one as a part saves it with its own.
+        A module that contains this one saves it with its own state.
 
         Args:
-            destination: A dict to add it to; by default a new one.
-            prefix: What to put before each key.
+            destination: The dict to add the state to; by default a new dict.
+            prefix: The prefix of each key.
             keep_vars: Accepted for compatibility; tensors are always detached.
         """
         state: dict[str, Any] = self._ask(owner.state, prefix)
@@ -225,7 +225,7 @@ class RemoteModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Loads this module's part of a state; the base class asks every part of a module."""
+        """Loads this module's part of a state; the base class calls it for every submodule."""
         own = {
             key.removeprefix(prefix): value
             for key, value in state_dict.items()
@@ -237,7 +237,7 @@ class RemoteModule(nn.Module):
         error_msgs += [error] if error else []
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RemoteModule:
-        # What a module does to its parts in `to`, `double` or `share_memory`.
+        # A containing module calls this in `to`, `double` or `share_memory`.
         return self
 
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -247,7 +247,7 @@ class RemoteModule(nn.Module):
         return _received, (self.module_rref, self.device, self.training)
 
     def extra_repr(self) -> str:
-        """Returns what ``repr`` shows of it."""
+        """Returns the reference and the device for ``repr``."""
         return f"{self.module_rref!r}, device={self.device!r}"
 
 

@@ -1,9 +1,9 @@
-"""Clipping by the norm of all gradients of a context, wherever they are.
+"""Clips by the norm of all gradients of a context, on all workers.
 
-Two rounds over the owners: each returns the norms of its gradients, one number a parameter; then,
-only if the total is too large, each scales its gradients in place. Gradients do not travel. The
-norms are put together in the order of the parameters, so that the total is to the last bit what
-``torch.nn.utils.clip_grad_norm_`` computes in one process.
+This takes up to two rounds over the owners. First, each owner returns the norms of its gradients,
+one number a parameter. Then, only if the total is too large, each scales its gradients in place.
+Gradients do not travel. The norms are combined in the order of the parameters, so the total equals
+that of ``torch.nn.utils.clip_grad_norm_`` in one process, to the last bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchweft.rpc.strictness import check_types
 from torchweft.serialize.registry import remotely_callable
 
 _DIVISION_GUARD = 1e-6
-"""What torch adds to the norm before it divides by it."""
+"""The constant that torch adds to the norm before it divides by it."""
 
 
 def clip_grad_norm_(
@@ -38,24 +38,25 @@ def clip_grad_norm_(
     """Scales the gradients of a context so that their total norm is at most ``max_norm``. Blocks.
 
     Call it between the backward pass and the optimizer's step. Sparse gradients count like the
-    dense ones they stand for. Parameters without a gradient in the context are passed over.
+    equivalent dense gradients. Parameters without a gradient in the context are skipped.
 
     Args:
         context_id: The context.
         params_rref: References to the parameters, on this and other workers.
         max_norm: The largest total norm.
-        norm_type: Which p-norm; ``math.inf`` for the largest absolute value.
-        error_if_nonfinite: Whether to raise where the total is infinite or no number, instead of
-            scaling by it.
+        norm_type: The p of the p-norm; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: Whether to raise if the total is infinite or NaN, instead of scaling
+            by it.
 
     Returns:
-        The total norm before, a scalar tensor on the CPU; 0 where there are no gradients.
+        The total norm before scaling, a scalar tensor on the CPU; 0 without gradients.
 
     Raises:
-        ConfigurationError: A parameter is no reference, or occurs twice; ``max_norm`` is negative.
+        ConfigurationError: A parameter is not a reference, or occurs twice; ``max_norm`` is
+            negative.
         AutogradError: There is no such context here.
-        OptimizerError: It failed on some worker, or the total is not finite; nothing was scaled
-            in the latter case.
+        OptimizerError: An owner failed, or the total is not finite; in the latter case nothing
+            was scaled.
         WorkerLost: An owner is lost.
     """
     references = read_references(params_rref)
@@ -76,7 +77,7 @@ def clip_grad_norm_(
                 "look for the operation that made them so, or pass error_if_nonfinite=False"
             )
         coefficient = max_norm / (total + _DIVISION_GUARD)
-        if not bool(coefficient >= 1):  # no number is not at least 1 either
+        if not bool(coefficient >= 1):  # Also true for NaN.
             _scale_all(context_id, addresses, coefficient)
     return total
 
@@ -101,7 +102,7 @@ def _scale_all(context_id: int, addresses: Mapping[int, Members], coefficient: T
 
 
 def norm_of(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Returns the norm of a whole from the norms of its parts; 0 where there are none."""
+    """Returns the norm of a whole from the norms of its parts; 0 without parts."""
     if not norms:
         return torch.tensor(0.0)
     total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
@@ -118,13 +119,13 @@ def norm(gradient: Tensor, norm_type: float) -> Tensor:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """Returns the numbers of a gradient, in its own memory."""
+    """Returns the values of a gradient, sharing its memory."""
     if gradient.layout is torch.strided:
         return gradient
     return gradient._values() if gradient.is_sparse else gradient.values()
 
 
-# What is asked of an owner, by name.
+# Functions that owners run; called by name.
 
 
 @remotely_callable
@@ -151,7 +152,7 @@ def scale(context_id: int, members: Members, coefficient: Tensor) -> None:
 
 
 def _gradients(context_id: int, members: Members) -> dict[int, Tensor]:
-    """Returns the gradients of a context by the position of their parameters."""
+    """Returns gradients of a context by the position of their parameters."""
     check_types(members=(members, list))
     gradients = get_gradients(context_id)
     found = {}
@@ -160,7 +161,7 @@ def _gradients(context_id: int, members: Members) -> dict[int, Tensor]:
         position, address = member
         # A parameter that is still being made was in no backward pass.
         parameter = value_at(address)
-        # Another value is not asked for its hash, which may be code of the program.
+        # Do not look up other values: their hash may be code of the program.
         gradient = gradients.get(parameter) if isinstance(parameter, Tensor) else None
         if gradient is not None:
             found[position] = gradient

@@ -1,9 +1,9 @@
 """``DistributedOptimizer``: one local optimizer on every worker that owns parameters.
 
-The distributed optimizer is a real ``torch.optim.Optimizer``, since learning-rate schedulers ask
-for one, but its groups hold references in place of parameters, and its own state is empty. A
-scheduler changes hyper-parameters in ``param_groups``; the next step takes along what has changed
-since the one before, which as a rule is nothing, or one number.
+The distributed optimizer is a real ``torch.optim.Optimizer``, since learning-rate schedulers
+require one. But its groups hold references in place of parameters, and its own state is empty. A
+scheduler changes hyper-parameters in ``param_groups``; the next step sends the changes since the
+previous step, usually none or one number.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from torchweft.serialize.tracebacks import without_own_frames
 class DistributedOptimizer(Optimizer):
     """Steps parameters of any workers with the gradients of a distributed autograd context.
 
-    On every worker that owns some of the parameters it makes an ``optimizer_class`` over those.
-    A step runs them all at the same time. Users' ``.grad`` is neither read nor changed: steps for
-    contexts that run side by side never mix, and on each worker they take turns.
+    On every worker that owns some of the parameters it makes an ``optimizer_class`` over them.
+    A step runs all local optimizers at the same time. The user's ``.grad`` is neither read nor
+    changed. Steps for concurrent contexts never mix, and on each worker they take turns.
 
     ``param_groups`` holds the hyper-parameters, and may be changed at any time, also by the
     schedulers of ``torch.optim.lr_scheduler``: the next step tells the owners. Sparse gradients
-    reach the local optimizer as they are, so whatever it does with them works. Not thread-safe;
-    trainers that share parameters each make an optimizer of their own. If one of them steps
-    between the forward and the backward pass of another, and that one's backward needs the old
-    weights, it raises, as it does in local training.
+    reach the local optimizer unchanged, so its support for them applies. Not thread-safe; trainers
+    that share parameters each make their own optimizer. If one trainer steps between the forward
+    and the backward pass of another, and that backward pass needs the old weights, the backward
+    pass raises, as in local training.
 
     Args:
         optimizer_class: Any ``torch.optim.Optimizer`` that needs no closure.
         params_rref: References to the parameters, on this and other workers: a list, or a list
             of groups like ``{"params": [rrefs], "lr": 0.1}``.
-        args: What else the optimizer takes, after the parameters.
-        kwargs: The same, by keyword.
+        args: The optimizer's further positional arguments, after the parameters.
+        kwargs: Its keyword arguments.
 
     Raises:
-        ConfigurationError: There is no parameter, one occurs twice or is none, or the class is no
-            optimizer that could be used.
+        ConfigurationError: There is no parameter, one occurs twice, an entry is not a parameter,
+            or the class is not a usable optimizer.
         WorkerLost: An owner is lost.
-        Exception: What the constructor of the class raised on the first owner where it did.
+        Exception: The error of the constructor, on the first owner where it raised.
 
     Example::
 
@@ -99,17 +99,17 @@ class DistributedOptimizer(Optimizer):
 
     @without_own_frames
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, which may live on workers that had none so far. Blocks.
+        """Adds parameters, which may live on further workers. Blocks.
 
         Args:
             param_group: A dict with references as ``params``, and hyper-parameters.
 
         Raises:
-            ConfigurationError: A parameter is none, or is in the optimizer already.
-            Exception: What a local optimizer raised; make a new optimizer then.
+            ConfigurationError: An entry is not a parameter, or is in the optimizer already.
+            Exception: The error of a local optimizer; make a new optimizer then.
         """
         if not self._is_base_ready:
-            return  # The base class wants to see a group. It is none of ours.
+            return  # Ignores the empty group that the base class requires.
         group = read_group(param_group, len(self.param_groups))
         check_distinct([*self._references(), *group.parameters])
         self._add([group])
@@ -138,16 +138,16 @@ class DistributedOptimizer(Optimizer):
     def step(self, context_id: int) -> None:  # type: ignore[override]
         """Steps every parameter that has a gradient in a context. Blocks until all are done.
 
-        Warns, once, where no parameter has one.
+        Warns once if no parameter has one.
 
         Args:
             context_id: The context whose backward passes have ended.
 
         Raises:
-            ConfigurationError: This is no number of a context.
+            ConfigurationError: ``context_id`` is not an integer.
             AutogradError: There is no such context here.
-            OptimizerError: A local optimizer raised, which becomes the cause. The message names
-                all workers where one did; parameters of other workers have been stepped.
+            OptimizerError: A local optimizer raised; its error is the cause. The message names
+                all workers where one raised; parameters of other workers have been stepped.
             WorkerLost: An owner is lost.
         """
         _check_context_id(context_id)
@@ -157,7 +157,7 @@ class DistributedOptimizer(Optimizer):
         arguments = {
             owner: (address, context_id, changes) for owner, address in self._addresses().items()
         }
-        # Whoever is asked within the context is told of its end.
+        # Workers that are called within the context are told of its end.
         with enter(context_id):
             had_gradients, failures = run_on_owners(local.step, arguments)
         raise_failures("the optimizer step", failures)
@@ -174,14 +174,14 @@ class DistributedOptimizer(Optimizer):
             "torchweft.autograd.backward(context_id, [loss]) run before, in the same context as "
             "the calls that the loss was computed from?",
             RuntimeWarning,
-            stacklevel=5,  # Outside of step, what shortens its tracebacks, and the hook of PyTorch.
+            stacklevel=5,  # Outside of step, without_own_frames and PyTorch's profile hook.
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: every context begins with no gradients, and ``.grad`` is the user's."""
 
     def local_optimizers(self) -> list[RRef[local.LocalOptimizer]]:
-        """Returns references to what runs on the owners."""
+        """Returns references to the local optimizers on the owners."""
         return list(self._locals.values())
 
     def _addresses(self) -> dict[int, Address]:
@@ -206,7 +206,7 @@ class DistributedOptimizer(Optimizer):
         return changes
 
     def tell_changes(self) -> None:
-        """Tells the owners of hyper-parameters that were changed after the last step. Blocks.
+        """Sends the owners the hyper-parameters that changed since the last step. Blocks.
 
         A step does so by itself.
 
@@ -230,12 +230,12 @@ class DistributedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all local optimizers, and all hyper-parameters. Blocks.
 
-        It is what ``optimizer_class`` over all the parameters in one process would return, with
-        owners and shapes under one more key, ``parameters``; each can load what the other saved.
-        All tensors are copies. It can be given to ``torch.save``.
+        It equals the result of ``optimizer_class`` over all the parameters in one process, plus
+        the key ``parameters`` with owners and shapes. Each can load a state that the other saved.
+        All tensors are copies. ``torch.save`` accepts it.
 
         Raises:
-            OptimizerError: It could not be had from all owners.
+            OptimizerError: Some owners could not return their state.
             WorkerLost: An owner is lost.
         """
         changes = self._changes()
@@ -253,12 +253,12 @@ class DistributedOptimizer(Optimizer):
         return layout.as_state_dict(in_order, self._group_sizes(), state, self._parameters())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a ``state_dict``, of this class or of a local optimizer. Blocks.
+        """Loads a ``state_dict`` of this class or of a local optimizer. Blocks.
 
         The parameters must be the same, in the same order; they may have other owners now.
 
         Raises:
-            ConfigurationError: It does not fit; says what differs.
+            ConfigurationError: It does not fit; names the difference.
             OptimizerError: Some owners could not load it.
             WorkerLost: An owner is lost.
         """
@@ -275,7 +275,7 @@ class DistributedOptimizer(Optimizer):
         self.adopt(options)
 
     def adopt(self, options: Sequence[Options]) -> None:
-        """Takes over the hyper-parameters of all groups, which the owners have already."""
+        """Adopts the hyper-parameters of all groups, which the owners have already."""
         for group, loaded in zip(self.param_groups, options, strict=True):
             parameters = group["params"]
             group.clear()
@@ -283,7 +283,7 @@ class DistributedOptimizer(Optimizer):
         self._told = [_snapshot(loaded) for loaded in options]
 
     def _part_of(self, state: Mapping[Any, Any], owner: int) -> dict[Any, Any]:
-        """Returns the state of an owner's parameters, and what belongs to no parameter."""
+        """Returns the state of an owner's parameters, and entries that belong to no parameter."""
         references = enumerate(self._references())
         foreign = {number for number, reference in references if reference.id.owner != owner}
         return {key: value for key, value in state.items() if key not in foreign}
@@ -343,5 +343,5 @@ def _is_same(first: object, second: object) -> bool:
 
 
 def _snapshot(options: Mapping[str, Any]) -> Options:
-    """Returns a copy that later changes, also within a tensor or list, do not reach."""
+    """Returns a deep copy: later changes within a tensor or list do not affect it."""
     return {key: copy.deepcopy(value) for key, value in options.items()}

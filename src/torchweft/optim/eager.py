@@ -1,11 +1,11 @@
-"""Optimizers of PyTorch that are made and stepped without an import of its compiler.
+"""Makes and steps PyTorch's optimizers without an import of its compiler.
 
 ``torch.optim.Optimizer`` imports ``torch._dynamo`` when its first parameter group is added, and
-again in each step, only to tell the compiler what it may not trace. The import takes more than a
-second of CPU and memory to go with it, in each process that hosts an optimizer. In a process that
-has not imported the compiler there is nobody to tell. There the functions below call what PyTorch
-has wrapped; in all others, and wherever a wrapper is not one that this module knows, they call
-PyTorch's as they are.
+again in each step, only to tell the compiler what it may not trace. The import costs more than a
+second of CPU, and memory, in each process that hosts an optimizer. In a process that has not
+imported the compiler, there is no compiler to tell. There the functions below call the functions
+that PyTorch wrapped. Otherwise, or if this module does not know the wrapper, they call PyTorch's
+functions unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make(
     if add is None or not is_made_plainly(optimizer_class):
         return optimizer_class(groups, *args, **kwargs)
     made = optimizer_class.__new__(optimizer_class)
-    # The constructor looks for the method at the object first.
+    # The constructor finds an attribute of the object before the method of the class.
     vars(made)["add_param_group"] = MethodType(add, made)
     try:
         optimizer_class.__init__(made, groups, *args, **kwargs)
@@ -53,7 +53,7 @@ def call(optimizer: Optimizer, method: str, *args: Any) -> Any:
 
 def step(optimizer: Optimizer) -> None:
     """Steps an optimizer once, with the gradients that its parameters have."""
-    if "step" not in vars(optimizer):  # where schedulers put theirs
+    if "step" not in vars(optimizer):  # Schedulers put their wrapper there.
         plain = _plain_step(type(optimizer).step)
         if plain is not None:
             plain(optimizer)
@@ -62,7 +62,7 @@ def step(optimizer: Optimizer) -> None:
 
 
 def _unmarked(function: Any) -> Callable[..., Any] | None:
-    """Returns what a mark for the compiler is around, where the mark can be left out."""
+    """Returns the function inside a mark for the compiler; None if the mark must stay."""
     if _COMPILER in sys.modules or _code_of(function) is not _MARK:
         return None
     unmarked: Callable[..., Any] = function.__wrapped__
@@ -70,7 +70,7 @@ def _unmarked(function: Any) -> Callable[..., Any] | None:
 
 
 def _plain_step(step: Any) -> Callable[[Optimizer], object] | None:
-    """Returns a class's step without marks, but with hooks and the mode of gradients."""
+    """Returns a class's step without marks, but with its hooks and grad mode; None if unknown."""
     if _COMPILER in sys.modules or _code_of(step) is not _HOOKS:
         return None
     marked = step.__wrapped__
@@ -84,7 +84,7 @@ def _plain_step(step: Any) -> Callable[[Optimizer], object] | None:
 
 
 def _in_its_mode(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Has a step run with gradients enabled only where the optimizer is differentiable."""
+    """Wraps a step to run with gradients enabled only if the optimizer is differentiable."""
 
     @functools.wraps(step)
     def in_mode(*args: Any, **kwargs: Any) -> Any:
@@ -103,14 +103,14 @@ def _code_of(function: object) -> object:
 
 
 def _code_made_by(decorator: Any, names: str) -> object:
-    """Returns the code of a decorator's wrappers, if it uses no other names than these.
+    """Returns the code of a decorator's wrappers, if they use no names except ``names``.
 
-    A version of PyTorch whose wrappers do more than those known here keeps them: what is returned
-    then is the code of nothing.
+    Otherwise returns an object that equals no code: a version of PyTorch whose wrappers do more
+    keeps them.
     """
     try:
         code: CodeType = decorator(lambda *_: None).__code__
-    except (AttributeError, TypeError):  # There is no such decorator any more.
+    except (AttributeError, TypeError):  # This version of PyTorch has no such decorator.
         return object()
     return code if set(code.co_names) <= set(names.split()) else object()
 

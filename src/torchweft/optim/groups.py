@@ -1,4 +1,4 @@
-"""Parameter groups as the user gives them, and the part of each that every owner has."""
+"""Reads the user's parameter groups, and splits them into the parts of each owner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchweft.serialize.registry import rebuilds_plain
 
 Reference = RRef[Any]
 Options = dict[str, Any]
-"""The hyper-parameters of one group: what a local optimizer has beside ``params``."""
+"""The hyper-parameters of one group: all its entries except ``params``."""
 
 
 class Group(NamedTuple):
@@ -29,7 +29,7 @@ class GroupPart(NamedTuple):
     """The part of a parameter group that lives on one worker.
 
     Attributes:
-        group: Which group of the optimizer this is part of.
+        group: Number of the group in the optimizer.
         options: The hyper-parameters that the user gave for the group.
         numbers: Positions of the parameters among all parameters of the optimizer.
         parameters: References to them.
@@ -42,10 +42,10 @@ class GroupPart(NamedTuple):
 
 
 def read_groups(given: Iterable[Any]) -> list[Group]:
-    """Returns the groups that a list of references, or of dicts with ``params``, means.
+    """Converts a list of references, or of dicts with ``params``, to groups.
 
     Raises:
-        ConfigurationError: There is no parameter, or one that is no reference or occurs twice.
+        ConfigurationError: There is no parameter, or one is not a reference or occurs twice.
     """
     if isinstance(given, (torch.Tensor, RRef, Mapping, str)) or not isinstance(given, Iterable):
         raise ArgumentTypeError(
@@ -63,14 +63,14 @@ def read_groups(given: Iterable[Any]) -> list[Group]:
 
 
 def read_group(given: Any, number: int) -> Group:
-    """Returns the group that a dict with ``params`` means.
+    """Converts a dict with ``params`` to a group.
 
     Args:
         given: The dict.
-        number: Which group this is, for messages.
+        number: Number of the group, for messages.
 
     Raises:
-        ConfigurationError: It is no such dict, or has a parameter that is no reference.
+        ConfigurationError: It is not such a dict, or has a parameter that is not a reference.
     """
     if not isinstance(given, Mapping):
         raise ArgumentTypeError(
@@ -92,10 +92,10 @@ def read_group(given: Any, number: int) -> Group:
 
 
 def read_references(given: Iterable[Any]) -> list[Reference]:
-    """Returns a plain list of references to parameters.
+    """Returns references to parameters as a list.
 
     Raises:
-        ConfigurationError: One is no reference, or occurs twice.
+        ConfigurationError: A parameter is not a reference, or occurs twice.
     """
     references = [given] if isinstance(given, RRef) else list(given)
     for position, reference in enumerate(references):
@@ -105,7 +105,7 @@ def read_references(given: Iterable[Any]) -> list[Reference]:
 
 
 def check_distinct(references: Sequence[Reference]) -> None:
-    """Raises ConfigurationError where a reference occurs twice."""
+    """Raises ConfigurationError if a reference occurs twice."""
     seen: dict[object, int] = {}
     for position, reference in enumerate(references):
         first = seen.setdefault(reference.id, position)
@@ -137,11 +137,11 @@ def by_owner(references: Iterable[Reference]) -> dict[int, list[tuple[int, Refer
 def split_groups(
     groups: Sequence[Group], first_group: int = 0, first_number: int = 0
 ) -> dict[int, list[GroupPart]]:
-    """Returns what each owner has of some groups.
+    """Returns the parts of some groups, by the rank of their owner.
 
     Args:
         groups: The groups.
-        first_group: Number of the first one.
+        first_group: Number of the first group.
         first_number: Number of its first parameter.
     """
     parts: dict[int, list[GroupPart]] = {}

@@ -1,6 +1,6 @@
-"""The ``state_dict`` of a distributed optimizer: the format, and whether one fits.
+"""The ``state_dict`` of a distributed optimizer: its format, and a check that it fits.
 
-It is that of a local optimizer over the same parameters in the same order, with one more key::
+It equals that of a local optimizer over the same parameters in the same order, plus one key::
 
     {
         "state": {0: {"exp_avg": ..., ...}, 1: ...},          # by number of the parameter
@@ -8,7 +8,7 @@ It is that of a local optimizer over the same parameters in the same order, with
         "parameters": [{"owner": "ps0", "shape": (3, 4)}, ...],  # by number; Weft's own
     }
 
-So training may go on in a single process, or from one, and with the parameters on other workers.
+So training can move to a single process, or from one, or to other owners of the parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 class Parameter(NamedTuple):
-    """What is known of a parameter: the name of its owner, and its shape."""
+    """The name of a parameter's owner, and its shape."""
 
     owner: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ def read_options(state_dict: Mapping[str, Any]) -> list[Options]:
 
 
 def read_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
-    """Returns the state of each parameter by its number: groups' own numbers may be any."""
+    """Returns the state of each parameter by position; the groups may number them arbitrarily."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     position = {number: place for place, number in enumerate(numbers)}
     return {position.get(key, key): value for key, value in state_dict["state"].items()}
@@ -66,10 +66,10 @@ def read_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
 def check_fits(
     state_dict: Any, group_sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Raises ConfigurationError, saying what differs, if a ``state_dict`` is of other parameters.
+    """Raises ConfigurationError, naming the difference, if a ``state_dict`` does not fit.
 
     Args:
-        state_dict: What is to be loaded.
+        state_dict: The ``state_dict`` to load.
         group_sizes: How many parameters each group of the optimizer has.
         shapes: The shapes of all parameters, in order.
     """

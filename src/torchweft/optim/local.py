@@ -1,8 +1,8 @@
-"""The local optimizer of one owner: what a distributed optimizer runs where parameters live.
+"""The local optimizer of one owner, which a distributed optimizer runs where parameters live.
 
-A local optimizer reads ``.grad``, which belongs to the user. For the time of a step, ``.grad`` is
-what the context holds, and afterwards it is again what it was. So all local optimizers of a
-worker take turns: two that share a parameter would see each other's gradients.
+A local optimizer reads ``.grad``, which belongs to the user. During a step, ``.grad`` holds the
+context's gradient; afterwards it is restored. So all local optimizers of a worker take turns: two
+that share a parameter would see each other's gradients.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from torchweft.serialize.registry import rebuilds_plain, remotely_callable
 
 @rebuilds_plain
 class Placed(NamedTuple):
-    """What an owner says of the parameters it was given.
+    """An owner's description of its parameters.
 
     Attributes:
         optimizer: A reference to its local optimizer.
-        defaults: The hyper-parameters of groups that say nothing else.
+        defaults: The default hyper-parameters of groups.
         options: The hyper-parameters of each group, by its number.
         shapes: The shapes of the parameters, by their numbers.
     """
@@ -52,11 +52,11 @@ class Placed(NamedTuple):
 
 @rebuilds_plain
 class Saved(NamedTuple):
-    """What an owner contributes to a ``state_dict``; copies, all of it.
+    """An owner's contribution to a ``state_dict``; all copies.
 
     Attributes:
         options: The hyper-parameters of each group, by its number.
-        state: The state of each parameter by its number, and what has another key.
+        state: The state of each parameter by its number, and entries with other keys.
     """
 
     options: dict[int, Options]
@@ -67,8 +67,8 @@ class LocalOptimizer:
     """An optimizer over those parameters of a distributed optimizer that live on this worker.
 
     Args:
-        make: Makes the optimizer out of parameter groups.
-        parts: The groups, as far as they live here.
+        make: Makes the optimizer from parameter groups.
+        parts: The parts of the groups that live here.
         lock: Held while ``.grad`` of any parameter of this worker is replaced.
     """
 
@@ -109,13 +109,13 @@ class LocalOptimizer:
             )
 
     def add(self, parts: Iterable[GroupPart]) -> None:
-        """Takes up more groups."""
+        """Adds groups."""
         with self._lock:
             for part in parts:
                 eager.call(self._optimizer, "add_param_group", self._take(part))
 
     def placed(self, reference: RRef[LocalOptimizer]) -> Placed:
-        """Returns what the distributed optimizer has to know of this one."""
+        """Returns the description that the distributed optimizer needs of this one."""
         shapes = {number: tuple(tensor.shape) for tensor, number in self._numbers.items()}
         return Placed(reference, dict(self._optimizer.defaults), self._options(), shapes)
 
@@ -127,14 +127,14 @@ class LocalOptimizer:
         }
 
     def step(self, gradients: Mapping[Tensor, Tensor], changes: Mapping[int, Options]) -> bool:
-        """Steps with the gradients of a context; parameters that have none there stay.
+        """Steps with the gradients of a context; parameters without a gradient there stay.
 
         Args:
-            gradients: The gradients, of these and perhaps of other parameters.
+            gradients: The gradients of these, and perhaps of other parameters.
             changes: Hyper-parameters that have changed, by the number of their group.
 
         Returns:
-            Whether any parameter had one.
+            Whether any parameter had a gradient.
         """
         with self._lock:
             self._change(changes)
@@ -152,16 +152,16 @@ class LocalOptimizer:
         """Returns a copy of the state, after ``changes`` of hyper-parameters."""
         with self._lock:
             self._change(changes)
-            # The answer is put into bytes after the lock is free again.
+            # Copied, since the answer is serialized after the lock is released.
             return copy.deepcopy(self.content())
 
     @property
     def is_fused(self) -> bool:
-        """Whether it steps by kernels that do not compare the sizes of what they are given."""
+        """Whether it steps by kernels that do not check the sizes of their arguments."""
         return any(group.get("fused") for group in self._optimizer.param_groups)
 
     def content(self) -> Saved:
-        """Returns the state itself, for who has the lock and makes a copy."""
+        """Returns the state without copying; the caller must hold the lock and copy it."""
         numbers = self._numbers_in_order()
         state = {
             numbers[key] if isinstance(key, int) else key: value
@@ -174,12 +174,12 @@ class LocalOptimizer:
         return {number: parameter for parameter, number in self._numbers.items()}
 
     def change(self, changes: Mapping[int, Options]) -> None:
-        """Takes over hyper-parameters that have changed, by the number of their group."""
+        """Applies changed hyper-parameters, by the number of their group."""
         with self._lock:
             self._change(changes)
 
     def load(self, saved: Saved) -> None:
-        """Goes on from what ``save`` returned, here or on other workers."""
+        """Loads the state that ``save`` returned, here or on other workers."""
         with self._lock:
             content = eager.call(self._optimizer, "state_dict")
             state = copy.deepcopy(saved.state)
@@ -199,7 +199,7 @@ class LocalOptimizer:
 
 @contextlib.contextmanager
 def _as_grad(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Has ``.grad`` of ``parameters`` be their ``gradients`` within a ``with`` block."""
+    """Sets ``.grad`` of ``parameters`` to their ``gradients`` within a ``with`` block."""
     before: list[tuple[Tensor, Tensor | None]] = []
     try:
         for parameter in parameters:
@@ -211,7 +211,7 @@ def _as_grad(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor]) -
             parameter.grad = grad
 
 
-# What a distributed optimizer asks of an owner, by name.
+# Functions that a distributed optimizer calls on owners, by name.
 
 
 @remotely_callable
@@ -222,7 +222,7 @@ def place(
     kwargs: dict[str, Any],
     parts: list[GroupPart],
 ) -> Placed:
-    """Gives groups to a local optimizer of this worker, a new one where there is none."""
+    """Gives groups to a local optimizer of this worker; makes a new optimizer if None."""
     _check_parts(parts)
     if optimizer is not None:
         check_types(optimizer=(optimizer, RRef))
@@ -253,7 +253,7 @@ def step(optimizer: Address, context_id: int, changes: dict[int, Options]) -> bo
 
 @remotely_callable
 def change(optimizer: Address, changes: dict[int, Options]) -> None:
-    """Has a local optimizer of this worker take over changed hyper-parameters."""
+    """Applies changed hyper-parameters to a local optimizer of this worker."""
     _check_changes(changes)
     _local(optimizer).change(changes)
 
@@ -267,7 +267,7 @@ def save(optimizer: Address, changes: dict[int, Options]) -> Saved:
 
 @remotely_callable
 def load(optimizer: Address, saved: Saved) -> None:
-    """Has a local optimizer of this worker go on from a state."""
+    """Loads a state into a local optimizer of this worker."""
     check_types(saved=(saved, Saved))
     _check_changes(saved.options)
     check_types(state=(saved.state, dict))
@@ -279,7 +279,7 @@ def load(optimizer: Address, saved: Saved) -> None:
     local.load(saved)
 
 
-# What of that a strict worker does for others.
+# Checks by which a strict worker limits calls of other workers.
 
 
 def _check_changes(changes: Any) -> None:
@@ -314,7 +314,7 @@ def _check_parts(parts: Any) -> None:
 
 
 def _check_state(state: Mapping[Any, Any], parameters: Mapping[int, Tensor]) -> None:
-    """Raises where a state has more to it than those of parameters that are here."""
+    """Raises if a state exceeds the possible state of this worker's parameters."""
     for number, values in state.items():
         check_types(number=(number, int), values=(values, dict))
         parameter = parameters.get(number)
@@ -342,7 +342,7 @@ def _check_options(options: Mapping[Any, Any]) -> None:
 
 
 def _refuse_fused() -> NoReturn:
-    # They do not look at sizes, and would leave the memory of a state that others have loaded.
+    # They do not check sizes, and would run past the memory of a state that others loaded.
     refuse("use fused optimizers for others", "leave 'fused' out")
 
 

@@ -1,8 +1,8 @@
-"""One call to each of several workers, at the same time, and what they answered.
+"""Calls several workers at the same time, and gathers their answers.
 
-The references behind a step are held by the caller for as long as the call runs. So calls name
-values by address, three numbers, which needs no reference counting; ``RRef`` arguments would be
-counted, every step anew.
+The caller holds the references behind a step while the call runs. So calls name values by address,
+which is three numbers and needs no reference counting. ``RRef`` arguments would be counted anew in
+every step.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Arguments = tuple[Any, ...]
 
 
 class Failure(NamedTuple):
-    """A call that raised, and the rank of the worker where it did."""
+    """The error of a failed call, and the rank of the worker where it was raised."""
 
     owner: int
     error: Exception
 
 
 def address_of(reference: RRef[Any]) -> Address:
-    """Returns what names the value behind a reference on its owner."""
+    """Returns the address of the value behind a reference on its owner."""
     creator, owner, number = reference.id
     return creator, owner, number
 
 
 def value_at(address: Address) -> Any:
-    """Returns a value of this worker, None if it is still being made.
+    """Returns a value of this worker; None while it is still being made.
 
     Raises:
-        ReferenceGone: Nobody references it any more.
+        ReferenceGone: The value was released.
     """
     keeper = current_worker().references
     return keeper.value_of(reference_in(address)).value
@@ -50,16 +50,16 @@ def run_on_owners(
     """Runs ``function`` on several workers at the same time, and waits for all of them.
 
     Args:
-        function: What each of them runs; on this worker it is called straight away.
+        function: The function; on this worker it is called directly, in this thread.
         arguments: The arguments by the rank of the worker.
 
     Returns:
-        What was returned, by rank, and what was raised, by increasing rank.
+        The results by rank, and the failures by increasing rank.
     """
     me = current().me.id
     waits: dict[int, Callable[[], Any]] = {}
     if len(arguments) == 1 and me not in arguments:
-        # A caller that waits in the call itself is woken sooner than one that waits for a future.
+        # A caller that waits in ``rpc_sync`` is woken sooner than a waiter on a future.
         ((only, args),) = arguments.items()
         waits[only] = lambda: rpc_sync(info_of(only), function, args)
     else:
@@ -97,14 +97,14 @@ def _gather(waits: Mapping[int, Callable[[], Any]]) -> tuple[dict[int, Any], lis
 
 
 def raise_failures(what: str, failures: list[Failure]) -> None:
-    """Raises one error for all of ``failures``, and nothing if there are none.
+    """Raises one error for all of ``failures``, if there are any.
 
-    It is a ``WorkerLost`` or ``CallTimeout`` where one of them is: those call for a recovery of
-    the group rather than a change of the program.
+    If one of them is a ``WorkerLost`` or ``CallTimeout``, so is the raised error: these call for a
+    recovery of the group rather than a change of the program.
 
     Args:
-        what: What failed, for the message.
-        failures: Where it failed, and why.
+        what: The failed action, for the message.
+        failures: The failures.
 
     Raises:
         OptimizerError: Names all the workers; its cause is the first error.

@@ -1,4 +1,4 @@
-"""Shows long work while a block runs: on a terminal with rich, else as lines of a log."""
+"""Shows the progress of long work while a block runs: with rich on a terminal, else as a log."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 TERMINAL_INTERVAL_S = 0.25
 LOG_INTERVAL_S = 10.0
 LOOK_EVERY_S = 1.0
-"""How often a log is given news, at least: losses, and parts that are behind."""
+"""Longest interval between two checks for news to log: losses, and parts that fell behind."""
 
 
 class Display:
-    """Shows the work that it is told about, while a ``with`` block runs.
+    """Shows the progress of the work that is reported to it, while a ``with`` block runs.
 
-    On a terminal, with rich installed, rows change several times a second: the steps of the
-    program's loop with their rate, the time that is left and figures, the parts of the jobs that
-    run, how many of them each worker runs, and by name the workers that delay a job. A part is
-    *behind* if it has run for more than a second, and for three times as long as the median of the
-    last parts of that name. A line about the loss of a worker stays. Elsewhere, plain lines are
-    written at a bounded rate: one for each interval in which work was done, and a few a second
-    about losses and parts that fell behind. At the end a line says how much was done, and by which
+    On a terminal, with rich installed, rows are updated several times a second. They show the steps
+    of the program's loop with rate, remaining time and figures. They also show the parts of the
+    running jobs, how many of them each worker runs, and the names of workers that delay a job. A
+    part is *behind* if it has run for more than a second, and for three times as long as the median
+    of the last parts of that name. A line about the loss of a worker stays. Otherwise, plain lines
+    are written at a bounded rate: one for each interval in which work was done, and a few a second
+    about losses and parts that fell behind. A final line tells how much was done, and by which
     workers.
 
-    A thread writes, also while the program waits; it has ended when the block is left.
+    A thread writes, also while the program waits; the thread has ended when the block is left.
 
     Attributes:
-        work: Is told the events of jobs; from any thread.
+        work: Receives the events of jobs, from any thread.
         nouns: The words for a job and a part, which an application replaces in a subclass.
 
     Args:
-        total: How many steps there will be, for the time that is left; None if that is unknown.
+        total: How many steps there will be, for the remaining time; None if that is unknown.
         label: A name for the steps, or for the work as a whole.
-        out: Where to show it; by default ``sys.stderr``.
-        is_terminal: Whether ``out`` is one that rows can change on; None to find out.
-        interval_s: Seconds between two changes (0.25 by default), or two lines of a log (10).
+        out: The stream to write to; by default ``sys.stderr``.
+        is_terminal: Whether ``out`` is a terminal with rows that can change; None to detect it.
+        interval_s: Seconds between two updates (0.25 by default), or two lines of a log (10).
 
     Raises:
         ConfigurationError: ``total`` is negative, or ``interval_s`` not positive.
@@ -89,7 +89,7 @@ class Display:
             self._live = _live_rows_on(self._out)
         try:
             self._thread.start()
-        except BaseException:  # no thread may be started, or Ctrl-C
+        except BaseException:  # the thread could not be started, or Ctrl-C
             self._close_live()
             raise
         return self
@@ -104,7 +104,7 @@ class Display:
         try:
             self._thread.join()
             self._tell_news()
-        finally:  # an impatient second Ctrl-C comes while the thread is waited for
+        finally:  # a second Ctrl-C may interrupt the join
             self._close_live()
         seconds = time.monotonic() - self._begin
         with self.work.lock:
@@ -112,23 +112,25 @@ class Display:
         self._print(line)
 
     def step(self, count: int = 1, /, **figures: object) -> None:
-        """Says that a step of the program's loop is done; returns at once, from any thread.
+        """Reports completed steps of the program's loop. Thread-safe.
+
+        Returns at once, except that it waits for the value of a tensor on a GPU.
 
         Args:
-            count: How many steps are done, where that is not one.
-            figures: What to show, by name: numbers, scalar tensors or texts. A figure is shown
-                until another value comes for it. A tensor on a GPU is waited for.
+            count: How many steps are done.
+            figures: Values to show, by name: numbers, scalar tensors or strings. A figure is shown
+                until it gets another value.
         """
         self.work.step(count, **figures)
 
     @property
     def workers(self) -> dict[str, WorkerShare]:
-        """The work that each worker has done for the jobs that were seen, by name; a copy."""
+        """The work that each worker has done for the reported jobs, by worker name; a copy."""
         with self.work.lock:
             return self.work.shares()
 
     def stragglers(self) -> tuple[Straggler, ...]:
-        """Returns the parts that are behind at this moment, the slowest first; does not block."""
+        """Returns the parts that are behind at this moment, slowest first; does not block."""
         with self.work.lock:
             return self.work.stragglers()
 
@@ -157,7 +159,7 @@ class Display:
         live.show([Row([self._encodable(text) for text in texts], warns) for texts, warns in rows])
 
     def _log(self) -> bool:
-        """Writes a line unless nothing was done since the last one; returns whether it did."""
+        """Writes a line if work was done since the last line; returns whether it wrote one."""
         with self.work.lock:
             state = (self.work.steps.count, self.work.jobs_begun, self.work.parts_ended)
             line = log_line(self._label, self.nouns, self.work)
@@ -169,7 +171,7 @@ class Display:
     def _tell_news(self) -> None:
         with self.work.lock:
             news = self.work.take_news()
-        if self._live is not None:  # there, stragglers are among the rows
+        if self._live is not None:  # the rows show stragglers already
             news = [each for each in news if isinstance(each, Loss)]
         for line in news_lines(news, self.nouns):
             self._print(line)
@@ -182,7 +184,7 @@ class Display:
         try:
             self._out.write(f"{line}\n")
             self._out.flush()
-        except (OSError, ValueError):  # closed, or gone: no reason for a program to fail
+        except (OSError, ValueError):  # a closed or lost stream must not fail the program
             pass
 
     def _encodable(self, text: str) -> str:
@@ -191,7 +193,7 @@ class Display:
 
 
 def can_change_rows(out: TextIO) -> bool:
-    """Whether a stream is a terminal on which rows can change, and no other display's do."""
+    """Whether a stream is a terminal with rows that can change, and no other display uses it."""
     return (
         hasattr(out, "isatty")
         and out.isatty()
@@ -201,7 +203,7 @@ def can_change_rows(out: TextIO) -> bool:
 
 
 def _live_rows_on(out: TextIO) -> LiveRows | None:
-    """Returns rows that change on a terminal, or None where rich is not installed."""
+    """Returns rows that change on a terminal, or None if rich is not installed."""
     try:
         from torchweft.progress.live import LiveRows
     except ImportError:

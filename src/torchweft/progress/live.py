@@ -1,8 +1,8 @@
-"""Shows rows that change on a terminal, with rich; nothing but a display on a terminal imports it.
+"""Shows rows that change on a terminal, with rich; only a display on a terminal imports this.
 
-rich clears as many lines above the cursor as it has drawn. Text that reached the terminal past it
-would be cleared, so ``sys.stdout``, ``sys.stderr`` and handlers of `logging` that write to the same
-terminal go through rich while the rows are shown.
+rich clears as many lines above the cursor as it has drawn. It would clear text that reached the
+terminal by another way. So ``sys.stdout``, ``sys.stderr`` and handlers of `logging` that write to
+the same terminal go through rich while the rows are shown.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torchweft.progress.wording import GAP, Row
 
 
 class LiveRows:
-    """Rows that change, below everything else that is printed on the terminal.
+    """Rows that change, below all other text that is printed on the terminal.
 
     Args:
         out: The terminal.
     """
 
     def __init__(self, out: TextIO) -> None:
-        # Lines that others print are passed on as they are.
+        # Pass on lines that other code prints unchanged.
         self._console = Console(
             file=out,
             force_terminal=True,
@@ -60,7 +60,7 @@ class LiveRows:
         _shown.add(self)
 
     def show(self, rows: list[Row]) -> None:
-        """Shows these rows in place of the ones before."""
+        """Shows these rows in place of the previous rows."""
         self._try(lambda: self._live.update(Group(*map(_drawn, rows)), refresh=True))
 
     def print(self, line: str) -> None:
@@ -68,14 +68,14 @@ class LiveRows:
         self._try(lambda: self._console.print(Text(line)))
 
     def close(self) -> None:
-        """Takes the rows away, and gives the streams back."""
+        """Removes the rows, and restores the streams."""
         _shown.discard(self)
         self._live.update("")
         self._try(self._live.stop)
         self.give_streams_back()
 
     def give_streams_back(self) -> None:
-        """Has others write to the terminal itself again; takes no lock of rich."""
+        """Restores the streams, so that writes reach the terminal directly; takes no rich lock."""
         for name, stream, proxy in self._replaced:
             if getattr(sys, name) is proxy:
                 setattr(sys, name, stream)
@@ -84,7 +84,7 @@ class LiveRows:
     def _try(self, draw: Callable[[], Any]) -> None:
         try:
             draw()
-        except (OSError, ValueError):  # closed, or gone: no reason for a program to fail
+        except (OSError, ValueError):  # a closed or lost terminal must not fail the program
             self._console.quiet = True
 
 
@@ -103,7 +103,7 @@ def _is_on(stream: TextIO | None, out: TextIO) -> bool:
 
 
 def _move_handlers(old: TextIO, new: TextIO) -> None:
-    """Has handlers of `logging` that write to one stream write to another."""
+    """Redirects the handlers of `logging` that write to one stream to another stream."""
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             if isinstance(handler, logging.StreamHandler) and handler.stream is old:
@@ -114,7 +114,7 @@ _shown: weakref.WeakSet[LiveRows] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In a forked process, a lock of rich may be held by a thread that is not there."""
+    """Restores the streams in a forked process, where a missing thread may hold a lock of rich."""
     for rows in _shown:
         rows.give_streams_back()
 

@@ -1,4 +1,4 @@
-"""Counts the steps of a program's loop; estimates their rate and the time that is left."""
+"""Counts the steps of a program's loop; estimates their rate and the remaining time."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Mapping
 
 MEMORY_S = 30.0
-"""How far back the rate looks, about."""
+"""Time constant of the moving average of the rate."""
 
 LEAST_WEIGHT = 0.8
-"""What is left of the past after one step, however long that took: about five steps count."""
+"""Minimum weight of the past after one step, however long the step took: about five steps count."""
 
 
 class Steps:
     """The steps of one loop.
 
     Args:
-        total: How many there will be, if that is known.
+        total: How many steps there will be, if that is known.
         now: The time, in seconds.
     """
 
@@ -29,11 +29,11 @@ class Steps:
         self._weighted_s = 0.0
 
     def begin(self, now: float) -> None:
-        """Takes ``now`` for the begin of the first step."""
+        """Sets ``now`` as the start of the first step."""
         self._last = now
 
     def add(self, count: int, figures: Mapping[str, str], now: float) -> None:
-        """Takes in steps that are done, with figures to show until newer ones come."""
+        """Adds completed steps, with figures to show until newer values come."""
         elapsed_s, self._last = now - self._last, now
         weight = max(LEAST_WEIGHT, math.exp(-elapsed_s / MEMORY_S))
         self._weighted_count = weight * self._weighted_count + count
@@ -43,21 +43,21 @@ class Steps:
 
     @property
     def per_s(self) -> float | None:
-        """Steps in a second, lately; None before the first one."""
+        """The recent steps per second; None before the first step."""
         return self._weighted_count / self._weighted_s if self._weighted_s else None
 
     def left_s(self, now: float) -> float | None:
-        """Returns the seconds that are left, as far as that can be known."""
+        """Returns the remaining seconds; None if the rate or the total is unknown."""
         if not self.per_s or self.total is None:
             return None
         left = max(0, self.total - self.count)
-        # A step that takes longer than others says nothing about those that follow it.
+        # A step that takes longer than others says nothing about the following steps.
         of_this_step = min(1.0, left, self.per_s * (now - self._last))
         return (left - of_this_step) / self.per_s
 
 
 def readable_figure(value: object) -> str:
-    """Writes a figure with four digits, a scalar tensor too."""
+    """Formats a figure with four digits; also a scalar tensor."""
     if isinstance(value, int | str):
         return str(value)
     try:

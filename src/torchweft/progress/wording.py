@@ -11,11 +11,11 @@ from torchweft.progress.work import Job, Loss, Straggler, Work, WorkerShare
 
 GAP = "  "
 MOST_LISTED = 8
-"""Workers, or parts, that are listed by name or number; of more there is only a count."""
+"""How many workers, or parts, are listed by name or number; more are only counted."""
 MOST_JOBS = 3
 MOST_STRAGGLERS = 3
 MOST_NEWS = 8
-"""Lines about losses and stragglers that are written at once; of more there is only a count."""
+"""How many lines about losses and stragglers are written at once; more are only counted."""
 
 
 class Nouns(NamedTuple):
@@ -26,7 +26,7 @@ class Nouns(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Texts that stand beside one another, on as many lines as they need."""
+    """Texts shown side by side, on as many lines as they need."""
 
     texts: list[str]
     is_warning: bool = False
@@ -47,7 +47,7 @@ def live_rows(label: str, nouns: Nouns, work: Work) -> list[Row]:
 
 
 def log_line(label: str, nouns: Nouns, work: Work) -> str:
-    """Returns one line for a log that says how far everything is."""
+    """Returns one line for a log with the progress of the steps and the jobs."""
     jobs = [_parts(job, nouns) for job in work.jobs[:MOST_JOBS]]
     return printable(GAP.join([*_head(label, nouns, work), *jobs]))
 
@@ -66,7 +66,7 @@ def news_lines(news: list[Loss | Straggler], nouns: Nouns) -> list[str]:
 def summary(
     label: str, nouns: Nouns, work: Work, seconds: float, error: type[BaseException] | None
 ) -> str:
-    """Returns the line that says at the end how much was done, and by which workers."""
+    """Returns the final line, which tells how much was done, and by which workers."""
     name = label or plural(nouns.job)
     verb = f"{name}: " if error is None else f"{name} stopped by {error.__name__}: "
     failed = f"{counted(work.jobs_failed, nouns.job)} failed"
@@ -104,14 +104,14 @@ def plural(noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Leaves out characters that would move the cursor."""
+    """Removes characters that would move the cursor."""
     if text.isprintable():
         return text
     return "".join(character for character in text if character.isprintable())
 
 
 def short(name: str) -> str:
-    """Returns the last part of a function's name, without what ``parallelize`` has added."""
+    """Returns the last part of a function's name, without the suffix that ``parallelize`` adds."""
     return name.rpartition(".")[2].partition("__parallelize_")[0]
 
 
@@ -148,7 +148,7 @@ def _parts(job: Job, nouns: Nouns) -> str:
 
 
 def _running(job: Job) -> list[str]:
-    """Says how many parts run on each worker, or, of too many workers, how many run any."""
+    """Returns how many parts run on each worker; with too many workers, only how many are busy."""
     running = job.running_on()
     if not running:
         return []

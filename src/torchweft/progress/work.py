@@ -1,9 +1,9 @@
-"""Keeps the state of long work that follows from the events that an application tells.
+"""Derives the state of long work from the events that an application reports.
 
 A *job* is work that a caller waits for, such as a map or a batch of a pipeline. Its number is
 unique in the process. It has *parts*, numbered from 0, and each part runs on a worker, known by its
-name. No event says that a worker is a straggler: a part that hangs cannot send one, so stragglers
-are found by the time since their parts started.
+name. No event reports a straggler, since a part that hangs cannot send an event. So stragglers are
+detected by the time since their parts started.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torchweft.errors import CallCancelled
 from torchweft.progress.steps import Steps, readable_figure
 
 LEAST_S = 1.0
-"""A part that has run for less than this is never behind."""
+"""A part that has not run for longer than this is never behind."""
 
 TIMES_THE_MEDIAN = 3.0
 """A part that runs for longer than this many medians is behind."""
 
 REMEMBERED = 99
-"""Parts whose durations are kept for each name: the last ones, as work may change."""
+"""How many durations are kept for each name: the latest, since work may change."""
 
 
 @dataclass
@@ -33,10 +33,10 @@ class WorkerShare:
     """The work that one worker did while the display was open.
 
     Attributes:
-        parts: Parts that it ran to their end.
-        busy_s: Seconds that these took, as the caller saw it: with the way there and back.
+        parts: How many parts it completed.
+        busy_s: Seconds that these parts took, measured by the caller: with both network transfers.
         times_behind: How many of its parts were stragglers.
-        is_lost: Whether it was lost, and nothing came from it since.
+        is_lost: Whether it was lost, and no result came from it since.
     """
 
     parts: int = 0
@@ -52,9 +52,9 @@ class Straggler:
     Attributes:
         worker: Name of the worker that runs it.
         part: Its place in the order of results.
-        name: The name of its job; for a map, that of its function.
+        name: The name of its job; for a map, the name of its function.
         seconds: For how long it has run.
-        median_s: How long other parts of jobs of that name took.
+        median_s: The median duration of other parts of jobs of that name.
     """
 
     worker: str
@@ -65,7 +65,7 @@ class Straggler:
 
 
 class Loss(NamedTuple):
-    """A worker was lost, and these parts of a job run again elsewhere."""
+    """A worker was lost, and these parts of a job run again on the remaining workers."""
 
     worker: str
     parts: tuple[int, ...]
@@ -73,7 +73,7 @@ class Loss(NamedTuple):
 
 @dataclass
 class Job:
-    """The state of one job; ``running`` has the worker and the start of each part that runs."""
+    """The state of one job; ``running`` maps each running part to its worker and start time."""
 
     name: str
     parts: int
@@ -91,11 +91,11 @@ class Job:
 
 
 class Work:
-    """All work since the display was opened; the methods for events may be called by any thread.
+    """All work since the display was opened; any thread may call the methods for events.
 
-    Several threads tell events, so a part may start after it has ended, and end after the loss of
-    its worker. Events of jobs that began before are ignored. The attributes, and methods that are
-    no events, are for the holder of ``lock``.
+    Several threads report events, so a part may start after it has ended, and end after the loss
+    of its worker. Events of jobs that began before are ignored. Hold ``lock`` to use the attributes
+    and the methods that are not events.
 
     Args:
         total: How many steps the program's loop has, if that is known.
@@ -104,7 +104,7 @@ class Work:
 
     def __init__(self, total: int | None, clock: Callable[[], float]) -> None:
         self.clock = clock
-        # A signal handler or a finalizer may tell an event while its thread holds it.
+        # Reentrant: a signal handler or a finalizer may report an event while its thread holds it.
         self.lock = threading.RLock()
         self.steps = Steps(total, clock())
         self.workers: dict[str, WorkerShare] = {}
@@ -136,7 +136,7 @@ class Work:
                 job.running[part] = (worker, self.clock())
 
     def ended(self, job_id: int, part: int, worker: str, seconds: float) -> None:
-        """Event: the result of a part has arrived, so long after the part was sent."""
+        """Event: the result of a part has arrived, ``seconds`` after the part began."""
         with self.lock:
             job = self._jobs.get(job_id)
             if job is None or part in job.ended or worker in job.lost:
@@ -157,7 +157,7 @@ class Work:
             self.moves += 1
 
     def lost(self, job_id: int, worker: str, parts: Sequence[int]) -> None:
-        """Event: a worker was lost; these parts of a job, ended ones too, run again on others."""
+        """Event: a worker was lost; these parts, also ended parts, run again on others."""
         with self.lock:
             job = self._jobs.get(job_id)
             if job is None:
@@ -169,7 +169,7 @@ class Work:
             job.lost.add(worker)
             self.reruns += len(parts)
             share = self._share(worker)
-            # Jobs that begin later may meet the same loss again, at each step of a long run.
+            # Later jobs may report the same loss again, at each step of a long run.
             is_known = share.is_lost and (worker in job.lost_before or not parts)
             share.is_lost = True
             if not is_known:
@@ -185,7 +185,7 @@ class Work:
 
     @property
     def jobs(self) -> list[Job]:
-        """The jobs that run, or else the one that began last."""
+        """The running jobs, or else the job that began last."""
         return list(self._jobs.values()) or self._latest
 
     @property
@@ -198,7 +198,7 @@ class Work:
         return {name: replace(share) for name, share in self.workers.items()}
 
     def stragglers(self) -> tuple[Straggler, ...]:
-        """Returns the parts that are behind now, the slowest first."""
+        """Returns the parts that are behind now, slowest first."""
         now = self.clock()
         judged = (
             self._judge(job, part, worker, now - since)
@@ -209,7 +209,7 @@ class Work:
         return tuple(sorted(found, key=lambda straggler: -straggler.seconds))
 
     def take_news(self) -> list[Loss | Straggler]:
-        """Returns losses, and parts that fell behind, since the last call: each one once."""
+        """Returns the losses, and the parts that fell behind, since the last call; each once."""
         self.stragglers()
         news, self._news = self._news, []
         return news
@@ -218,7 +218,7 @@ class Work:
         return self.workers.setdefault(worker, WorkerShare())
 
     def _judge(self, job: Job, part: int, worker: str, seconds: float) -> Straggler | None:
-        """Returns the part as a straggler if it is one; never before a part of its kind ended."""
+        """Returns the part as a straggler, or None; always None until a part of that name ended."""
         if seconds <= LEAST_S or job.name not in self._durations:
             return None
         median_s = statistics.median(self._durations[job.name])

@@ -1,16 +1,16 @@
-"""The backward pass across workers: gradients go ahead, discovery only where they get stuck.
+"""The backward pass across workers: gradients go ahead, discovery runs only if they get stuck.
 
-The problem: a worker must run a node of its graph only when all gradients of that node are
-there, but it cannot know by itself which of the messages it sent will be answered with
-gradients: the receiver may not have used them. The obvious way, to find that out first, costs a
-round trip to every worker on the way, before anything runs. So a worker runs what is complete
-whichever of its messages are used, and says with the gradients what it did; the worker that
-called backward, the driver, adds that up. Only if gradients stop moving before all have run does
-it ask, and in the end tell, what is live.
+The problem: a worker must run a node of its graph only when all gradients of that node have
+arrived. But it cannot know by itself which of its sent messages will be answered with gradients:
+the receiver may not have used them. To find that out first would cost a round trip to every worker
+on the way, before any node runs. So a worker runs the parts of its graph that are complete
+whichever of its messages are used, and reports its progress with the gradients. The worker that
+called backward, the driver, sums up the progress. Only if gradients stop moving before all have run
+does the driver announce which messages are live, and in the end that no others are.
 
 Rules of the file: events go in by method, actions come out as a list and are carried out in
-order. Messages may come late, twice, and in any order: an event that a state does not expect is
-without effect. A machine that has ended stays ended. Machines are not thread-safe.
+order. Messages may come late, twice, and in any order: an event that a state does not expect has
+no effect. A machine that has ended stays ended. Machines are not thread-safe.
 
 Guarantees, assumptions and flows: ``docs/protocols/autograd.md``.
 """
@@ -25,22 +25,22 @@ from torchweft.errors import AutogradError
 from torchweft.ids import worker_of
 
 ROOTS = 0
-"""Stands for the roots where the number of a message is expected; no message has it."""
+"""Stands for the roots in place of a message number; no message has it."""
 
 CONNECTION = "its connection"
-"""The operation in which a worker that was lost has failed."""
+"""The failed operation in errors about a lost worker."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What has become of messages, by their numbers, on its way to the driver.
+    """The progress of messages, by their numbers, on its way to the driver.
 
     Attributes:
-        walked: Live messages whose senders have walked from them; what they were the first to
-            reach is in the same object, under ``answered`` or ``reached``.
+        walked: Live messages from which their senders have walked. The messages that such a walk
+            was the first to reach are in the same object, under ``answered`` or ``reached``.
         executed: Live messages whose gradients have run as far as they lead.
-        answered: Messages that were reached, and whose gradients have been sent.
-        reached: Messages that were reached, and whose gradients are not complete.
+        answered: Messages that were reached and whose gradients have been sent.
+        reached: Messages that were reached and whose gradients are not complete.
     """
 
     walked: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Progress:
     reached: list[int] = field(default_factory=list)
 
     def add(self, other: Progress) -> None:
-        """Takes what another object says as well."""
+        """Adds the progress of another object."""
         self.walked += other.walked
         self.executed += other.executed
         self.answered += other.answered
@@ -59,7 +59,7 @@ class Progress:
         return bool(self.walked or self.executed or self.answered or self.reached)
 
 
-# What is sent.
+# Messages.
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Gradients:
 
 @dataclass(slots=True)
 class Discover:
-    """Tells a worker that messages which it sent are live."""
+    """Tells a worker that messages that it sent are live."""
 
     message_ids: tuple[int, ...]
 
@@ -85,14 +85,14 @@ class Settled:
 
 @dataclass(slots=True)
 class Report:
-    """Carries progress that no gradients take along."""
+    """Carries progress that travels with no gradients."""
 
     progress: Progress
 
 
 @dataclass(slots=True)
 class Failed:
-    """Tells the driver that the pass cannot go on, and where and why."""
+    """Tells the driver that the pass failed, where and why."""
 
     worker: int
     operation: str
@@ -107,7 +107,7 @@ class Abort:
 Message = Gradients | Discover | Settled | Report | Failed | Abort
 
 
-# What a shell is asked to do.
+# Actions of the shell.
 
 
 class Send(NamedTuple):
@@ -118,7 +118,7 @@ class Send(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Have the pass on this worker take gradients, or news of what is live."""
+    """Give gradients, or news of live messages, to the pass on this worker."""
 
     message: Gradients | Discover | Settled
 
@@ -130,7 +130,7 @@ class Tell(NamedTuple):
 
 
 class Close(NamedTuple):
-    """The pass is over on this worker: let go of its memory."""
+    """The pass is over on this worker: release its memory."""
 
 
 class Complete(NamedTuple):
@@ -162,14 +162,14 @@ def failure_error(fail: Fail, worker_name: str) -> AutogradError:
 
 
 _WALKED, _EXECUTED, _ANNOUNCED, _REACHED = 1, 2, 4, 8
-"""What the driver knows of a message. It is *announced* once its sender was sent its gradients or
-a ``Discover``; whoever is sent its gradients is not told before that it was reached."""
+"""The driver's marks of a message. It is *announced* once its gradients or a ``Discover`` were sent
+to its sender: a message whose gradients were sent needs no ``Discover``."""
 
 _IS_OPEN, _IS_UNWALKED, _IS_UNANNOUNCED = range(3)
 
 
 def _kinds_of(marks: int) -> tuple[int, int, int]:
-    """Returns of which kinds a message is that has these marks."""
+    """Returns, for each kind, whether a message with these marks is of that kind."""
     is_walked, is_announced = bool(marks & _WALKED), bool(marks & _ANNOUNCED)
     is_done = is_walked and bool(marks & _EXECUTED)
     is_known = is_announced or bool(marks & _REACHED)
@@ -199,7 +199,7 @@ class Driver:
         self._is_settled = False
 
     def progressed(self, progress: Progress) -> list[Action]:
-        """Takes progress of any workers."""
+        """Takes progress from any worker."""
         if self.is_over:
             return []
         self._mark(progress.walked, _WALKED)
@@ -211,7 +211,7 @@ class Driver:
             self.is_over = True
             return [Complete()]
         if unwalked_count:
-            return []  # Something is on its way.
+            return []  # Gradients, a discovery, or progress is on its way.
         return self._discover() if unannounced_count else self._settle()
 
     def _mark(self, message_ids: Iterable[int], mark: int) -> None:
@@ -238,7 +238,7 @@ class Driver:
         return [Send(worker, Discover(tuple(ids))) for worker, ids in by_sender.items()]
 
     def _settle(self) -> list[Action]:
-        # All that was reached has been walked: no message becomes live any more.
+        # All reached messages have been walked: no further message becomes live.
         if self._is_settled:
             return []
         self._is_settled = True
@@ -247,14 +247,14 @@ class Driver:
         return [Send(worker, Settled()) for worker in sorted(waiting)]
 
     def awaited_workers(self) -> set[int]:
-        """Returns the workers of which the driver has not heard all yet; from any thread."""
+        """Returns the workers from which progress is still missing; may run on any thread."""
         return {
             self.worker if message_id == ROOTS else worker_of(message_id)
             for message_id in self._of_kind(_IS_OPEN)
         }
 
     def failed(self, message: Failed) -> list[Action]:
-        """Takes the failure of any worker."""
+        """Takes a failure from any worker."""
         return self._fail(Fail(message.worker, message.operation, message.error))
 
     def worker_lost(self, worker: int, error: object) -> list[Action]:
@@ -263,25 +263,25 @@ class Driver:
         return self._fail(Fail(worker, CONNECTION, error)) if is_awaited else []
 
     def cancel(self, error: object) -> list[Action]:
-        """Ends the pass because its caller gives it up."""
+        """Ends the pass, because its caller gives it up."""
         return self._fail(Fail(self.worker, "waiting for the pass", error))
 
     def _fail(self, fail: Fail) -> list[Action]:
         if self.is_over:
             return []
         self.is_over = True
-        # Participants, among them that of this worker, pass it on to all with whom they have to do.
+        # Participants, including this worker's own, pass the abort on to all their partners.
         told = sorted(self._told | {self.worker})
         return [*(Send(worker, Abort()) for worker in told), fail]
 
 
 class Participant:
-    """Takes part in one pass, on any worker; made by the first message of a pass that comes.
+    """Takes part in one pass, on any worker; created by the first message of the pass.
 
-    Progress of this worker and of others goes along with gradients that are sent anyway, rather
-    to the driver than elsewhere. Where none are sent it goes to the *parent*: the worker from
-    which the first message of the pass came. So the driver hears only from workers that it sent
-    something itself, unless the pass fails.
+    Progress of this worker and of others travels with gradients that are sent anyway, preferably to
+    the driver. If no gradients are sent, it goes to the *parent*: the worker from which the first
+    message of the pass came. So the driver hears only from workers to which it sent a message
+    itself, unless the pass fails.
 
     Args:
         worker: This worker.
@@ -300,7 +300,7 @@ class Participant:
         self._carried: Progress | None = None
 
     def receive(self, source: int, message: Message) -> list[Action]:
-        """Takes a message that is for a participant; ``worked`` must follow, for one or several."""
+        """Takes a message for a participant; ``worked`` must follow after one or several."""
         if self.is_over:
             return []
         if isinstance(message, Abort):
@@ -329,11 +329,11 @@ class Participant:
     def worked(
         self, outgoing: Iterable[tuple[int, int, Sequence[Any]]], progress: Progress
     ) -> list[Action]:
-        """Takes what this worker did with all that it received since the last time.
+        """Takes the results of this worker for all messages received since the last call.
 
         Args:
-            outgoing: Gradients to send: to which worker, of which message, and what.
-            progress: What has become of messages by that.
+            outgoing: Gradients to send, as triples of worker, message number and gradients.
+            progress: The resulting progress of messages.
         """
         if self.is_over:
             return []
@@ -350,7 +350,7 @@ class Participant:
         return self._with_progress(sends, progress)
 
     def _with_progress(self, sends: list[Send], progress: Progress) -> list[Action]:
-        """Has the last gradients to the driver, or to anybody, take progress along."""
+        """Attaches progress to the last gradients to the driver, or else to any worker."""
         if not sends:
             assert self._parent is not None
             return [Send(self._parent, Report(progress))]
@@ -361,11 +361,11 @@ class Participant:
         return [*sends]
 
     def failed(self, operation: str, error: object) -> list[Action]:
-        """Takes an error of this worker's work, or of sending something."""
+        """Takes an error of this worker's work, or of sending."""
         return self._fail(Failed(self.worker, operation, error))
 
     def worker_lost(self, worker: int, error: object) -> list[Action]:
-        """Ends the pass if a lost worker leads it, or exchanged messages of it with this one."""
+        """Ends the pass if the lost worker leads it, or exchanged its messages with this worker."""
         if worker == self.driver:
             return [] if self.is_over else self._abort()
         if worker in self._partners:

@@ -1,4 +1,4 @@
-"""Remembers what has ended, so that late messages do not bring it back."""
+"""Remembers the numbers of ended objects, so that late messages do not revive them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import OrderedDict
 
 
 class Tombstones:
-    """A set of numbers that forgets those added longest ago; not thread-safe.
+    """A bounded set of numbers that evicts the oldest; not thread-safe.
 
     Args:
-        limit: How many are remembered.
+        limit: How many numbers are remembered.
     """
 
     def __init__(self, limit: int) -> None:

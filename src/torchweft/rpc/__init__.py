@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 PyRRef = RRef
-"""What ``remote`` of PyTorch returns; here there is one class of references."""
+"""The class that PyTorch's ``remote`` returns; Weft has one class of references."""
 
 
 def __getattr__(name: str) -> Any:

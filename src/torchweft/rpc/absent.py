@@ -24,11 +24,11 @@ _OF_PYTORCH = frozenset(
     rref_proxy server_process_global_profiler
     """.split()
 )
-"""Names of its inside, and of its registry of back-ends, that only ``torchweft.compat`` has."""
+"""Internal names, and names of the back-end registry, that only ``torchweft.compat`` has."""
 
 
 def explain(name: str, names: Iterable[str]) -> str:
-    """Returns the message of the AttributeError for a name that is none of ``names``."""
+    """Returns the message of the AttributeError for a name that is not in ``names``."""
     text = f"module 'torchweft.rpc' has no attribute {name!r}"
     if name in INSTEAD:
         return f"{text}; {INSTEAD[name]}"

@@ -1,8 +1,8 @@
-"""The calls that programs make: ``rpc_sync``, ``rpc_async`` and ``remote``, typed.
+"""The typed calls that programs make: ``rpc_sync``, ``rpc_async`` and ``remote``.
 
-A type checker compares ``args`` with the parameters of ``func``, and knows the result: that of the
-coroutine for an ``async def``, and that of the future for ``async_execution``. Of keyword arguments
-in ``kwargs`` it knows nothing; ``torchweft.rpc.on`` takes them as Python does.
+A type checker compares ``args`` with the parameters of ``func``, and knows the result: the
+coroutine's for an ``async def``, the future's for ``async_execution``. It does not check keyword
+arguments in ``kwargs``; ``torchweft.rpc.on`` takes them in Python's call syntax.
 """
 
 from __future__ import annotations
@@ -117,21 +117,21 @@ def rpc_sync(
             ``async def``, or, by value, a lambda or closure.
         args: Its positional arguments. Tensors travel without being pickled.
         kwargs: Its keyword arguments.
-        timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker. In a
-            function that another worker has called, at most as long as that one still waits.
+        timeout: Seconds to wait at most; 0 for no limit, by default the worker's ``rpc_timeout``.
+            In a function that another worker has called, at most as long as its caller waits.
 
     Returns:
-        What the function returned. Tensors in it own their memory.
+        The function's result. Tensors in it own their memory.
 
     Raises:
         UnknownWorker: There is no worker ``to``.
-        CallTimeout: There was no answer in time. If the function has not begun, it will not; if
-            it runs, ``is_cancelled`` tells it.
+        CallTimeout: There was no answer in time. A function that has not started will not start;
+            a running one can query ``is_cancelled``.
         CallCancelled: The function that makes this call was itself called, and its caller has
             given up.
         WorkerLost: The worker was lost before it answered.
-        SerializationError: The callable, an argument or the result cannot travel.
-        Exception: Whatever the function raised, with its remote traceback.
+        SerializationError: The callable, an argument or the result cannot be serialized.
+        Exception: The error of the function, with its remote traceback.
     """
     try:
         agent = current()
@@ -317,9 +317,8 @@ def remote(
 ) -> RRef[Any]:
     """Starts ``func(*args, **kwargs)`` on another worker, which keeps the result.
 
-    Does not wait for the function: whoever asks for the value waits for it. There is no limit to
-    how long it may take, as the value is wanted for as long as somebody refers to it; give the
-    limit where the value is used.
+    Does not wait for the function; uses of the value do. The function has no time limit, as the
+    value is wanted as long as a reference to it exists; pass a timeout where the value is used.
 
     Args:
         to: As for ``rpc_sync``.
@@ -329,13 +328,13 @@ def remote(
         timeout: Accepted for compatibility.
 
     Returns:
-        A reference to the result. If the function raises, using the reference raises that.
+        A reference to the result. If the function raises, using the reference raises that error.
 
     Raises:
         UnknownWorker: There is no worker ``to``.
-        WorkerLost: The worker is lost. One that turns out to be lost, or cannot be reached, is told
-            of where the reference is used.
-        SerializationError: The callable or an argument cannot travel.
+        WorkerLost: The worker is lost. If it turns out to be lost or unreachable only later, uses
+            of the reference raise.
+        SerializationError: The callable or an argument cannot be serialized.
     """
     try:
         agent = current()

@@ -1,4 +1,4 @@
-"""How calls are made: of functions, and of what is behind a reference."""
+"""Makes calls of functions, and of the values behind references."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def call_method(
     agent = reference.agent()
     worker = agent.slots[WORKER]
     peer = agent.peers[reference.id.owner]
-    # Nobody waits for a ``remote`` call, so the reference itself goes along and keeps the value.
+    # No caller waits for a ``remote`` call, so the reference itself goes along to keep the value.
     kept = reference if way == "remote" else None
     call_args = (tuple(reference.id), name, args, kwargs, kept)
     subject = (worker.references.describe_use, reference.id, name)
@@ -59,9 +59,9 @@ def call_method(
 
 
 def _as_owner_lost(worker: Worker, reference: Handle, peer: Peer, error: WorkerLost) -> WorkerLost:
-    """Returns what to raise when a use of a reference ended with a lost worker."""
+    """Returns the error to raise when a use of a reference ended with a lost worker."""
     if peer.lost is None or error.worker != peer.name:
-        return error  # of the function that was to make the value, or of the method
+        return error  # Raised by the function that was to make the value, or by the method.
     return worker.references.owner_lost(reference.id)
 
 
@@ -83,7 +83,7 @@ def backward_from(reference: Handle, context_id: int, retain_graph: bool) -> Non
 def checked_call(
     function: Callable[..., Any], args: Sequence[Any] | None, kwargs: dict[str, Any] | None
 ) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
-    """Returns what to call and with what, or raises ArgumentTypeError."""
+    """Returns the function and its normalized arguments, or raises ArgumentTypeError."""
     if not callable(function):
         raise wrong_type(
             "func", function, "pass the function itself, and its arguments as args=(...)"
@@ -110,7 +110,7 @@ def call_and_wait(
     timeout: float,
     subject: Subject | None = None,
 ) -> Any:
-    """Makes a call of ``peer``, waits for its end, and returns its result. Blocks."""
+    """Calls ``peer``, waits for the answer, and returns the result. Blocks."""
     limit_s = limit_of(timeout, worker.agent.default_timeout_s)
     parent = current_call.get()
     if parent is not None:
@@ -122,7 +122,7 @@ def call_and_wait(
     except Exception:
         request.take_back()
         raise
-    except BaseException:  # Ctrl-C: nobody waits any more.
+    except BaseException:  # Ctrl-C: the caller no longer waits.
         worker.agent.calls.cancel(call, CallCancelled("interrupted", worker=peer.name))
         raise
     return worker.result_of(call)
@@ -137,9 +137,9 @@ def start(
     timeout: float,
     subject: Subject | None = None,
 ) -> Future[Any]:
-    """Starts a call on ``peer``, whoever has its name by now; returns the future of its result.
+    """Starts a call on ``peer``, even if another worker has its name by now; returns a future.
 
-    Messages name ``subject``, where it is given, and otherwise the function.
+    Messages name ``subject`` if it is given, otherwise the function.
     """
     limit_s = limit_of(timeout, worker.agent.default_timeout_s)
     parent = current_call.get()
@@ -168,14 +168,14 @@ def create(
 ) -> Handle:
     """Starts a call whose result stays on ``peer``; returns the reference to it.
 
-    The value is wanted for as long as somebody refers to it, so ``timeout`` is no limit.
+    The value is wanted as long as a reference to it exists, so ``timeout`` is only checked.
     """
     references = worker.references
     if timeout != UNSET_RPC_TIMEOUT:
         limit_of(timeout, math.inf)
     parent = current_call.get()
     if parent is not None:
-        nest(parent, peer.name, subject or function, math.inf, monotonic())  # May refuse.
+        nest(parent, peer.name, subject or function, math.inf, monotonic())  # May raise.
     if peer.is_self:
         reference, _ = references.create_here()
     else:

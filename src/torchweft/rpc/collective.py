@@ -1,4 +1,4 @@
-"""What several workers do together: wait for one another, exchange a value each."""
+"""Collective operations: workers wait for one another, and exchange one value each."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ T = TypeVar("T")
 def barrier(
     workers: Iterable[Destination] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> None:
-    """Blocks until all of some workers have called this.
+    """Blocks until all of ``workers`` have called ``barrier``.
 
-    Each of them names the same workers; the order does not matter. They may do so again and again,
-    and other workers at the same time. Calls that were started before are not waited for.
+    All name the same workers, in any order. The same workers may do so repeatedly, and other
+    workers at the same time. Does not wait for calls that were started earlier.
 
     Args:
-        workers: Those who take part: names, ranks or ``WorkerInfo``, this worker among them; None
-            for the whole group. Where workers join and leave meanwhile, name them.
-        timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker.
+        workers: The participants, this worker included: names, ranks or ``WorkerInfo``; None for
+            the whole group. If workers join and leave meanwhile, name the participants.
+        timeout: Seconds to wait at most; 0 for no limit, by default the worker's ``rpc_timeout``.
 
     Raises:
-        CallTimeout: Not all came in time; on the worker of the lowest rank it says who is missing.
-        WorkerLost: A worker was lost before it came.
+        CallTimeout: Not all called in time; the lowest rank's error names the missing workers.
+        WorkerLost: A worker was lost before it called.
         ConfigurationError: This worker is not among ``workers``.
     """
     _gather(None, workers, timeout, _BARRIER)
@@ -50,24 +50,24 @@ def all_gather(
     workers: Iterable[Destination] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> dict[str, T]:
-    """Exchanges a value with other workers: each gets those of all. Blocks until all have called.
+    """Gathers a value of each worker on all of them. Blocks until all have called.
 
-    The values go through the worker of the lowest rank. That suits what is small: settings,
-    counts, references; tensors of some size are better exchanged by ``torch.distributed``.
+    The values pass through the worker of the lowest rank. That suits small values: settings,
+    counts, references; exchange larger tensors by ``torch.distributed``.
 
     Args:
-        value: What this worker brings. The others get copies; references travel as such.
-        workers: Those who take part, as for ``barrier``.
-        timeout: Seconds that waiting for the others, and each call, may take; as for ``barrier``.
+        value: This worker's value. The others get copies; references are sent as references.
+        workers: The participants, as for ``barrier``.
+        timeout: Seconds for the wait for the others, and for each call; as for ``barrier``.
 
     Returns:
-        The values by name of worker; that of this worker itself is ``value``, or a copy of it.
+        The values by worker name; this worker's own is ``value``, or a copy of it.
 
     Raises:
-        CallTimeout: Not all came in time; on the worker of the lowest rank it says who is missing.
-        WorkerLost: A worker was lost before it came, or before it was told.
-        SerializationError: ``value`` cannot travel.
-        CallError: The value of another worker cannot travel; says whose.
+        CallTimeout: Not all called in time; the lowest rank's error names the missing workers.
+        WorkerLost: A worker was lost before it called, or before it got the values.
+        SerializationError: ``value`` cannot be serialized.
+        CallError: Another worker's value cannot be serialized; names that worker.
         ConfigurationError: This worker is not among ``workers``.
     """
     outcome = _gather(value, workers, timeout, _ALL_GATHER)
@@ -77,10 +77,10 @@ def all_gather(
 
 
 def members(agent: Agent, workers: Iterable[Destination] | None) -> list[Peer]:
-    """Returns the workers that are meant: those named, or all.
+    """Returns the named workers, or all if ``workers`` is None.
 
     Raises:
-        UnknownWorker: There is no worker of a name or rank.
+        UnknownWorker: No worker has a given name or rank.
     """
     return agent.members.present() if workers is None else [agent.find(each) for each in workers]
 
@@ -90,17 +90,17 @@ def _gather(
 ) -> Outcome:
     agent = current()
     limit_s = limit_of(timeout, agent.default_timeout_s)
-    limit_s = min(limit_s, remaining_time())  # In a call of another worker, no longer than that.
+    limit_s = min(limit_s, remaining_time())  # No longer than the served call.
     limits = Limits(0.0 if math.isinf(limit_s) else limit_s, limit_s)
     return current_gatherings().gather(value, members(agent, workers), ways, limits)
 
 
-# What the workers call on one another.
+# Functions that the workers call on one another.
 
 
 @remotely_callable
 def bring(key: Key, name: str, value: Any) -> None:
-    """Notes, on the worker that leads, that another one has come."""
+    """Records, on the leader, that another worker has arrived, and its value."""
     caller = strict_caller()
     if caller is not None:
         check_key(key, current(), caller, name)
@@ -109,7 +109,7 @@ def bring(key: Key, name: str, value: Any) -> None:
 
 @remotely_callable
 def tell(key: Key, values: dict[str, Any]) -> None:
-    """Notes that all have come, and what they brought."""
+    """Records that all workers have arrived, and their values."""
     caller = strict_caller()
     if caller is not None:
         check_key(key, current(), caller)

@@ -21,4 +21,4 @@ DEFAULT_INIT_METHOD: str = "env://"
 DEFAULT_NUM_WORKER_THREADS: int = 16
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
 DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
-"""As good as none: 24 days."""
+"""24 days, in effect no limit."""

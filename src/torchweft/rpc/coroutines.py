@@ -1,4 +1,4 @@
-"""``async def`` functions that are called remotely run on one event loop of the worker."""
+"""Runs remotely called ``async def`` functions on one event loop of the worker."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class CoroutineRunner:
         """Runs ``coroutine`` in an autograd context; ``on_done`` gets its result or its error.
 
         Returns:
-            What cancels it, from any thread, without blocking. None where the worker shuts down
-            and the coroutine was not begun.
+            A function that cancels the coroutine, from any thread, without blocking. None if the
+            worker is shutting down and the coroutine was not started.
 
         Raises:
-            RuntimeError: The system has no room for a thread now.
+            RuntimeError: The system cannot start a thread now.
         """
         try:
-            with self._lock:  # What is scheduled before ``close`` is at least cancelled.
+            with self._lock:  # A coroutine scheduled before ``close`` is at least cancelled.
                 loop = self._started()
                 if loop is not None:
                     running = _Running(loop, coroutine, context_id, on_done)
@@ -75,14 +75,14 @@ class CoroutineRunner:
             )
             try:
                 thread.start()
-            except BaseException:  # There may be room for a thread when the next one comes.
+            except BaseException:  # A later call may find room for a thread.
                 loop.close()
                 raise
             self._loop, self._thread = loop, thread
         return self._loop
 
     def frames(self) -> list[tuple[str, list[FrameType]]]:
-        """Returns what the coroutines that have not ended are doing: names, and frames."""
+        """Returns the names and frames of the coroutines that have not ended."""
         loop = self._loop
         if loop is None:
             return []
@@ -90,10 +90,10 @@ class CoroutineRunner:
         return [(f"{self._name} {task.get_name()}", _frames_of(task.get_coro())) for task in tasks]
 
     def close(self, limit_s: float) -> None:
-        """Cancels what still runs, and ends the thread; not one whose coroutine blocks it.
+        """Cancels all coroutines and ends the thread, unless a coroutine blocks it.
 
         Args:
-            limit_s: How long to wait for it.
+            limit_s: Seconds to wait for the thread.
         """
         with self._lock:
             loop, thread = self._loop, self._thread
@@ -106,10 +106,10 @@ class CoroutineRunner:
             _log.warning("a coroutine blocks thread %r at shutdown", self._name)
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs what comes until ``close``, and what is left then until it is cancelled.
+        """Runs the loop until ``close``, then until the remaining tasks are cancelled.
 
-        A task that a function has started, or a callback, may end a loop by ``SystemExit`` or
-        ``KeyboardInterrupt``, or stop it. The loop is as good as before, and goes on.
+        A task or callback that a function started may end the loop by ``SystemExit`` or
+        ``KeyboardInterrupt``, or stop it. The loop remains usable, and goes on.
         """
         try:
             while True:
@@ -123,7 +123,7 @@ class CoroutineRunner:
 
 
 def _go_on(run: Callable[[], object]) -> bool:
-    """Runs a loop; returns whether it came to its end, and was not ended by an exception."""
+    """Runs a loop; returns False if an exception ended it."""
     try:
         run()
     except BaseException:
@@ -135,7 +135,7 @@ def _go_on(run: Callable[[], object]) -> bool:
 
 
 def _frames_of(awaiting: Any) -> list[FrameType]:
-    """Returns the frames of a coroutine and of what it awaits, outermost first."""
+    """Returns the frames of a coroutine and of the awaitables below it, outermost first."""
     frames = []
     while awaiting is not None:
         frame = getattr(awaiting, "cr_frame", None) or getattr(awaiting, "gi_frame", None)
@@ -144,7 +144,7 @@ def _frames_of(awaiting: Any) -> list[FrameType]:
         frames.append(frame)
         holder = frame.f_locals.get("self")
         if isinstance(holder, _InContext) and inspect.isgenerator(awaiting):
-            awaiting = holder.coroutine  # which it drives by itself
+            awaiting = holder.coroutine  # ``_InContext.__await__`` drives it by ``send``
         else:
             awaiting = getattr(awaiting, "cr_await", None) or getattr(
                 awaiting, "gi_yieldfrom", None
@@ -153,10 +153,10 @@ def _frames_of(awaiting: Any) -> list[FrameType]:
 
 
 class _InContext:
-    """Awaits a coroutine in an autograd context, which is that of its task from then on.
+    """Awaits a coroutine in an autograd context, which its task keeps from then on.
 
-    Modes of PyTorch belong to the thread, and other coroutines run on it in between: those within
-    which this one awaits something are its own.
+    PyTorch's modes belong to the thread, on which other coroutines run in between. So this
+    coroutine's modes are taken off the thread while it is suspended.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], context_id: int) -> None:
@@ -169,7 +169,7 @@ class _InContext:
         argument: Any = None
         modes: Modes | None = None
         while True:
-            others = take_away()  # Of tasks that coroutines have started, which are nobody's.
+            others = take_away()  # Modes left by tasks that coroutines have started.
             if modes is not None:
                 modes.put_back()
             try:
@@ -190,7 +190,7 @@ class _InContext:
 
 
 class _Running:
-    """A coroutine on the loop; its outcome is reported once, also where it is never begun."""
+    """A coroutine on the loop; reports its outcome once, even if it never starts."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class _Running:
         self._task.add_done_callback(self._ended)
 
     def cancel(self) -> None:
-        with contextlib.suppress(RuntimeError):  # The loop is closed, and has cancelled it.
+        with contextlib.suppress(RuntimeError):  # The loop is closed, and has cancelled the task.
             self._loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:

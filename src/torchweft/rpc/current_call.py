@@ -1,7 +1,7 @@
 """The call that a function serves: how long its caller waits, and whether it still does.
 
-A function that another worker has called has a caller that waits for it, for a limited time. What
-it calls in turn has no more time than that, and ends when the caller gives up.
+The caller of a served function waits for a limited time. Nested calls have no more time than is
+left, and end when the caller gives up.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from torchweft.protocol.calls import ServedCall
 def remaining_time() -> float:
     """Returns how many seconds the caller of the running function still waits for it.
 
-    Infinity where it waits without a limit, in a function that ``remote`` has called, and where
-    no other worker has called. Threads that a function starts know nothing of its call; tasks of
-    asyncio do, and so do callbacks of the futures that it was given.
+    Infinity if the caller waits without a limit, in a function that ``remote`` has called, and
+    outside of served calls. Threads that a function starts do not inherit its call; asyncio tasks
+    do, and so do callbacks of the futures of its calls.
     """
     call = serving()
     return math.inf if call is None else call.remaining_s(time.monotonic())
 
 
 def is_cancelled() -> bool:
-    """Whether nobody waits for the running function any more, so that it may as well end.
+    """Returns whether the running function's caller no longer waits, so that it may end.
 
-    That is so where its caller has cancelled the call, has no time left, or is lost. After
-    ``remote``: where the caller is lost and nobody else refers to the value. False where no other
-    worker has called.
+    True if the caller has cancelled the call, has no time left, or is lost. After ``remote``: if
+    the caller is lost and no other reference to the value exists. False outside of served calls.
     """
     call = serving()
     return call is not None and call.notice_unwanted(time.monotonic())
@@ -39,10 +38,10 @@ def is_cancelled() -> bool:
 
 @contextlib.contextmanager
 def detached() -> Iterator[None]:
-    """Has calls within the block not be part of the call that the running function serves.
+    """Separates calls within the block from the call that the running function serves.
 
-    They have the time that they are given, and go on when the caller has given up: for what must
-    be put in order even then, or is to go on after the function has returned.
+    They have their own time limits, and go on when the caller has given up. Use it for cleanup
+    that must run even then, or for work that goes on after the function has returned.
     """
     token = current_call.set(None)
     try:
@@ -52,6 +51,6 @@ def detached() -> Iterator[None]:
 
 
 def serving() -> ServedCall | None:
-    """Returns the call that the running code serves; None where there is none or it is answered."""
+    """Returns the call that the running code serves; None without a call or after its answer."""
     call = current_call.get()
     return call if call is not None and call.is_current else None

@@ -1,4 +1,4 @@
-"""How a process becomes a worker: of a closed group, whose size is known, or of an open one."""
+"""Makes a process a worker: of a closed group, whose size is known, or of an open group."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ from torchweft.transport.addresses import (
 from torchweft.version import VERSION
 
 _MEETINGS = 32
-"""With how many others a newcomer makes itself known at a time."""
+"""Number of workers to which a newcomer introduces itself at a time."""
 _LEAST_MEETING_S = 0.5
-"""Time for those whose turn comes late: they may be there."""
+"""Least seconds for a worker whose turn comes late: it may be alive."""
 
 _log = logging.getLogger("torchweft")
 _loaded_by = os.getpid()
@@ -74,7 +74,7 @@ def enter_closed(
     """Makes this process a worker of a group whose workers join together. Blocks until they have.
 
     Raises:
-        RendezvousError: There is no group; says why.
+        RendezvousError: The group could not be formed; gives the reason.
     """
     with _listening(options, store) as (listeners, addresses):
         registration = _registration(name, rank, addresses, options)
@@ -88,14 +88,14 @@ def enter_closed(
 
 
 def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> None:
-    """Makes this process a worker of a group that others join and leave while it works.
+    """Makes this process a worker of a group that other workers join and leave at any time.
 
-    Blocks until all that are there know this worker.
+    Blocks until all present workers know this worker.
 
     Raises:
-        DuplicateName: A worker that is there has the name or the rank.
-        RendezvousError: The group is a closed one, the store does not answer, or a worker that is
-            there cannot be reached, as it is on another host.
+        DuplicateName: A present worker has the name or the rank.
+        RendezvousError: The group is closed, the store does not answer, or a present worker
+            cannot be reached, as it is on another host.
     """
     start_s = time.monotonic()
     with _listening(options, store) as (listeners, addresses):
@@ -115,7 +115,7 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
 
 
 class _Versions:
-    """Warns of workers that run other versions than this one, once of each difference."""
+    """Warns of workers that run other versions than this worker, once per difference."""
 
     def __init__(self, me: Registration) -> None:
         self._me = me
@@ -135,9 +135,9 @@ class _Versions:
 
 
 def _introduce(node: Node, store: Any, admission: Admission, end_s: float) -> None:
-    """Makes this worker and those who came earlier known to each other.
+    """Introduces this worker and the earlier workers to each other.
 
-    Who has not answered at ``end_s`` is taken for lost. Raises as ``joining.introduce``.
+    A worker that has not answered by ``end_s`` is declared lost. Raises as ``joining.introduce``.
     """
 
     def perform_one(request: Request) -> Any:
@@ -160,7 +160,7 @@ def _forget(agent: Agent, request: Forget) -> None:
 
 
 def _meet_all(node: Node, end_s: float, request: Introduce) -> list[Exception | None]:
-    """Introduces this worker to others, all at a time; returns why some are not there."""
+    """Introduces this worker to others concurrently; returns an error or None for each."""
     agent = node.agent
     unmet = {other.id: other.name for other in request.others}
 
@@ -185,10 +185,10 @@ def _meet_all(node: Node, end_s: float, request: Introduce) -> list[Exception | 
 
 
 def _meet(agent: Agent, end_s: float, peer: Peer) -> Exception | None:
-    """Introduces this worker to another; returns why that is not there.
+    """Introduces this worker to another; returns an error if that worker is not there.
 
     Raises:
-        DuplicateName: It has this one's name or rank.
+        DuplicateName: The other worker has this worker's name or rank.
     """
     try:
         agent.introduce(peer, max(end_s - time.monotonic(), _LEAST_MEETING_S))
@@ -199,7 +199,7 @@ def _meet(agent: Agent, end_s: float, peer: Peer) -> Exception | None:
 
 @contextlib.contextmanager
 def _listening(options: RpcBackendOptions, store: Any) -> Any:
-    """Opens the sockets that others connect to; closes them where the block raises."""
+    """Opens the listening sockets; closes them if the block raises."""
     listeners: list[socket.socket] = []
     host, told = _where_to_listen(options, store)
     try:
@@ -215,16 +215,16 @@ def _listening(options: RpcBackendOptions, store: Any) -> Any:
 
 
 def _where_to_listen(options: RpcBackendOptions, store: Any) -> tuple[str, str]:
-    """Returns where this worker listens, and where it says that it does.
+    """Returns the address to listen on, and the address to announce.
 
     Raises:
-        ConfigurationError: It is to listen on all addresses, and the one that others reach cannot
-            be told.
+        ConfigurationError: This worker is to listen on all addresses, and the address at which
+            other workers reach it is unknown.
     """
     store_host = host_of(store)
     towards = own_address_towards(store_host) if store_host else ""
     if not options.listen:
-        # Whoever has the secret may come; others prove nothing, and are sent away.
+        # Diallers that cannot prove that they have the secret are turned away.
         host = towards if options.secret is not None and towards else LOOPBACK
         return host, host
     if not is_unspecified(options.listen):
@@ -254,9 +254,9 @@ def _make_agent(
 
 
 def _renew_thread_pool() -> None:
-    """Has PyTorch make a new thread pool in a forked process, while there is one thread.
+    """Makes PyTorch renew its thread pool in a forked process, while there is one thread.
 
-    It does so when a thread first computes; two that do at the same time would abort the process.
+    PyTorch does so when a thread first computes; two threads at once would abort the process.
     """
     if os.getpid() != _loaded_by:
         torch.set_num_threads(torch.get_num_threads())
@@ -282,7 +282,7 @@ def _registration(
 
 
 def _main_program() -> str:
-    """Returns what identifies the main program, or nothing where no other process has the same."""
+    """Returns an identifier of the main program; empty if no other process has the same."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     if spec is not None:

@@ -30,7 +30,7 @@ _NAMED_LIMIT = 8
 
 
 def as_completed(futures: Iterable[AnyFuture], timeout: float = 0.0) -> Iterator[AnyFuture]:
-    """Returns an iterator over futures, each as soon as it is done, also those that failed.
+    """Returns an iterator that yields each future as soon as it is done, failed or not.
 
     The iterator blocks while none is done. ``wait`` of a future that it yields returns at once,
     and raises the error of a call that failed. Each future is yielded once. Thread-safe; several
@@ -40,12 +40,12 @@ def as_completed(futures: Iterable[AnyFuture], timeout: float = 0.0) -> Iterator
         futures: Futures of calls, or any ``torch.futures.Future``.
         timeout: Seconds from now until all are done; 0 for no limit. Calls end by themselves
             after their own timeout. In a function that another worker has called, at most as long
-            as that one still waits.
+            as its caller waits.
 
     Raises:
-        CallTimeout: The time is up; says which calls have not ended. Raised by the iterator,
-            which has yielded what was done by then. The calls go on.
-        ArgumentTypeError: One of ``futures`` is no future.
+        CallTimeout: The time is up; names the workers whose calls have not ended. Raised by the
+            iterator, which has yielded all futures done by then. The calls go on.
+        ArgumentTypeError: An element of ``futures`` is not a future.
 
     Example::
 
@@ -57,7 +57,7 @@ def as_completed(futures: Iterable[AnyFuture], timeout: float = 0.0) -> Iterator
     limit_s = min(timeout if timeout > 0 else math.inf, remaining_time())
     done: queue.SimpleQueue[AnyFuture] = queue.SimpleQueue()
     for future in pending.values():
-        # Not through the class of Weft's futures: who is told of the end has not seen an error.
+        # Bypasses Weft's class: being told of the end does not count as looking at the error.
         torch._C.Future.add_done_callback(future, done.put)
     return _yielded(pending, done, time.monotonic(), limit_s)
 
@@ -177,8 +177,8 @@ def rpc_all(
 ) -> list[Any]:
     """Runs ``func(*args, **kwargs)`` on several workers at the same time. Blocks.
 
-    Every worker is sent the arguments. For large tensors that many workers need see
-    ``torchweft.mapreduce.broadcast``, where workers pass them on. Thread-safe.
+    Sends the arguments to every worker. For large tensors that many workers need see
+    ``torchweft.mapreduce.broadcast``, where workers forward them. Thread-safe.
 
     Args:
         workers: The workers: names, ranks or ``WorkerInfo``; a worker that is named twice is
@@ -187,14 +187,14 @@ def rpc_all(
         args: As for ``rpc_sync``.
         kwargs: As for ``rpc_sync``.
         timeout: Seconds that each call may take; as for ``rpc_sync``.
-        return_exceptions: Whether to wait for all workers, and to return the errors of those where
-            it failed in the place of their results.
+        return_exceptions: Whether to wait for all workers, and to return the errors of failed
+            calls in place of their results.
 
     Returns:
         The results, in the order of ``workers``.
 
     Raises:
-        UnknownWorker: There is no such worker; nobody is called.
+        UnknownWorker: There is no such worker; no call is made.
         Exception: The first failure of a call, as ``rpc_sync`` raises it. The other calls are
             cancelled; their failures are dropped.
 

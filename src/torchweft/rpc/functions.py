@@ -1,4 +1,4 @@
-"""Marks for functions that are called remotely."""
+"""Decorators for functions that are called remotely."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def async_execution(
     """Marks a function that returns a future, whose value is then the result of the remote call.
 
     The call is answered when the future completes; until then it holds no thread of the callee.
-    With ``@staticmethod`` or ``@classmethod`` this decorator goes on the inside. Called locally,
-    the function returns its future as it is.
+    With ``@staticmethod`` or ``@classmethod`` this decorator is the inner one. A local call
+    returns the future unchanged.
     """
 
     @functools.wraps(function)
@@ -34,7 +34,7 @@ def async_execution(
 
 
 def _name_after(wrapper: Any, function: Any) -> None:
-    """Gives a wrapper the name that a compiled function has in its source, to be found there."""
+    """Gives a wrapper the name of a compiled function in its source, so that it is found there."""
     qualified = str(function.qualified_name).removeprefix("__torch__.")
     module, _, name = qualified.rpartition(".")
     wrapper.__module__, wrapper.__name__, wrapper.__qualname__ = module or "__main__", name, name

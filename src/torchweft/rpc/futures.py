@@ -22,13 +22,13 @@ S = TypeVar("S")
 
 
 class Future(torch.futures.Future[T]):
-    """The result of a remote call that may not be there yet.
+    """The result of a remote call, which may still be running.
 
     Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``;
     callbacks run on a thread of the worker. Thread-safe.
     """
 
-    # Thousands may wait at a time: a dictionary in each would have the collector run for long.
+    # Thousands may wait at a time: a dictionary in each would make garbage collection long.
     __slots__ = ("_call", "_guard", "_worker", "is_watched", "kept")
 
     def __init__(self, worker: Worker, call: PendingCall) -> None:
@@ -36,9 +36,9 @@ class Future(torch.futures.Future[T]):
         self._worker = worker
         self._call = call
         self.kept: object = None
-        """What must live until the call has ended."""
+        """An object that must live until the call has ended."""
         self.is_watched = False
-        """Whether somebody is told of an error without taking the value."""
+        """Whether an error needs no report even if the value is never read."""
         self._guard: Guard | None = None
         call.on_done = self._complete
 
@@ -48,14 +48,14 @@ class Future(torch.futures.Future[T]):
         return self._call.worker_name
 
     def _complete(self, call: PendingCall) -> None:
-        """Completes the future; called again, by another thread, where that was interrupted."""
+        """Completes the future; after an interrupt another thread calls this again."""
         if call.on_done is None:
             if not self.done():
                 self._fail(failures.interrupted(call))
             return
-        call.on_done = None  # It leads back here, and no collector looks into futures.
+        call.on_done = None  # Breaks a cycle: the garbage collector does not traverse futures.
         call.kept = None
-        # What follows is part of the same call of another worker as what led here.
+        # Callbacks belong to the same served call as the code that made this call.
         parent, call.parent = call.parent, None
         before = current_call.set(parent)
         try:
@@ -80,7 +80,7 @@ class Future(torch.futures.Future[T]):
         self.set_result(error)  # type: ignore[arg-type]
 
     def _watch(self) -> None:
-        """Notes that somebody is told of an error."""
+        """Notes that an error of the call needs no report."""
         self.is_watched = True
         guard = self._guard
         if guard is not None:
@@ -94,7 +94,7 @@ class Future(torch.futures.Future[T]):
         Raises:
             CallTimeout: There was no answer in time.
             WorkerLost: The callee was lost.
-            Exception: Whatever the remote function raised.
+            Exception: The error of the remote function.
         """
         try:
             if not self.done():
@@ -108,7 +108,7 @@ class Future(torch.futures.Future[T]):
         """Returns the result of a call that has ended.
 
         Raises:
-            Exception: What ``wait`` raises.
+            Exception: As ``wait``.
         """
         try:
             return cast("T", torch._C.Future.value(self))
@@ -117,28 +117,28 @@ class Future(torch.futures.Future[T]):
             raise
 
     def then(self, callback: Callable[[Future[T]], S]) -> torch.futures.Future[S]:
-        """Returns the future of what ``callback`` returns, called with this one when it is done."""
+        """Calls ``callback`` with this future when it is done; returns a future of its result."""
         self._watch()
         return cast("torch.futures.Future[S]", torch._C.Future.then(self, callback))
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
-        """Has ``callback`` called with this future when it is done."""
+        """Calls ``callback`` with this future when it is done."""
         self._watch()
         torch._C.Future.add_done_callback(self, callback)
 
     def set_exception(self, error: BaseException) -> None:  # type: ignore[override]
-        """Completes the future with an error; each who waits is raised a copy of it."""
+        """Completes the future with an error; each waiter raises a copy of the error."""
         fail(self, error)
 
     def cancel(self) -> bool:
-        """Gives the call up: the future fails with ``CallCancelled``, and the callee is told.
+        """Cancels the call: the future fails with ``CallCancelled``, and the callee is told.
 
-        A function that has not begun there does not. An ``async def`` is raised
-        ``asyncio.CancelledError``. Any other runs on and may ask ``torchweft.rpc.is_cancelled``;
-        what it calls ends or is refused, and its result is thrown away.
+        A function that has not started will not start. ``asyncio.CancelledError`` is raised in an
+        ``async def``. Any other function runs on and may query
+        ``torchweft.rpc.is_cancelled``; its calls end or are refused, and its result is discarded.
 
         Returns:
-            Whether there was anything to give up.
+            Whether the call was still open.
         """
         call = self._call
         self._watch()
@@ -153,7 +153,7 @@ class Future(torch.futures.Future[T]):
             try:
                 result = torch.futures.Future.wait(done)
             except StopIteration as error:
-                # No coroutine can raise it: asyncio refuses it, and the caller would wait for ever.
+                # asyncio futures refuse StopIteration; the caller would wait for ever.
                 stopped = RuntimeError(f"the remote function raised {error!r}")
                 stopped.__cause__ = error
                 loop.call_soon_threadsafe(_set, waiter, waiter.set_exception, stopped)
@@ -168,14 +168,14 @@ class Future(torch.futures.Future[T]):
 
 
 def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
-    """Completes any future with an error; each who waits is raised a copy of it."""
+    """Completes any future with an error; each waiter raises a copy of the error."""
     drop_frames(error)
     future._set_unwrap_func(_raise_copy)
     future.set_result(error)
 
 
 def ignore_errors(future: Future[Any]) -> None:
-    """Has nobody told if a call fails that was made for its effect, where it can be had."""
+    """Suppresses the error report of a best-effort call."""
     future._watch()
 
 

@@ -1,7 +1,7 @@
 """Counted handles: one worker's uses of values that live on some worker.
 
 ``torchweft.rpc.RRef`` adds the calls that a program makes with a handle. Messages need only this
-part: they hand handles on, and make new ones of those that arrive.
+part: they hand handles on, and make new handles of references that arrive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Handle:
 
     id: ReferenceId
     value_type: type
-    """The class of the value; only where ``remote`` has been told to make an object of it."""
+    """The class of the value; set only if ``remote`` was called with that class."""
     _keeper: ReferenceKeeper
 
     @classmethod
@@ -43,7 +43,7 @@ class Handle:
     def from_created(
         cls: type[H], keeper: ReferenceKeeper, reference: ReferenceId, maker: str = ""
     ) -> H:
-        """Wraps a reference that this worker has just had created by the function ``maker``."""
+        """Wraps a new reference to the result of the function ``maker``."""
         handle = cls.__new__(cls)
         handle._bind(keeper, reference, is_new=True, maker=maker)
         return handle
@@ -54,7 +54,7 @@ class Handle:
         self.id = reference
         self._keeper = keeper
         if is_new:
-            # Where the program made it, not where Weft did on its behalf.
+            # The program's own frame, not that of Weft code which it called.
             frame = sys._getframe(2)
             while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
                 _WEFT
@@ -72,8 +72,8 @@ class Handle:
         """Returns the current agent, if the reference is of its group.
 
         Raises:
-            NotInitialized: This process is no worker any more.
-            ReferenceGone: It is of a former group; its number may name something else now.
+            NotInitialized: This process is no longer a worker.
+            ReferenceGone: The reference is of a former group; its number may name another value.
         """
         try:
             agent = current()

@@ -1,4 +1,4 @@
-"""What a program can learn of the other workers: how they are, and that one was lost."""
+"""Health of the other workers, and callbacks for their loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchweft.runtime.exception_log import log_exception
 
 
 class WorkerState(enum.Enum):
-    """How another worker is, seen from this one."""
+    """State of another worker, as seen from this worker."""
 
     SELF = "this worker"
     UNUSED = "no connection yet"
@@ -29,14 +29,14 @@ class WorkerState(enum.Enum):
 
 
 class WorkerHealth(NamedTuple):
-    """One worker, seen from this one.
+    """Health of one worker, as seen from this worker.
 
     Attributes:
         worker: Name and rank.
-        state: How it is.
-        silence_s: Seconds since anything was heard of it or its machine; 0 where its end would be
-            noticed at once, as on this host, and where there is no connection.
-        error: Since when it is lost, and why; None where it is not.
+        state: The worker's state.
+        silence_s: Seconds since the worker or its machine was last heard; 0 if its end would be
+            noticed at once, as on this host, or if there is no connection.
+        error: Time and cause of the worker's loss; None if it is not lost.
     """
 
     worker: WorkerInfo
@@ -53,9 +53,9 @@ class WorkerHealth(NamedTuple):
 
 
 def health() -> list[WorkerHealth]:
-    """Returns how all workers that this one has known are, by rank; asks nobody, never blocks.
+    """Returns the health of all known workers, by rank; sends nothing, never blocks.
 
-    Who was lost is among them, until another worker takes its name; who has left is not.
+    Includes lost workers until another worker takes their name; excludes departed workers.
     """
     agent = current()
     peers = sorted(agent.members.known(), key=lambda peer: peer.info.id)
@@ -63,20 +63,20 @@ def health() -> list[WorkerHealth]:
 
 
 def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]:
-    """Has ``callback`` called with the error of each worker that is lost, once each.
+    """Calls ``callback`` with the error of each lost worker, once each.
 
-    It is called on a thread of this worker, after all that waited for the lost one has failed; at
-    once for those that are lost already. What it raises is logged. A worker that leaves an open
-    group gracefully is told of too: its ``cause`` is ``"left the group"``.
+    It runs on a thread of this worker, after all waits for the lost worker have failed; at once
+    for workers that are lost already. Its errors are logged. It also runs for a worker that leaves
+    an open group gracefully: the ``cause`` is ``"left the group"``.
 
     Returns:
-        A function that ends this.
+        A function that removes the callback.
     """
     agent = current()
     told: dict[int, object] = {}
 
     def tell(peer: Peer) -> None:
-        # Those that are lost meanwhile are in both lists.
+        # Race: a worker lost during the registration is found by both ways below.
         mine = object()
         if told.setdefault(peer.id, mine) is mine:
             try:

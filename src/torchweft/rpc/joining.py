@@ -42,23 +42,23 @@ def init_rpc(
 ) -> None:
     """Makes this process a worker of a group.
 
-    A group whose size is given is closed: this blocks until all have joined, and they leave
-    together. Without, it is open: this blocks until those that are there know this worker; others
-    may join and leave at any time, also one that comes back under its old name and rank.
+    With a ``world_size`` the group is closed: this blocks until all workers have joined, and they
+    leave together. Without, it is open: this blocks until the present workers know this one.
+    Workers may join and leave an open group at any time, also under an old name and rank.
 
     Args:
-        name: Name of this worker, unique in the group. By default what ``torchweft run`` chose, or
-            ``worker`` and the rank.
-        backend: Accepted for compatibility; there is one.
+        name: Name of this worker, unique in the group. By default the name that ``torchweft run``
+            chose, or ``worker`` and the rank.
+        backend: Accepted for compatibility; there is one back-end.
         rank: Number of this worker, from 0. By default environment variable ``RANK``.
-        world_size: Number of workers. By default environment variable ``WORLD_SIZE``; where that
-            is not set, the group is open.
-        rpc_backend_options: Everything else; those of PyTorch are taken as well.
+        world_size: Number of workers. By default environment variable ``WORLD_SIZE``; if that is
+            not set, the group is open.
+        rpc_backend_options: All other options; PyTorch's options are accepted as well.
 
     Raises:
         AlreadyInitialized: This process is a worker already.
-        ConfigurationError: An argument cannot work, or is missing.
-        RendezvousTimeout: Not all workers came in time; says which.
+        ConfigurationError: An argument is invalid or missing.
+        RendezvousTimeout: Not all workers joined in time; names the missing ones.
         DuplicateName: Another worker has the same name.
     """
     current_agent.check_unset()
@@ -81,9 +81,9 @@ def init_rpc(
 
 
 def check_device_maps(given: TensorPipeRpcBackendOptions, world_size: int | None) -> None:
-    """Leaves the group again, and raises ConfigurationError, where device maps do not fit it."""
+    """Leaves the group, and raises ConfigurationError, if the device maps do not fit it."""
     try:
-        # An open group has no last word on who is in it.
+        # An open group has no final list of members.
         names = None if world_size is None else [info.name for info in get_worker_infos()]
         given.check_device_maps(get_worker_info().name, names)
     except Exception:
@@ -96,7 +96,7 @@ def join_group(
 ) -> None:
     """Makes this process a worker of a closed group, or, without a ``world_size``, an open one.
 
-    Does what ``init_rpc`` does, but looks into the environment for a name and a store only.
+    Like ``init_rpc``, but takes only a name and a store from the environment.
     """
     knobs.check_environment()
     options.check()
@@ -110,7 +110,7 @@ def join_group(
     if store is None:
         method = options.init_method or os.environ.get(INIT_METHOD_VARIABLE)
         store = open_store(method, rank, world_size, options.init_timeout)
-        # Whoever comes back to an open group must find it.
+        # A worker that comes back to an open group must find the same keys.
         number = 0 if world_size is None else next(_group_numbers)
         store = PrefixStore(f"weft/{number}", store)
     if world_size is None:
@@ -121,19 +121,19 @@ def join_group(
 
 @without_own_frames
 def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
-    """Leaves the group. Does nothing where this process is no worker.
+    """Leaves the group; does nothing if this process is not a worker.
 
-    Gracefully, it blocks until all workers have called ``shutdown`` and every call in the group
-    has ended; meanwhile this worker goes on serving. All references are dropped then. It gives
-    up, after having left, when a worker is lost or the time is up. In an open group it waits for
-    its own calls and those it serves only; the others work on.
+    A graceful shutdown blocks until all workers have called ``shutdown`` and every call in the
+    group has ended; this worker goes on serving meanwhile. Then all references are dropped. If a
+    worker is lost or the time is up, it leaves and then raises. In an open group it waits only for
+    its own calls and the calls that it serves; the other workers go on.
 
     Args:
-        graceful: Whether to wait for the others. Without, calls that wait for this worker fail.
+        graceful: Whether to wait for the others. If not, calls that wait for this worker fail.
         timeout: Seconds to wait at most; 0 for no limit.
 
     Raises:
-        ShutdownError: It did not end as it should; says which workers were missing and why.
+        ShutdownError: The shutdown was incomplete; names the missing workers and the reason.
     """
     limit_of(timeout, math.inf)
     if not current_agent.is_set():
@@ -149,10 +149,10 @@ def leave(timeout: float, follow: Following | None = None) -> None:
 
     Args:
         timeout: Seconds to wait at most; 0 for no limit.
-        follow: Follows the wait; by default it is told of where it takes long.
+        follow: Follows the wait; by default a long wait is logged.
 
     Raises:
-        ShutdownError: It did not end as it should; says which workers were missing and why.
+        ShutdownError: The shutdown was incomplete; names the missing workers and the reason.
     """
     node = current_node()
     farewell = "it left before its shutdown() had finished"
@@ -166,7 +166,7 @@ def leave(timeout: float, follow: Following | None = None) -> None:
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
-    """Returns name and rank of a worker, or of this one.
+    """Returns name and rank of a worker, or of this worker.
 
     Args:
         worker_name: Its name or rank; None for this worker.
@@ -184,18 +184,18 @@ def get_worker_infos() -> list[WorkerInfo]:
 
 
 def traffic() -> Traffic:
-    """Returns the bytes that this worker has sent to and received from all others so far."""
+    """Returns the bytes that this worker has exchanged with all other workers so far."""
     return current_agent.current().traffic()
 
 
 def get_rpc_timeout() -> float:
-    """Returns the seconds that a call may take unless it says otherwise; 0 for no limit."""
+    """Returns the default timeout of calls, in seconds; 0 for no limit."""
     timeout_s = current_agent.current().default_timeout_s
     return 0.0 if math.isinf(timeout_s) else timeout_s
 
 
 def is_available() -> bool:
-    """Whether RPC can be used here; kept for compatibility."""
+    """Returns True; kept for compatibility."""
     return True
 
 

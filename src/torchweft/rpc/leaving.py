@@ -40,8 +40,8 @@ class Leaving:
 
     Args:
         worker: The worker.
-        waits: Tells of a wait that takes long.
-        on_left: Called when the wait for leaving has ended, in order or not.
+        waits: Logs a wait that takes long.
+        on_left: Called when the wait for leaving has ended, successfully or not.
     """
 
     def __init__(
@@ -61,19 +61,19 @@ class Leaving:
         self._notes_held = False
         self._left: Left | None = None
         self.held: list[str] = []
-        """References of this worker that the program still had when they were dropped."""
+        """Lines that name the references which the program still held when they were dropped."""
         agent.receiver.on(Kind.SHUTDOWN, self._on_message, inline=True)
         agent.members.on_joined(self._on_member)
 
     def wait(
         self, timeout: float, *, notes_held: bool = False, follow: Following | None = None
     ) -> ShutdownError | None:
-        """Blocks until this worker can go, or cannot any more; returns what went wrong.
+        """Blocks until this worker may leave, or the time is up; returns the error, if any.
 
         Args:
             timeout: Seconds to wait at most; 0 for no limit.
-            notes_held: Whether to note in ``held`` what is still used here when it is dropped.
-            follow: Follows the wait; by default it is told of where it takes long.
+            notes_held: Whether to record in ``held`` the references that are dropped while in use.
+            follow: Follows the wait; by default a long wait is logged.
         """
         self._notes_held = notes_held
         end_s = time.monotonic() + timeout if timeout else math.inf
@@ -100,7 +100,7 @@ class Leaving:
         return ShutdownError(f"shut down without every worker: {told}", missing=names)
 
     def _await_end(self, end_s: float) -> bool:
-        """Waits until the machine lets this worker go; returns whether that was in time."""
+        """Waits until the machine lets this worker leave; returns False if the time is up."""
         while self._left is None:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
@@ -116,14 +116,14 @@ class Leaving:
         return True
 
     def lacking(self) -> Lacking:
-        """Returns who is waited for, and why."""
+        """Returns the awaited workers, and the reason."""
         with self._lock:
             what, workers = self._machine.missing()
         names = tuple(self._agent.peers[worker].name for worker in workers)
         return Lacking(f"{names_of(names) if names else 'it'} {what}", names)
 
     def _late(self, timeout: float) -> ShutdownError:
-        """Returns the error of a shutdown that has no time left; says who is waited for."""
+        """Returns the error of a shutdown whose time is up; names the awaited workers."""
         lacking = self.lacking()
         return ShutdownError(
             f"graceful shutdown of worker {self._agent.info.name!r} took longer than "
@@ -134,7 +134,7 @@ class Leaving:
     # Events
 
     def _feed(self, event: Callable[[], list[Action]]) -> bool:
-        """Gives an event to the machine, and does as it says; returns whether that was anything."""
+        """Feeds an event to the machine and runs its actions; returns whether there were any."""
         with self._lock:
             actions = event()
         for action in actions:
@@ -143,7 +143,7 @@ class Leaving:
         return bool(actions)
 
     def peer_lost(self, peer: Peer) -> None:
-        """Goes on without a lost worker; without its leader a closed group ends."""
+        """Continues without a lost worker; a closed group ends if its leader is lost."""
         self._feed(lambda: self._machine.member_lost(peer.id))
 
     def peer_disconnected(self, peer: Peer) -> None:
@@ -161,12 +161,12 @@ class Leaving:
             actions = self._machine.member_present(peer.id)
         for action in actions:
             assert isinstance(action, Send)
-            self._tell(peer, action)  # It may not be among the agent's peers yet.
-        if peer.lost is not None:  # Perhaps the machine heard of that too early.
+            self._tell(peer, action)  # Not ``_act``: the agent may not have the peer yet.
+        if peer.lost is not None:  # Race: the machine may have heard of the loss too early.
             self.peer_lost(peer)
 
     def tick(self, now_s: float) -> float:
-        """Has the leader probe again when it is time; a job of the timers."""
+        """Makes the leader probe again when due; a job of the timers."""
         if self._probe_at_s <= now_s:
             self._probe_at_s = math.inf
             self._feed(self._machine.probe_again)
@@ -193,7 +193,7 @@ class Leaving:
         elif isinstance(action, ExpectEnds):
             agent.lifetime.is_leaving = True
         elif isinstance(action, BeginSettling):
-            self._is_settling_due = True  # By the thread that waits: it may take a while.
+            self._is_settling_due = True  # The waiting thread does it, as it may take a while.
         elif isinstance(action, Lose):
             peer = agent.peers[action.worker]
             agent.leave_behind(peer, "end of file during shutdown")
@@ -201,7 +201,7 @@ class Leaving:
         elif isinstance(action, Left):
             known = tuple(worker for worker in action.lost if worker in agent.peers)
             for worker in known:
-                # Its session may be broken, and not yet given up: nobody will read the farewell.
+                # Its session may be broken and not yet given up: it cannot read the farewell.
                 agent.leave_behind(agent.peers[worker], "rank 0 says so")
             self._left = Left(known)
 
@@ -209,12 +209,12 @@ class Leaving:
         self._agent.sender.post_ints(peer, Kind.SHUTDOWN, action.step, *action.arguments)
 
     def _watch(self, _: object, __: object) -> None:
-        """Connects to everybody: a worker that dies before it calls shutdown is then noticed."""
+        """Connects to all workers, so that a death before ``shutdown`` is noticed."""
         with self._agent.reactor.idling():
             self._agent.connect_all(self._agent.peers.values(), self.peer_lost)
 
     def _look(self) -> bool:
-        """Tells the machine how this worker is doing; returns whether that changed anything."""
+        """Reports this worker's state to the machine; returns whether actions followed."""
         agent, references = self._agent, self._worker.references
         if self._is_settling:
             references.flush()
@@ -237,7 +237,7 @@ class Leaving:
         self._is_settling = True
 
     def _report_leaks(self) -> None:
-        """Names what is left; nothing can be, once all workers of a closed group have settled."""
+        """Logs leaked references; a settled closed group should have none."""
         if not self._agent.members.is_open:
             for line in self._worker.references.report_leaks():
                 _log.warning("a reference was not released: %s", line)

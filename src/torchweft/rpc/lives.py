@@ -1,4 +1,4 @@
-"""Workers by id. An id names one life of a worker; names and ranks pass on to the next one."""
+"""Finds workers by id. An id names one life of a worker; a later life may reuse name and rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torchweft.ids import WorkerInfo
 
 
 def info_of(worker: int) -> WorkerInfo:
-    """Returns what a call takes to reach the worker with an id, as long as it lives.
+    """Returns the ``WorkerInfo`` of the worker with an id, as long as it lives.
 
     Raises:
-        WorkerLost: It is lost. Under its name there may be another life of it by now.
+        WorkerLost: The worker is lost. Another life of it may have its name by now.
     """
     peer = current().peers[worker]
     if peer.lost is not None:

@@ -1,4 +1,4 @@
-"""One worker as a whole: its parts are made, started, told of losses and ended here, in order."""
+"""One worker as a whole: makes, starts and ends its parts, and tells them of losses, in order."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Node:
         options: The options of the worker.
         store: The store through which the workers found each other. Rank 0 may host it, so it
             must live for as long as others may still read from it.
-        on_left: Called when the wait for leaving the group has ended, in order or not.
+        on_left: Called when the wait for leaving the group has ended, successfully or not.
 
     Attributes:
         agent: Its connections, threads and open calls.
         worker: Its calls, references, tensors and autograd engine.
         gatherings: The barriers and gathers that it takes part in.
         leaving: Takes it out of the group.
-        waits: Tells of waits that take long.
-        spin_limit: Has idle threads of OpenMP sleep.
+        waits: Logs waits that take long.
+        spin_limit: Makes idle threads of OpenMP sleep.
         store: The store.
     """
 
@@ -85,10 +85,10 @@ class Node:
     def start(self) -> None:
         """Makes this the worker of the process, and begins to serve others."""
         current_agent.install(self.agent)
-        # The others are told then. Without, they would know when its connections end: after all
-        # modules have been taken apart, which takes a second and more on a busy machine. Also run
-        # where a process of ``multiprocessing`` ends; after what programs register themselves,
-        # which may well be the shutdown.
+        # Tells the other workers at exit. Otherwise they would notice when the connections end,
+        # after all modules have been torn down: a second or more on a busy machine. Also runs when
+        # a process of ``multiprocessing`` ends; after exit handlers of the program, which may
+        # include the shutdown.
         self._finalize = Finalize(None, self._end_unasked, exitpriority=0)
         worker = self.worker
         jobs: list[Job] = [worker.references.tick, worker.parcels.tick, worker.unseen.tick]
@@ -98,10 +98,10 @@ class Node:
     def peer_lost(self, peer: Peer) -> None:
         """Tells all parts that a worker is lost, in this order, as one task.
 
-        ``Agent.lose`` has declared it lost, ended the connection and failed the open calls to it
-        by now. The waits for it come first, so that a program hears of the loss as soon as it
-        can; values and shutdown come after them. Applications and callbacks of
-        ``on_worker_lost`` come last, each as a task of its own: they may block.
+        ``Agent.lose`` has already declared the worker lost, ended its connection and failed the
+        open calls to it. Waits for the worker come first, so that a program learns of the loss as
+        soon as possible; values and shutdown come next. Applications and callbacks of
+        ``on_worker_lost`` come last, each as a task of its own, because they may block.
         """
         worker = self.worker
         self._tell(
@@ -121,7 +121,7 @@ class Node:
         self._tell(peer, self.worker.parcels.peer_disconnected, self.leaving.peer_disconnected)
 
     def _tell(self, peer: Peer, *parts: Callable[[Peer], None]) -> None:
-        """Calls all of ``parts``: an error of one, which may run code of programs, is logged."""
+        """Calls all of ``parts``; logs the errors of parts, which may run code of the program."""
         for tell in parts:
             try:
                 tell(peer)
@@ -132,12 +132,12 @@ class Node:
         serving.cancel_creations(self.worker, peer)
 
     def end(self, limit_s: float | None = None, farewell: str = "") -> None:
-        """Makes this process no worker any more, at once: what still waits gets an error.
+        """Ends this worker at once: open waits get an error.
 
         Args:
-            limit_s: Within about how many seconds it ends, whatever functions of the program and
-                other workers do; by default ``END_LIMIT_S``.
-            farewell: Why it leaves, for those who do not expect it.
+            limit_s: Seconds within which it ends, approximately, regardless of functions of the
+                program and of other workers; by default ``END_LIMIT_S``.
+            farewell: The reason, for workers that do not expect it to leave.
         """
         limit_s = END_LIMIT_S if limit_s is None else limit_s
         end_s = time.monotonic() + limit_s
@@ -155,9 +155,9 @@ class Node:
         self.agent.close(max(end_s - time.monotonic(), 0.0))
 
     def _end_unasked(self) -> None:
-        """Leaves when the interpreter ends, where the program has not done so before."""
+        """Leaves when the interpreter ends, if the program has not done so before."""
         error = getattr(sys, "last_value", None)
-        if error is None or hasattr(sys, "ps1"):  # At a prompt, it may be of long ago.
+        if error is None or hasattr(sys, "ps1"):  # At a prompt, the error may be old.
             farewell = "its process ended without shutdown()"
         else:
             raised = f"{type(error).__name__}: {error}".splitlines()[0][:_SHOWN_LENGTH]
@@ -172,6 +172,6 @@ def current_node() -> Node:
     """Returns this process's worker, with all its parts.
 
     Raises:
-        NotInitialized: This process is no worker.
+        NotInitialized: This process is not a worker.
     """
     return current_agent.current().slots[NODE]

@@ -1,4 +1,4 @@
-"""What a worker can be told when it joins."""
+"""The options with which a worker joins."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class RpcBackendOptions:
     """Options of one worker.
 
     Attributes:
-        num_worker_threads: User functions that run at a time. One that waits for another worker
-            does not count, so calls that call each other in circles never run out of threads.
-        rpc_timeout: Seconds a call may take unless it says otherwise; 0 for no limit.
+        num_worker_threads: Number of user functions that run at a time. A function that waits for
+            another worker does not count, so circular calls never run out of threads.
+        rpc_timeout: Default timeout of calls, in seconds; 0 for no limit.
         init_method: How the workers find each other: ``env://`` (``MASTER_ADDR`` and
             ``MASTER_PORT``, as ``torchweft run`` and ``torchrun`` set them), ``tcp://host:port``
             (where rank 0 runs), or ``file:///path`` (on a file system that all share).
@@ -40,35 +40,35 @@ class RpcBackendOptions:
             without keys of an earlier group.
         init_timeout: Seconds to wait for all workers to join.
         listen: Address of this machine on which other hosts can reach this worker; needs a
-            ``secret``. By default that of ``WEFT_LISTEN``. Where that names none, with a secret,
-            this machine's address on the way to the rendezvous store; without a secret none:
-            workers of this host only.
-        secret: What all workers of the group share and nobody else has. By default that of
-            ``WEFT_SECRET_FILE`` or ``WEFT_SECRET``. Without one, workers of one user on one host
-            find each other, and nobody else.
-        tls: How TCP connections are secured; give it to all workers. By default what the
-            ``WEFT_TLS_...`` variables say.
-        detection_time: Seconds without an answer of another worker's machine after which that
-            worker is lost. A busy worker's machine answers.
-        reconnect_time: Seconds within which a broken connection is made again; the worker at its
-            other end is lost after them.
+            ``secret``. By default the address in ``WEFT_LISTEN``. If that is empty: with a secret,
+            this machine's address on the way to the rendezvous store; without a secret, none, so
+            that only workers of this host connect.
+        secret: Secret that all workers of the group share and nobody else has. By default taken
+            from ``WEFT_SECRET_FILE`` or ``WEFT_SECRET``. Without a secret, only workers of the
+            same user on the same host can connect to each other.
+        tls: TLS settings for TCP connections; give them to all workers. By default taken from the
+            ``WEFT_TLS_...`` variables.
+        detection_time: Seconds without an answer from another worker's machine after which that
+            worker is lost. The machine of a busy worker answers.
+        reconnect_time: Seconds within which a broken connection is made again; after them the
+            worker at its other end is lost.
         reference_type: Class of the references that this worker makes and receives; a subclass
             of ``RRef``.
-        copy_to_self: Whether tensors in calls of this worker to itself are copied, as those to
-            others are. By default both sides have the same tensors.
-        lost_gradients: What becomes of a local backward pass, ``loss.backward()``, that ends in a
-            tensor which another worker computed, and sent outside of an autograd context. It
-            raises an ``AutogradError`` (``"raise"``). Or the graph is not kept, the tensor is a
-            leaf, and the first such pass warns (``"warn"``), as in ``torch.distributed.rpc``.
-        allowed_modules: Modules, with all below them, whose functions and classes others may call
-            here or send to here; ``"torch"`` means the parts of it that compute. By default those
-            of ``WEFT_ALLOWED_MODULES``, and without it, None: all. A guard against mistakes, not
-            against attackers; not together with ``strict``.
-        strict: Whether this worker reads no pickles (it takes tensors, numbers, texts, references
+        copy_to_self: Whether tensors in calls of this worker to itself are copied, as in calls to
+            other workers. By default both sides have the same tensors.
+        lost_gradients: Effect on a local backward pass, ``loss.backward()``, that ends in a tensor
+            which another worker computed, and sent outside of an autograd context. ``"raise"``:
+            it raises an ``AutogradError``. ``"warn"``: the graph is not kept, the tensor is a
+            leaf, and the first such pass warns, as in ``torch.distributed.rpc``.
+        allowed_modules: Modules, with their submodules, whose functions and classes others may
+            call on or send to this worker; ``"torch"`` means its parts that compute. By default
+            the modules in ``WEFT_ALLOWED_MODULES``; None if it is unset, which allows all. A guard
+            against mistakes, not against attackers; cannot be combined with ``strict``.
+        strict: Whether this worker refuses pickles (it accepts tensors, numbers, texts, references
             and containers of them), runs only functions that are registered (``rpc.register``),
             and calls only methods that are declared (``rpc.expose``). See the page on callables.
-        callables: Functions and classes that a strict worker lets others call, beside those that
-            the program registers: ``(torch.nn.Linear, torch.optim.SGD)``.
+        callables: Functions and classes that other workers may call on a strict worker, beside
+            those that the program registers: ``(torch.nn.Linear, torch.optim.SGD)``.
     """
 
     num_worker_threads: int = field(default_factory=knobs.WORKER_THREADS.get)
@@ -94,7 +94,7 @@ class RpcBackendOptions:
         return self.rpc_timeout or math.inf
 
     def check(self) -> None:
-        """Raises ConfigurationError for the first value that cannot work."""
+        """Raises ConfigurationError for the first invalid value."""
         if checked_int("num_worker_threads", self.num_worker_threads) < 1:
             raise ConfigurationError(
                 f"num_worker_threads is {self.num_worker_threads!r}; it must be at least 1"
@@ -176,7 +176,7 @@ class RpcBackendOptions:
 
     def _check_protection(self) -> None:
         if self.secret is not None and not isinstance(self.secret, Secret):
-            # Not its value: it may be the secret.
+            # Do not show the value: it may be the secret.
             raise ArgumentTypeError(
                 f"secret is {kind_of(self.secret)}; pass torchweft.Secret.from_file(path)"
             )
@@ -198,7 +198,7 @@ class RpcBackendOptions:
 
 
 def from_tensorpipe(given: TensorPipeRpcBackendOptions, **others: Any) -> RpcBackendOptions:
-    """Returns the options that PyTorch's mean here, with ``others`` that those do not have."""
+    """Converts PyTorch's options, and adds ``others``, which PyTorch's options lack."""
     if "store" not in others and given.init_method != DEFAULT_INIT_METHOD:
         others["init_method"] = given.init_method
     return RpcBackendOptions(

@@ -1,9 +1,9 @@
-"""What small calls carry besides plain values: functions by name, and references going home.
+"""Further values of small calls: functions by name, and references that go home.
 
-Programs written for PyTorch's RPC call methods of remote objects by a function of their own,
-which is passed the method and the reference to the object. So these two are as usual as tensors.
-A reference goes home, to the owner of its value, without being handed on: the caller keeps its
-own until the call has ended.
+Programs written for PyTorch's RPC call methods of remote objects through their own function, which
+takes the method and the reference to the object. So both kinds are as common as tensors.
+A reference goes home, to the owner of its value, without a handover: the caller keeps its own
+reference until the call has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FUNCTION_TYPES = (FunctionType, BuiltinFunctionType, type)
 
 
 def encoder(peer: Peer) -> Callable[[Any], bytes | None]:
-    """Returns what encodes such values for a call to ``peer``."""
+    """Returns the encoder of such values for calls to ``peer``."""
 
     def encode(value: Any) -> bytes | None:
         if isinstance(value, Handle):
@@ -46,12 +46,12 @@ def encoder(peer: Peer) -> Callable[[Any], bytes | None]:
 def decoder(
     reader: Reader, references: ReferenceKeeper, reference_type: type[Handle]
 ) -> Callable[[bytes], Any]:
-    """Returns what makes such values of their bytes.
+    """Returns the decoder of such values.
 
     Args:
         reader: Finds the functions.
         references: Counts the references that arrive.
-        reference_type: Their class.
+        reference_type: Class of the references.
     """
     resolve = reader.resolve
 

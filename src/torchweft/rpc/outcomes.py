@@ -1,4 +1,4 @@
-"""What becomes of a call of another worker: its answer, or a value of this worker."""
+"""Turns the outcome of a served call into its answer, or into a value of this worker."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from torchweft.serialize.functions import describe
 
 
 class WhenReady(NamedTuple):
-    """What a function returns whose work begins when a value of this worker is ready.
+    """The result of a function whose work begins when a value of this worker is ready.
 
-    No thread waits meanwhile.
+    No thread waits for the value.
     """
 
     owned: OwnedValue
@@ -35,7 +35,7 @@ class WhenReady(NamedTuple):
 
 
 class Call(AnsweredCall):
-    """A call of another worker; called with the outcome, it replies or makes it a value here."""
+    """A served call; called with its outcome, it replies or makes a value of this worker."""
 
     __slots__ = ("reference",)
 
@@ -45,14 +45,14 @@ class Call(AnsweredCall):
     reference: ReferenceId
 
     def fail(self, error: BaseException) -> None:
-        """Ends it with an error that is being handled; logs that where it has ended already."""
+        """Ends the call with the error being handled; if the call has ended, logs the error."""
         if self.has_ended:
             log_exception("a call of worker %r failed after it had ended", self.peer.name)
         else:
             self(None, error)
 
     def cannot_tell(self, failure: BaseException) -> None:
-        """Tells that the outcome could be told neither as it is nor as an error."""
+        """Logs that the outcome could not be delivered, and reports an error in its place."""
         name = self.worker.agent.info.name
         log_exception("the result of a call of worker %r could not be sent", self.peer.name)
         error = SerializationError(
@@ -65,12 +65,12 @@ class Call(AnsweredCall):
             self.worker.reply_error(self.peer, self.number, error)
 
     def keep(self, result: Any, error: BaseException | None) -> None:
-        """Makes the outcome the value ``owned``, which is None afterwards."""
+        """Resolves the value ``owned`` with the outcome; ``owned`` is None afterwards."""
         owned = self.owned
         assert owned is not None
         if error is not None:
             self.worker.note_failure(self.peer, error)
-            # As its users will get it: the original's traceback would keep what its frames hold.
+            # As its users will get it: the original's traceback would keep its frames' objects.
             is_plain = self.worker.reader.is_strict
             packed = pack_error(error, self.worker.agent.info.name, is_plain=is_plain)
             error = self.worker.as_raised_here(unpack_error(packed))
@@ -82,7 +82,7 @@ class Call(AnsweredCall):
         self.owned = None  # Futures of nested calls may outlive the value.
 
     def create(self, creation: int) -> bool:
-        """Has the outcome become a value here; returns False where it is not to be made."""
+        """Makes the outcome a value of this worker; returns False if it is not to be made."""
         worker = self.worker
         self.reference = ReferenceId(self.peer.id, worker.agent.me.id, creation)
         self.owned = worker.references.created(self.reference)
@@ -93,16 +93,16 @@ class Call(AnsweredCall):
         return True
 
     def is_referred_to(self) -> bool:
-        """Whether somebody holds a reference to the value that it makes."""
+        """Whether any worker holds a reference to the value that the call makes."""
         return self.worker.references.is_owned(self.reference)
 
 
 def settle(
     worker: Worker, context_id: int, function: Callable[..., Any], result: Any, call: Call
 ) -> None:
-    """Finishes a call with what its function returned, now or when that has come about.
+    """Finishes a call with its function's result, now or when the result is ready.
 
-    Raises nothing: a callable whose attributes are computed may, and that is the outcome then.
+    Never raises: an error from the computed attributes of a callable becomes the outcome.
     """
     try:
         if is_async_execution(function):
@@ -163,7 +163,7 @@ def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call
             current_call.reset(before)
 
     def ready(owned: OwnedValue) -> None:
-        # The thread that makes the value has its own work to do.
+        # As a task: the thread that made the value has other work to do.
         worker.agent.reactor.submit_task(proceed, owned)
 
     def give_up(owned: OwnedValue, _: object) -> None:
@@ -175,11 +175,11 @@ def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call
         proceed(owned)
     else:
         owned.when_ready(ready)
-        # As a task, for what waits there goes, and with it who knows what.
+        # As a task: dropping the callback may finalize objects of the program.
         call.on_cancel(lambda: worker.agent.reactor.submit_task(give_up, owned))
 
 
 def _check_wanted(call: Call) -> None:
-    """Raises where nobody waits for a call any more, so that it need not go on."""
+    """Raises CallCancelled if the caller no longer waits for a call."""
     if call.is_unwanted(time.monotonic()):
         raise CallCancelled("the caller no longer waits for this call")

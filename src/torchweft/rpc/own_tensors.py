@@ -1,4 +1,4 @@
-"""Copies of the tensors that a worker sends to itself, as if another had received them."""
+"""Copies the tensors that a worker sends to itself, as if another worker had received them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.nn import Parameter
 
 
 def own_copy(tensor: Tensor, context_id: int, keeps_graphs: bool = False) -> Tensor:
-    """Returns a copy: in an autograd context (not 0) it stays in the graph.
+    """Returns a copy of a tensor; in an autograd context (not 0) the copy stays in the graph.
 
-    Outside, a copy of a leaf is a leaf of its own, and one of what was computed stays in the
-    graph where graphs are kept.
+    Outside of contexts, the copy of a leaf is a new leaf. The copy of a computed tensor stays in
+    the graph if ``keeps_graphs``.
     """
     if tensor.requires_grad and (context_id or (keeps_graphs and not tensor.is_leaf)):
         with torch.enable_grad():

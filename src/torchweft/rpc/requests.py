@@ -48,7 +48,7 @@ class Request:
         self._kind = kind
 
     def message(self, number: int) -> Outgoing:
-        """Returns what to send, under the number of its call."""
+        """Returns the message to send, under the number of its call."""
         packed = self._packed
         return self._parcels.seal(
             self._peer,
@@ -62,7 +62,7 @@ class Request:
         )
 
     def take_back(self) -> None:
-        """Takes back what the message hands on: it could not be sent."""
+        """Takes back the references and the graph of a message that could not be sent."""
         for handed in self._handed:
             self._references.undeliverable(handed, self._peer)
         if self._message_id:
@@ -101,7 +101,7 @@ class CompactRequest:
         self._values = values
 
     def message(self, number: int) -> Outgoing:
-        """Returns what to send, under the number of its call."""
+        """Returns the message to send, under the number of its call."""
         return [
             encode_compact_call(
                 number,
@@ -115,6 +115,6 @@ class CompactRequest:
         ]
 
     def take_back(self) -> None:
-        """Lets go of the graph behind its tensors: it could not be sent."""
+        """Releases the graph behind the tensors of a request that could not be sent."""
         if self._message_id:
             self._outside.take_back(self._message_id)

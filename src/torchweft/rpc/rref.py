@@ -29,14 +29,14 @@ class RRef(Handle, Generic[T]):
 
     The value lives for as long as a reference to it exists anywhere. A reference can be sent in
     arguments and results, alone or inside containers; the value then stays where it is.
-    References cannot be pickled in any other way: nobody would count the copy.
+    References cannot be pickled in any other way, as the copy would not be counted.
 
     Args:
         value: A value of this worker, which thereby becomes its owner.
         type_hint: Accepted for compatibility; Weft needs no type.
 
     Raises:
-        NotInitialized: This process is no worker.
+        NotInitialized: This process is not a worker.
     """
 
     __slots__ = ()
@@ -52,7 +52,7 @@ class RRef(Handle, Generic[T]):
 
         Raises:
             NotOwner: Another worker owns it; use ``to_here``.
-            Exception: Whatever the function that was to make the value raised.
+            Exception: The error of the function that was to make the value.
         """
         try:
             if not self.is_owner():
@@ -68,7 +68,7 @@ class RRef(Handle, Generic[T]):
     def _wait_for_value(self, timeout_s: float) -> T:
         owned = self._keeper.value_of(self.id)
         if not owned.is_ready:
-            timeout_s = min(timeout_s, remaining_time())  # Of the caller, if there is one.
+            timeout_s = min(timeout_s, remaining_time())  # The caller's limit, if any.
             reactor = self.agent().reactor
             is_counted = reactor.begin_wait()
             try:
@@ -93,12 +93,12 @@ class RRef(Handle, Generic[T]):
         Blocks until the value is made and has arrived.
 
         Args:
-            timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker.
+            timeout: Seconds to wait at most; 0 for no limit, by default the ``rpc_timeout``.
 
         Raises:
-            CallTimeout: It did not arrive in time.
+            CallTimeout: The value did not arrive in time.
             OwnerLost: The owner is lost, and the value with it.
-            Exception: Whatever the function that was to make the value raised.
+            Exception: The error of the function that was to make the value.
         """
         try:
             if self.is_owner():
@@ -116,11 +116,11 @@ class RRef(Handle, Generic[T]):
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """Returns a proxy: its methods run on the owner, and return their results.
 
-        To an editor and a type checker it is the value itself, whose methods they know. The result
-        of an ``async def`` is that of the coroutine, which only ``torchweft.rpc.on`` tells them.
+        Editors and type checkers take the proxy for the value itself, whose methods they know. An
+        ``async def`` returns its coroutine's result; only ``torchweft.rpc.on`` types that.
 
         Args:
-            timeout: Seconds for each call; 0 for no limit, and by default that of the worker.
+            timeout: Seconds for each call; 0 for no limit, by default the ``rpc_timeout``.
         """
         proxy: T = self._proxy("sync", timeout)
         return proxy
@@ -184,7 +184,7 @@ class RRef(Handle, Generic[T]):
 
 
 _FOR_WEFT = frozenset("agent check_travels from_created from_received id value_type".split())
-"""Public for other modules of Weft, and nothing that a program needs."""
+"""Public for other modules of Weft; programs do not need them."""
 
 
 class Proxy:
@@ -193,7 +193,7 @@ class Proxy:
     Args:
         reference: The reference to the value.
         way: ``sync``, ``async`` or ``remote``: what a method returns.
-        timeout: Seconds for each call; 0 for no limit, -1 for that of the worker.
+        timeout: Seconds for each call; 0 for no limit, -1 for the worker's ``rpc_timeout``.
     """
 
     def __init__(self, reference: RRef[Any], way: str, timeout: float) -> None:
@@ -233,13 +233,13 @@ class Proxy:
 if TYPE_CHECKING:
 
     class AsyncProxy(Proxy):
-        """What a type checker sees of a proxy whose methods return futures."""
+        """The type of a proxy whose methods return futures, for type checkers."""
 
         def __getattr__(self, name: str) -> Callable[..., Future[Any]]: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Future[Any]: ...  # noqa: D102
 
     class RemoteProxy(Proxy):
-        """What a type checker sees of a proxy whose methods return references."""
+        """The type of a proxy whose methods return references, for type checkers."""
 
         def __getattr__(self, name: str) -> Callable[..., RRef[Any]]: ...
         def __call__(self, *args: Any, **kwargs: Any) -> RRef[Any]: ...  # noqa: D102

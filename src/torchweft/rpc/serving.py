@@ -1,4 +1,4 @@
-"""Calls from other workers: running what they ask for, and answering."""
+"""Serves calls from other workers: runs the functions and sends the answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from torchweft.wire.messages import (
 _log = logging.getLogger("torchweft")
 
 SLOW_S = 0.0005
-"""A function that took longer the last time is slow: others need not wait while it runs."""
+"""A function whose last run took longer is slow: other calls need not wait while it runs."""
 _SLOW_LIMIT = 4096
 
 NO_ARGUMENTS = "the arguments of a call are a tensor, which would be taken apart row by row"
@@ -47,7 +47,7 @@ NO_ARGUMENTS = "the arguments of a call are a tensor, which would be taken apart
 
 
 def install(worker: Worker) -> None:
-    """Has ``worker`` serve calls."""
+    """Makes ``worker`` serve calls."""
 
     def serve(peer: Peer, call: Call) -> None:
         call.worker, call.owned = worker, None
@@ -57,9 +57,9 @@ def install(worker: Worker) -> None:
                 _serve_compact(worker, peer, call)
             else:
                 _serve_parcel(worker, peer, call)
-        except ProtocolError as error:  # What goes wrong in the function itself is its answer.
+        except ProtocolError as error:  # Errors of the function are its answer.
             worker.agent.receiver.turn_away(peer, error)
-        except BaseException as error:  # Before the function was called, or after it has answered.
+        except BaseException as error:  # Before the function ran, or after it answered.
             call.fail(error)
 
     def refuse(peer: Peer, call: Call) -> None:
@@ -74,16 +74,16 @@ def install(worker: Worker) -> None:
 
 
 def cancel_creations(worker: Worker, peer: Peer) -> None:
-    """Cancels what makes values for a lost worker, where nobody else refers to them.
+    """Cancels calls that make values for a lost worker, if no other reference to them exists.
 
-    The keeper of references must have been told of the loss.
+    The ``ReferenceKeeper`` must have been told of the loss.
     """
     making = [call for call in worker.unfinished.copy() if isinstance(call, Call)]
     worker.agent.cancelling.end_creations(making, peer)
 
 
 def _serve_parcel(worker: Worker, peer: Peer, call: Call) -> None:
-    """Runs one call; whatever goes wrong with it becomes its answer."""
+    """Runs one call; its errors become its answer."""
     frame, call.frame = call.frame, None
     assert frame is not None
     parcel = worker.parcels.read(frame)
@@ -119,7 +119,7 @@ def _serve_parcel(worker: Worker, peer: Peer, call: Call) -> None:
 
 
 def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
-    """Answers a call that is not run because too many wait; its references are given back."""
+    """Refuses a call because too many calls wait; gives its references back."""
     name = worker.agent.info.name
     frame, call.frame = call.frame, None
     assert frame is not None
@@ -179,7 +179,7 @@ def _serve_compact(worker: Worker, peer: Peer, call: Call) -> None:
 
 
 def _note_speed(worker: Worker, name: bytes, was_slow: bool) -> None:
-    """Notes that a function took longer, or not as long, as it was known to."""
+    """Records that a function has become slow, or is slow no more."""
     if was_slow:
         worker.slow.discard(name)
     elif name and len(worker.slow) < _SLOW_LIMIT:
@@ -204,7 +204,7 @@ def _run(worker: Worker, peer: Peer, head: CallHead, parcel: Parcel, call: Call)
         if isinstance(args, torch.Tensor):
             raise ArgumentTypeError(NO_ARGUMENTS)
         del content
-        parcel.buffers = ()  # Freed with the arguments, before an answer as large is sent.
+        parcel.buffers = ()  # Free them with the arguments, before an equally large answer.
         result = function(*args, **kwargs)
         del args, kwargs
     except BaseException as error:
@@ -214,7 +214,7 @@ def _run(worker: Worker, peer: Peer, head: CallHead, parcel: Parcel, call: Call)
     settle(worker, entered_id, function, result, call)
 
 
-# What other workers ask for by name: see torchweft.rpc.calls.
+# Functions that other workers call by name: see torchweft.rpc.calls.
 
 
 @remotely_callable
@@ -229,7 +229,7 @@ def call_method(
 ) -> WhenReady:
     """Calls a method of the value behind a reference of this worker.
 
-    ``kept`` is the reference itself where nobody else may keep it meanwhile.
+    ``kept`` is the reference itself, for calls whose caller may not keep it meanwhile.
     """
     if isinstance(args, torch.Tensor):
         raise ArgumentTypeError(NO_ARGUMENTS)
@@ -245,11 +245,11 @@ def call_method(
 
 
 def method_of(value: Any, name: str) -> Any:
-    """Returns a method of a value of this worker, for whoever asks for it.
+    """Returns a method of a value of this worker, for the call that this thread serves.
 
     Raises:
-        NotAllowed: Another worker does, and may not call it.
-        UnknownFunction: The value has none of that name.
+        NotAllowed: The caller is another worker, which may not call the method.
+        UnknownFunction: The value has no method of that name.
     """
     served = current_call.get()
     is_own = served is None or served.peer.is_self
@@ -258,7 +258,7 @@ def method_of(value: Any, name: str) -> Any:
     except AttributeError as error:
         names = dir(value)
         if name in names:
-            raise  # Something that the program computes is missing.
+            raise  # The attribute exists: the program's code behind it raised the error.
         kind = type(value).__name__
         text = f"{error}{did_you_mean(name, names)}"
         raise UnknownFunction(text, call=f"{kind}.{name}") from None
@@ -291,7 +291,7 @@ def run_backward(worker: Worker, value: Any, context_id: int, retain_graph: bool
 
 
 def owned(reference: tuple[int, int, int]) -> OwnedValue:
-    """Returns the value of this worker that a caller means, who keeps a reference to it."""
+    """Returns the value of this worker behind a reference, which the caller keeps."""
     worker = current_worker()
     target = reference_in(reference)
     if target.owner != worker.agent.me.id:

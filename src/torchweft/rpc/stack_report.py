@@ -1,8 +1,8 @@
-"""Says what a worker is doing: the stacks of its threads, and the calls that it serves.
+"""Reports what a worker is doing: the stacks of its threads, and the calls that it serves.
 
-A thread that reads connections answers the question, off the slots for user functions: so it is
-answered while all of these are taken, as long as the interpreter runs Python. Where code in C keeps
-the interpreter to itself, a signal remains; its handler walks the stacks without asking for it.
+A thread that reads connections answers the request, outside of the slots for user functions. So it
+answers while all slots are taken, as long as the interpreter runs Python. If C code holds the
+interpreter lock, a signal still works: its handler walks the stacks without the lock.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NAME = "torchweft.rpc.stacks"
 _STANDARD_ERROR = 2
 _MOST_FRAMES = 100
 _OWN = (os.path.dirname(os.path.dirname(__file__)) + os.sep, threading.__file__, "<string>")
-"""Files of which the frames are that lead to those of the program, in a thread of Weft."""
+"""Files whose frames lead to the program's frames, in a thread of Weft."""
 _IDLE = {vars(Reactor)["_serve"].__code__}
 
 
@@ -60,10 +60,10 @@ class CallStatus:
     """A call of another worker that has not been answered.
 
     Attributes:
-        function: What was called, as ``module.name``.
+        function: The called function, as ``module.name``.
         caller: Name of the worker that called.
         age_s: Seconds since the call arrived.
-        has_begun: Whether it is being run; if not, it waits in line.
+        has_begun: Whether the call is running; if not, it is queued.
     """
 
     function: str
@@ -82,8 +82,8 @@ class ThreadStack:
 
     Attributes:
         name: The thread's name.
-        frames: Its frames, the innermost one last, as in a traceback, without those of Weft that
-            lead to the program's; none for a thread of Weft that waits for work.
+        frames: Its frames, innermost last, as in a traceback, without Weft's frames that lead to
+            the program's; empty for a thread of Weft that waits for work.
     """
 
     name: str
@@ -97,13 +97,13 @@ class ThreadStack:
 
 @dataclass(frozen=True)
 class WorkerStacks:
-    """What a worker was doing when it was asked.
+    """The calls and stacks of a worker when it was asked.
 
     Attributes:
         worker: The worker's name.
         pid: Its process id.
         calls: The calls that it serves, oldest first.
-        threads: Its threads and coroutines; those that are idle come last.
+        threads: Its threads and coroutines; idle threads come last.
     """
 
     worker: str
@@ -120,11 +120,11 @@ class WorkerStacks:
 
 
 def stacks(worker: str | int | WorkerInfo | None = None, timeout: float = 10.0) -> WorkerStacks:
-    """Returns what a worker is doing: the calls that it serves, and its threads' stacks. Blocks.
+    """Returns the calls that a worker serves, and its threads' stacks. Blocks.
 
-    It is answered also while user functions run on all threads that serve calls; not while code in
-    C keeps the interpreter to itself. Then ``kill -USR1 PID`` has the worker write its stacks to
-    its standard error (``WEFT_STACKS_SIGNAL``). ``str`` makes a text to print of the result::
+    The worker answers even while user functions run on all threads that serve calls, but not while
+    C code holds the interpreter lock. Then ``kill -USR1 PID`` makes the worker write its stacks to
+    its standard error (``WEFT_STACKS_SIGNAL``). ``str`` formats the result for printing::
 
         for info in rpc.get_worker_infos():
             print(rpc.stacks(info))
@@ -135,8 +135,8 @@ def stacks(worker: str | int | WorkerInfo | None = None, timeout: float = 10.0) 
 
     Raises:
         UnknownWorker: There is no such worker.
-        CallTimeout: It has not answered in time.
-        WorkerLost: It was lost.
+        CallTimeout: The worker has not answered in time.
+        WorkerLost: The worker was lost.
     """
     agent = current()
     peer = agent.me if worker is None else agent.find(worker)
@@ -144,7 +144,7 @@ def stacks(worker: str | int | WorkerInfo | None = None, timeout: float = 10.0) 
 
 
 def ask(worker: Worker, peer: Peer, timeout_s: float) -> WorkerStacks:
-    """Returns what a worker is doing; raises as ``stacks``."""
+    """Returns the report of a worker; raises as ``stacks``."""
     if peer.is_self:
         return _here(worker)
     call = PendingCall(peer.id, peer.name, NAME, timeout_s)
@@ -165,7 +165,7 @@ def ask(worker: Worker, peer: Peer, timeout_s: float) -> WorkerStacks:
 def ask_all(
     worker: Worker, peers: Iterable[Peer], timeout_s: float
 ) -> dict[str, WorkerStacks | None]:
-    """Returns what some workers are doing, by name; None of those that do not say."""
+    """Returns the reports of workers by name; None for a worker that does not answer."""
     told: dict[str, WorkerStacks | None] = {}
     calls: list[PendingCall] = []
     for peer in peers:
@@ -187,7 +187,7 @@ def _request(number: int) -> list[Buffer]:
 
 
 def install(worker: Worker) -> None:
-    """Has ``worker`` say what it is doing, when another one asks or by a signal."""
+    """Makes ``worker`` report when another worker asks, or on a signal."""
     agent = worker.agent
 
     def answer(peer: Peer, frame: Frame) -> None:
@@ -198,7 +198,7 @@ def install(worker: Worker) -> None:
         else:
             worker.reply(peer, frame.id, told, 0)
 
-    # Urgent, so that it is done whatever runs; not where it is read, as sending may block.
+    # An urgent task, so that it runs at any load; not on the reading thread, as sending may block.
     agent.receiver.on(
         Kind.STACKS, lambda peer, frame: agent.reactor.submit(answer, peer, frame), inline=True
     )
@@ -211,10 +211,10 @@ _answered: int | None = None
 
 
 def answer_signal() -> None:
-    """Has this process write its threads' stacks to standard error on ``WEFT_STACKS_SIGNAL``.
+    """Makes this process write its threads' stacks to standard error on ``WEFT_STACKS_SIGNAL``.
 
-    A handler that the program has set stays. Harmless when repeated. Once it is asked for, it is
-    so until the process ends: leaving a group may be what takes long.
+    A handler that the program has set stays. Idempotent. Weft's handler stays until the process
+    ends, because leaving a group may be the step that takes long.
 
     Raises:
         ConfigurationError: There is no such signal.
@@ -240,7 +240,7 @@ def _chosen_signal() -> int | None:
         ) from None
 
 
-# What there is to say
+# The report
 
 
 def _here(worker: Worker) -> WorkerStacks:
@@ -277,7 +277,7 @@ def _name(call: ServedCall) -> str:
 
 
 def _named_in(frame: Frame) -> bytes:
-    """Returns the function that a request names which nobody has looked at."""
+    """Returns the function that a request names which was not decoded yet."""
     try:
         if frame.flags == COMPACT:
             _, _, _, _, name, _ = decode_compact_call(frame.control)

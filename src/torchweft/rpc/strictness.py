@@ -1,8 +1,8 @@
-"""What Weft's own entry points ask before they do something for others on a strict worker.
+"""Checks that Weft's own entry points make before they act for other workers on a strict worker.
 
-Others call an entry point with any plain values. So it checks types first, calls nothing that is
-not registered, and touches only objects that were made for it. In a call of this worker to itself,
-and on a worker that is not strict, nothing is refused here.
+Other workers call an entry point with any plain values. So it checks types first, calls only
+registered functions, and touches only objects that were made for it. In a call of this worker to
+itself, and on a worker that is not strict, nothing is refused here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchweft.rpc.worker import current_worker
 
 
 def strict_caller() -> Peer | None:
-    """Returns the worker whose call this thread runs, if that is another one and this is strict."""
+    """Returns the caller of the served call, if it is another worker and this worker is strict."""
     served = current_call.get()
     if served is None or served.peer.is_self or not current_worker().reader.is_strict:
         return None
@@ -27,24 +27,24 @@ def strict_caller() -> Peer | None:
 
 
 def serves_another_strictly() -> bool:
-    """Tells whether this thread runs a call of another worker, on a worker that is strict."""
+    """Returns whether this thread runs a call of another worker, on a strict worker."""
     return strict_caller() is not None
 
 
 def check_called(function: Any) -> None:
-    """Raises NotAllowed where a function in the arguments of a call may not be called."""
+    """Raises NotAllowed if a function in the arguments of a call may not be called."""
     if serves_another_strictly():
         current_worker().reader.check_called(function)
 
 
 def check_types(**arguments: tuple[Any, type | tuple[type, ...]]) -> None:
-    """Raises where arguments of an entry point are not of their types, subclasses included.
+    """Raises unless the arguments of an entry point have their types, or subclasses of them.
 
     Args:
         arguments: The value and the type of each argument, by its name.
 
     Raises:
-        ArgumentTypeError: Another worker has sent something else.
+        ArgumentTypeError: Another worker has sent an argument of another type.
     """
     for name, (value, kind) in arguments.items():
         if not isinstance(value, kind):
@@ -59,7 +59,7 @@ def reference_in(address: Any) -> ReferenceId:
     """Returns the reference whose number another worker has sent.
 
     Raises:
-        ArgumentTypeError: These are no three integers. A tensor would be taken apart, row by row.
+        ArgumentTypeError: Not three integers. Unpacking a tensor would take it apart row by row.
     """
     if type(address) in (tuple, ReferenceId) and [type(each) for each in address] == [int] * 3:
         return ReferenceId(*address)
@@ -67,7 +67,7 @@ def reference_in(address: Any) -> ReferenceId:
 
 
 def refuse(what: str, why: str) -> NoReturn:
-    """Raises NotAllowed for what a strict worker does not do for others."""
+    """Raises NotAllowed for an action that a strict worker refuses to other workers."""
     name = current().info.name
     raise NotAllowed(
         f"worker {name!r} is strict and does not {what}: {why}", worker=name, refused=what

@@ -1,7 +1,7 @@
-"""``torchweft.rpc.on``: calls written as Python writes them, so that a type checker follows.
+"""``torchweft.rpc.on``: remote calls in Python's own call syntax, for type checkers.
 
-``rpc_sync(to, f, (x,), {"scale": 2})`` hands a checker a tuple and a dict. Here the arguments stand
-behind the function, and are checked like those of a local call, keywords and defaults included.
+``rpc_sync(to, f, (x,), {"scale": 2})`` gives a checker a tuple and a dict. Here the arguments
+follow the function, and are checked as in a local call, keywords and defaults included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def on(to: Destination, timeout: float = ...) -> OnWorker: ...
 
 
 def on(to: Any, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-    """Returns what calls functions on a worker, or methods of the value behind a reference.
+    """Returns an object that calls functions on a worker, or methods of a referenced value.
 
     ``rpc.on("ps").rpc_sync(f, x, scale=2)`` is ``rpc.rpc_sync("ps", f, (x,), {"scale": 2})``, and
     ``rpc.on(model).rpc_sync(Model.loss, x)`` is ``model.rpc_sync().loss(x)``; but a type checker
@@ -45,7 +45,7 @@ def on(to: Any, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
 
     Args:
         to: A worker (its name, its rank, or its ``WorkerInfo``), or a reference.
-        timeout: Seconds for each call; 0 for no limit, and by default that of the worker.
+        timeout: Seconds for each call; 0 for no limit, by default the worker's ``rpc_timeout``.
 
     Raises:
         UnknownWorker: There is no worker ``to``.
@@ -111,8 +111,8 @@ class OnWorker:
 class OnValue(Generic[V]):
     """Calls methods of the value behind a reference, on its owner; made by ``on``. Thread-safe.
 
-    A method is given as its class has it, ``Model.loss``. What runs is the method of that name
-    of the value, also where the value is of a subclass that has its own.
+    A method is passed as an attribute of its class, ``Model.loss``. The value's own method of that
+    name runs, also if the value's class is a subclass that overrides it.
     """
 
     def __init__(self, reference: RRef[V], timeout: float) -> None:
@@ -131,7 +131,7 @@ class OnValue(Generic[V]):
         """Calls a method and returns its result. Blocks; see ``rpc.rpc_sync``.
 
         Raises:
-            ArgumentTypeError: This is no method of a class.
+            ArgumentTypeError: ``method`` is not a method of a class.
             MethodNotFound: The value has no such method.
         """
         return self._call("sync", method, args, kwargs)
@@ -145,7 +145,7 @@ class OnValue(Generic[V]):
         self, method: Callable[Concatenate[V, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]: ...
     def rpc_async(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Starts a method and returns a future of its result; raises what ``rpc_sync`` does."""
+        """Starts a method and returns a future of its result; raises as ``rpc_sync`` does."""
         return self._call("async", method, args, kwargs)
 
     @overload
@@ -157,7 +157,7 @@ class OnValue(Generic[V]):
         self, method: Callable[Concatenate[V, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> RRef[T]: ...
     def remote(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Starts a method whose result stays on the owner; raises what ``rpc_sync`` does."""
+        """Starts a method whose result stays on the owner; raises as ``rpc_sync`` does."""
         return self._call("remote", method, args, kwargs)
 
     def _call(self, way: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:

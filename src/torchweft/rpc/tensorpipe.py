@@ -1,7 +1,7 @@
 """``TensorPipeRpcBackendOptions``: a worker's options as programs for PyTorch's RPC write them.
 
-There is no TensorPipe here. What the options say of devices and of ways to send is checked, kept,
-and reported to have no effect.
+Weft has no TensorPipe. Options for devices and transports are checked, kept, and reported to have
+no effect.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class BackendType(enum.Enum):
 
 
 class BackendOptions:
-    """What every back-end can be told; the base class of the options of each.
+    """Options of every back-end; the base class of the options of each back-end.
 
     Args:
-        rpc_timeout: Seconds a call may take unless it says otherwise; 0 for no limit.
+        rpc_timeout: Default timeout of calls, in seconds; 0 for no limit.
         init_method: How the workers find each other: ``env://``, ``tcp://host:port`` or
             ``file:///path``.
 
     Raises:
         ArgumentTypeError: A value is of a wrong type.
-        ConfigurationError: A value cannot work.
+        ConfigurationError: A value is invalid.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BackendOptions:
         self._set(rpc_timeout=rpc_timeout, init_method=init_method)
 
     def _set(self, **values: Any) -> None:
-        """Sets properties as the constructor does, whose errors say so."""
+        """Sets properties for the constructor, which errors then name."""
         for name, value in values.items():
             try:
                 setattr(self, name, value)
@@ -67,7 +67,7 @@ class BackendOptions:
 
     @property
     def rpc_timeout(self) -> float:
-        """Seconds a call may take unless it says otherwise; 0 for no limit."""
+        """Default timeout of calls, in seconds; 0 for no limit."""
         return self._rpc_timeout
 
     @rpc_timeout.setter
@@ -96,19 +96,19 @@ class TensorPipeRpcBackendOptions(BackendOptions):
     """Options of back-end ``TENSORPIPE``, which is Weft; ``RpcBackendOptions`` has more of them.
 
     Args:
-        num_worker_threads: User functions that run at a time; one that waits for another worker
-            does not count.
-        rpc_timeout: Seconds a call may take unless it says otherwise; 0 for no limit.
+        num_worker_threads: Number of user functions that run at a time; a function that waits for
+            another worker does not count.
+        rpc_timeout: Default timeout of calls, in seconds; 0 for no limit.
         init_method: How the workers find each other.
-        device_maps: For each worker that is called, which of its devices stands for which of this
-            worker's. Checked and kept, but a tensor arrives on the device that it was sent from.
+        device_maps: For each callee, the device that stands for each device of this worker. Checked
+            and kept, but a tensor arrives on the device of the same name that it was on.
         devices: Devices of this worker that its calls use. Weft needs no list of them.
-        _transports: Ignored: Weft chooses by what both workers can do.
+        _transports: Ignored: Weft chooses by the capabilities of both workers.
         _channels: Ignored in the same way.
 
     Raises:
         ArgumentTypeError: A value is of a wrong type.
-        ConfigurationError: A value cannot work.
+        ConfigurationError: A value is invalid.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class TensorPipeRpcBackendOptions(BackendOptions):
 
     @property
     def num_worker_threads(self) -> int:
-        """User functions that run at a time."""
+        """Number of user functions that run at a time."""
         return self._num_worker_threads
 
     @num_worker_threads.setter
@@ -153,7 +153,7 @@ class TensorPipeRpcBackendOptions(BackendOptions):
 
         Args:
             to: Name of the worker that is called.
-            device_map: Its device for each device of this worker.
+            device_map: The callee's device for each device of this worker.
 
         Raises:
             ConfigurationError: A device would have two counterparts.
@@ -172,16 +172,16 @@ class TensorPipeRpcBackendOptions(BackendOptions):
         """Sets the CUDA devices of this worker that its calls use; see ``devices``.
 
         Raises:
-            ConfigurationError: One is no CUDA device.
+            ConfigurationError: A device is not a CUDA device.
         """
         self.devices = _to_device_list(devices)
 
     def check_device_maps(self, name: str, others: Iterable[str] | None) -> None:
-        """Raises ConfigurationError for a map that cannot work in this group.
+        """Raises ConfigurationError for a device map that is invalid in this group.
 
         Args:
-            name: This worker.
-            others: Names of all workers of the group; None where more may join it.
+            name: Name of this worker.
+            others: Names of all workers of the group; None if more may join it.
         """
         names = sorted(self.device_maps if others is None else others)
         unknown = sorted(set(self.device_maps) - set(names))
@@ -198,7 +198,7 @@ class TensorPipeRpcBackendOptions(BackendOptions):
                 )
 
     def ignored(self) -> list[str]:
-        """Returns what is set here and has no effect in Weft, and what Weft does instead."""
+        """Returns the set options without effect in Weft, and Weft's behaviour instead."""
         maps = self.device_maps.values()
         return [
             explanation
@@ -220,7 +220,7 @@ _has_warned = False
 
 
 def warn_of_ignored(options: TensorPipeRpcBackendOptions, stacklevel: int) -> None:
-    """Says, once in the life of the process, which options have no effect.
+    """Warns, once per process, of options that have no effect.
 
     Args:
         options: The options.

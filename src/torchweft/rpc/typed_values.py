@@ -1,8 +1,8 @@
-"""What is known at the caller of the value behind a reference: its class, and so its methods.
+"""The caller's knowledge of a referenced value: its class, and so its methods.
 
-``remote(worker, Model, ...)`` says of what class the value is. A method that such a value cannot
+``remote(worker, Model, ...)`` names the class of the value. A method that such a value cannot
 have is refused at once. A name that is not in the class may still be an attribute of the object,
-set by ``__init__`` or by any other method. So a name counts as missing only where no method of the
+set by ``__init__`` or by any other method. So a name counts as missing only if no method of the
 class can set it.
 """
 
@@ -22,9 +22,9 @@ from torchweft.rpc.handles import Handle
 _ANSWERS = frozenset("__getattr__ __getattribute__ __setattr__".split())
 """Methods of a class that may make any name an attribute."""
 _SETS = _ANSWERS | frozenset("__dict__ add_module register_module setattr vars".split())
-"""What a method uses to set attributes by names that its code does not show."""
+"""Names by which a method can set attributes that its code does not name."""
 _WITHOUT_OWN = (object, nn.Module)
-"""Classes whose own methods set nothing that could be called, unless asked to by those above."""
+"""Classes whose own methods set no callable attributes, except through the names above."""
 
 
 def known_type(reference: Handle) -> type | None:
@@ -34,7 +34,7 @@ def known_type(reference: Handle) -> type | None:
 
 
 def check_method(reference: Handle, name: str) -> None:
-    """Raises MethodNotFound where the value is known to have no such method."""
+    """Raises MethodNotFound if the value is known to have no such method."""
     value_type = known_type(reference)
     if value_type is None or hasattr(value_type, name):
         return
@@ -52,7 +52,7 @@ def is_made_plainly(value_type: type) -> bool:
 
 
 def methods_of(value_type: type) -> list[str]:
-    """Returns the names of the methods of a class that are for others to call."""
+    """Returns the names of the public methods of a class."""
     return [
         name
         for name in dir(value_type)
@@ -72,7 +72,7 @@ def may_set(value_type: type, name: str) -> bool:
             return True
         for code in _codes_of(held.values()):
             used = code.co_names
-            # A constant may be the name of an annotation, or what setattr is given elsewhere.
+            # A constant may be the name of an annotation, or an argument of setattr elsewhere.
             if name in used or name in code.co_consts or not _SETS.isdisjoint(used):
                 return True
     return False
@@ -84,7 +84,7 @@ def _slots(held: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _codes_of(attributes: Any) -> Iterator[CodeType]:
-    """Yields the code of all functions among the attributes of a class, and what is in them."""
+    """Yields the code of all functions among the attributes of a class, with nested code."""
     todo = list(attributes)
     while todo:
         each = todo.pop()

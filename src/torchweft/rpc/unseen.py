@@ -1,12 +1,12 @@
-"""Errors of calls that nobody waits for: logged once, at the caller.
+"""Reports errors that the program never looked at: logged once, at the caller.
 
-A call that fails has a *guard*. The future of the call holds it, or the value that could not be
-made. Whoever looks at the error disarms the guard. A guard that dies armed puts its report into a
-queue, and a task writes the log. What is still armed at shutdown is logged then. Calls that
-succeed have no guard, so they pay nothing.
+A failed call has a *guard*, held by the call's future or by the value that could not be made.
+Looking at the error disarms the guard. A guard that is finalized while armed queues its report,
+and a task writes the log. Guards still armed at shutdown report then. Calls that succeed have no
+guard, so they pay nothing.
 
-The owner of a value knows whether anybody asked for it, the creator does not. So the owner has
-the guard, and sends the report to the creator in a ``FAILED`` message.
+Only the owner of a value knows whether a worker asked for it; the creator does not. So the owner
+has the guard, and sends the report to the creator in a ``FAILED`` message.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _SHOWN_LIMIT = 20
 _CALL = "the call of {} on worker {!r} failed, and its result was never looked at"
 _VALUE = "a remote() call on worker {!r} failed, and its reference was never used"
 _UNTOLD = (CallCancelled, NotInitialized)
-"""Who cancels a call, or shuts its own worker down, knows what becomes of the calls."""
+"""Not reported: the program itself cancelled the call, or shut its worker down."""
 
 
 class Report(NamedTuple):
-    """An error that nobody has looked at.
+    """An error that the program has not looked at.
 
     Attributes:
-        text: What failed.
-        error: The error; bytes where another worker sent it or is to get it.
-        creator: The worker that is to be told; None for this one.
+        text: Names the failed call.
+        error: The error; bytes if another worker sent it or is to get it.
+        creator: The worker that is to be told; None for this worker.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Report(NamedTuple):
 
 
 class Guard:
-    """Has a report made when it dies, unless somebody has looked at the error.
+    """Reports an error when finalized, unless the error was looked at.
 
     Args:
         report: What to report.
@@ -70,16 +70,16 @@ class Guard:
         self._enqueue = enqueue
 
     def raise_copy(self, error: BaseException) -> NoReturn:
-        """Raises a copy of the error for somebody who takes the value of a future."""
+        """Raises a copy of the error, when the value of a future is read."""
         self.was_seen = True
         try:
             raise fresh_copy(error)
         except BaseException as copy:
-            BaseException.with_traceback(copy, None)  # The traceback begins where the program asks.
+            BaseException.with_traceback(copy, None)  # The traceback begins at the read.
             raise
 
     def trip(self) -> None:
-        """Reports the error, if nobody has looked at it; at most once."""
+        """Reports the error at most once, unless it was looked at."""
         if not self.was_seen:
             self.was_seen = True
             self._enqueue(self._report)
@@ -92,9 +92,9 @@ class UnseenErrors:
 
     Args:
         agent: Its agent.
-        references: Told to flush what creators are to hear before the end of their references.
-        unpack_error: Reads the error of another worker.
-        pack_error: Returns an error as a worker can read it.
+        references: Calls ``before_flush``, which sends the reports for creators first.
+        unpack_error: Decodes the error of another worker.
+        pack_error: Packs an error in a form that a worker can read.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class UnseenErrors:
         references.before_flush = self._tell_creators
 
     def guard(self, error: BaseException, call: PendingCall) -> Guard | None:
-        """Returns the guard of an error of this worker's call, None where nobody need be told."""
+        """Returns a guard for the error of this worker's call; None if it needs no report."""
         if isinstance(error, _UNTOLD):
             return None
         name = function_name(call.function)
         return self._keep(Report(_CALL.format(name, call.worker_name), error))
 
     def guard_value(self, error: BaseException, creator: Peer) -> Guard | None:
-        """Returns the guard of a value of this worker that could not be made for ``creator``."""
+        """Returns a guard for a value that could not be made for ``creator``, or None."""
         if isinstance(error, _UNTOLD):
             return None
         if creator.is_self:
@@ -136,7 +136,7 @@ class UnseenErrors:
         return guard
 
     def _enqueue(self, report: Report) -> None:
-        """Notes a report; called by finalizers."""
+        """Queues a report; called by finalizers."""
         (self._failed if report.creator is None else self._untold).append(report)
         if self._agent.timers is not None:
             self._agent.timers.wake_by(0.0)
@@ -146,22 +146,22 @@ class UnseenErrors:
         self._agent.reactor.submit_task(self._log_task)
 
     def _tell_creators(self) -> None:
-        """Sends what creators are to be told; they hear it before the end of their references."""
+        """Sends the reports for creators, before the messages that end their references."""
         for _, content, creator in _taken(self._untold):
             assert creator is not None
             assert isinstance(content, bytes)
             self._agent.sender.post(creator, encode_frame(Kind.FAILED, 0, 0, content))
 
     def tick(self, now_s: float) -> float:
-        """Sees to the queues; a job of the timers."""
+        """Empties the queues; a job of the timers."""
         self._tell_creators()
         if self._failed:
-            # Not here: handlers of the program's logging may block.
+            # As a task: the program's logging handlers may block.
             self._agent.reactor.submit_task(self._log_task)
         return math.inf
 
     def close(self) -> None:
-        """Logs what nobody has looked at until now: this worker leaves."""
+        """Reports the errors not looked at so far, because this worker leaves."""
         with self._lock:
             guards = list(self._guards)
         for guard in guards:
@@ -173,14 +173,14 @@ class UnseenErrors:
 
 
 def _taken(queue: deque[Report]) -> Iterator[Report]:
-    """Takes what is in a queue, from which other threads take as well."""
+    """Empties a queue from which other threads take as well."""
     with contextlib.suppress(IndexError):
         while True:
             yield queue.popleft()
 
 
 def _log_all(reports: Iterable[Report], read: Callable[[bytes], BaseException]) -> None:
-    """Logs reports, those that say the same as one."""
+    """Logs reports; merges equal reports."""
     errors: dict[tuple[str, str], BaseException] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for text, error, _ in reports:

@@ -1,7 +1,7 @@
-"""Has a program that a launcher started say in one line that it ends for the end of another worker.
+"""Makes a launched program say in one line that it ends because another worker has ended.
 
-The launcher tells how that one ended, and its own traceback is on the screen. Those of all who
-waited for it would bury both.
+The launcher reports how the other worker ended, whose own traceback is on the screen. Tracebacks
+of all workers that waited for it would bury both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _is_installed = False
 
 
 def install() -> None:
-    """Has this program do so, where a launcher of Weft has started it. Harmless when repeated."""
+    """Installs the exception hook, if a launcher of Weft has started this program. Idempotent."""
     global _is_installed
     if _is_installed or not deaths.own_facts() or knobs.TRACEBACKS.get() == "full":
         return

@@ -1,4 +1,4 @@
-"""One worker's calls: how arguments and results become messages, and messages objects again."""
+"""Encodes one worker's calls and results as messages, and decodes received messages."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ _log = logging.getLogger("torchweft")
 
 
 class Worker:
-    """What one worker needs for making and serving calls.
+    """Makes and serves the calls of one worker.
 
     Args:
-        agent: Its agent.
-        reference_type: Class of the references that it makes and receives.
-        reader: What makes objects of the messages of others; its own it trusts.
+        agent: The worker's agent.
+        reference_type: Class of the references that the worker makes and receives.
+        reader: Decodes messages of other workers; messages to itself are trusted.
         copies_own: Whether tensors in calls to itself are copied.
         warns_of_lost_gradients: Whether a backward pass that ends in a tensor of another worker
             warns instead of raising.
@@ -84,26 +84,26 @@ class Worker:
         self.parcels = ParcelService(agent)
         self.references = ReferenceKeeper(agent)
         self.engine = Engine(agent, self.parcels, reader)
-        # Not a function of Python: each call with tensors makes one.
+        # Hot path (once per call with tensors): a partial, not a Python function.
         self._new_request = partial(Request, self.parcels, self.references, self.engine.outside)
         self.contexts: Contexts = self.engine.contexts
         self.arrivals = Arrivals(self.engine.outside, warns_of_lost_gradients)
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
         self.unfinished: set[object] = set()
-        """Calls of others that make values; a coroutine's call holds no thread meanwhile."""
+        """Served calls that make values; a coroutine's call holds no thread while it runs."""
         self._encoders: dict[int, Callable[[Any], bytes | None]] = {}
         self._packers: dict[int, Callable[[object], Packed]] = {}
         agent.members.on_joined(self._learn_to_encode)
         self._decode_other = others.decoder(reader, self.references, reference_type)
         self.slow: set[bytes] = set()
-        """Names of functions that took long the last time."""
+        """Names of functions whose last run was slow; see ``serving.SLOW_S``."""
         self.has_left = False
-        """Whether this process is this worker no more, though it may still serve for a moment."""
+        """Whether this process has left its group, though it may still serve for a moment."""
         self.as_raised_here: Callable[[BaseException], BaseException] = lambda error: error
-        """Returns what the program is raised in place of an error of another worker."""
+        """Returns the error to raise in the program in place of another worker's error."""
         self.unseen = UnseenErrors(agent, self.references, reader.unpack_error, self.pack_error)
         self.on_failure: Callable[[Peer, BaseException], None] | None = None
-        """Is told of every call that failed here, and who made it."""
+        """Called with the caller and the error of every call that failed here."""
         agent.receiver.discard = self.discard_reply
 
     def _learn_to_encode(self, peer: Peer) -> None:
@@ -116,10 +116,10 @@ class Worker:
             self._packers[peer.id] = partial(pack, main_by_name=by_name, not_by_value=obstacle)
 
     def close(self, limit_s: float) -> None:
-        """Ends the threads that the parts have; the agent is closed separately.
+        """Ends the threads of the parts; the agent is closed separately.
 
         Args:
-            limit_s: How long to wait for coroutines, and for tensors on their way.
+            limit_s: Seconds to wait for coroutines, and for tensors in transit.
         """
         end_s = time.monotonic() + limit_s
         self.coroutines.close(limit_s)
@@ -136,23 +136,23 @@ class Worker:
         timeout_s: float,
         creation: int = NO_CREATION,
     ) -> Request | CompactRequest:
-        """Turns a call into a request that can be sent; what it hands on is kept alive from now.
+        """Encodes a call as a request; values that it hands on are kept alive from now on.
 
         Args:
-            peer: Who is to run it.
+            peer: The callee.
             function: The callable, or its name.
             args: Positional arguments.
             kwargs: Keyword arguments.
-            timeout_s: What the callee is told of the caller's patience.
+            timeout_s: The caller's time limit, in seconds, as the callee is told it.
             creation: Number of the reference that the result is for.
 
         Raises:
-            SerializationError: The callable or an argument cannot travel.
+            SerializationError: The callable or an argument cannot be serialized.
         """
         name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
         if name is not None and not kwargs and not peer.is_self:
             differentiable: list[Tensor] = []
-            # Nobody waits for what makes a reference: what it hands on must keep itself alive.
+            # No caller waits for a remote() call or keeps its references: hand them on instead.
             is_waited_for = creation == NO_CREATION
             encode_other = self._encoders[peer.id] if is_waited_for else compact.nothing_else
             values = compact.encode(args, differentiable, encode_other)
@@ -181,16 +181,16 @@ class Worker:
         return self._new_request(peer, head, packed, references, message_id)
 
     def pack_for(self, peers: Collection[Peer], value: object) -> Packed:
-        """Packs a value once so that each of some workers can read it, now or later.
+        """Packs a value once so that each of ``peers`` can read it, now or later.
 
-        What holds references to values must not be kept: each is counted when it is sent.
+        Do not keep a packed value that contains references: each is counted when it is sent.
 
         Args:
-            peers: The workers.
-            value: What ``pack`` takes; or ``pack_plain``, where one of them is strict.
+            peers: The receivers.
+            value: Any value for ``pack``, or for ``pack_plain`` if a receiver is strict.
 
         Raises:
-            SerializationError: Some part of it cannot travel.
+            SerializationError: A part of the value cannot be serialized.
         """
         registrations = [peer.registration for peer in peers if not peer.is_self]
         by_name = all(peer.main_by_name for peer in peers)
@@ -211,8 +211,8 @@ class Worker:
     def _record_send(
         self, context_id: int, tensors: Sequence[Tensor], peer: Peer
     ) -> tuple[int, int]:
-        """Returns the context that a message belongs to and its number in it; 0 for none."""
-        # To oneself, tensors go by reference and stay in the graph that they are in.
+        """Returns a message's context id and its message id; 0 where there is none."""
+        # A message to oneself carries tensors by reference, so they stay in their graph.
         if context_id == NO_GRAD or peer.is_self:
             return context_id, 0
         if context_id:
@@ -220,7 +220,7 @@ class Worker:
                 context = self.contexts.get_or_create(context_id)
                 return context_id, context.record_send(tensors, peer.id)
             except AutogradError:
-                pass  # A call that outlives its context goes on without it.
+                pass  # The call has outlived its context: send it without.
         for tensor in tensors:
             if tensor.requires_grad and not tensor.is_leaf:
                 return 0, self._record_outside(tensors, peer)
@@ -232,7 +232,7 @@ class Worker:
         outside = self.engine.outside
         computed = [each for each in tensors if each.requires_grad and not each.is_leaf]
         message_id = outside.record_send(computed, peer.id)
-        if peer.lost is not None:  # Perhaps after all that was sent to it was let go.
+        if peer.lost is not None:  # Race: its records may have been dropped before.
             outside.take_back(message_id)
         return message_id
 
@@ -270,9 +270,10 @@ class Worker:
         return values
 
     def _context_of(self, context_id: int, peer: Peer) -> Context | None:
-        """Returns the context of a message from ``peer``, which is told when it ends.
+        """Returns the context of a message, whose release ``peer`` will be told of.
 
-        None where it has been released already: the call may have other effects.
+        Returns None, and does not raise, if the context was released: the call may have
+        other effects.
         """
         if context_id == NO_GRAD:
             return None
@@ -292,7 +293,7 @@ class Worker:
         message_id: int,
         is_answer: bool = False,
     ) -> Any:
-        """Returns the object that a message carries, its references and tensors in place."""
+        """Returns the object in a message, with its references and tensors in place."""
         externals: Sequence[object]
         read = self.reader.unpack
         if parcel.is_local:
@@ -335,11 +336,11 @@ class Worker:
     def _place_computed(
         self, peer: Peer, parcel: Parcel, tensors: list[Tensor], context_id: int, message_id: int
     ) -> None:
-        """Marks those tensors of a message outside of contexts that have a graph at the sender."""
+        """Marks tensors with a graph at the sender, in a message outside of contexts."""
         flags = parcel.flags()
         computed = [place for place, flag in enumerate(flags) if flag.is_computed]
         for place in computed:
-            if flags[place].is_shared:  # As in a context: graphs of their own need such memory.
+            if flags[place].is_shared:  # As in a context: separate graphs need separate memory.
                 tensors[place] = tensors[place].detach().clone()
         self.arrivals.place(tensors, computed, peer.name, peer.id, context_id, message_id)
 
@@ -350,20 +351,20 @@ class Worker:
         context_id: int = 0,
         message_id: int = 0,
     ) -> None:
-        """Gives back what a message that nobody will read hands on."""
+        """Releases the references and the graph that an unread message holds at its sender."""
         for handed in references:
             self.references.refused(handed, peer)
         self.give_back(peer, context_id, message_id)
 
     def give_back(self, peer: Peer, context_id: int, message_id: int) -> None:
-        """Has the sender of a message that was not received let go of its graph."""
-        if message_id and not context_id:  # Those of a context end with it.
+        """Makes the sender of a message that was not received release its graph."""
+        if message_id and not context_id:  # Records of a context end with it.
             self.engine.outside.give_back(peer.id, message_id)
 
     # Replies
 
     def reply(self, peer: Peer, number: int, result: Any, context_id: int) -> None:
-        """Sends the result of a call; an error instead, where it cannot travel."""
+        """Sends the result of a call, or an error if the result cannot be serialized."""
         differentiable: list[Tensor] = []
         values = None if peer.is_self else compact.encode((result,), differentiable)
         if values is not None:
@@ -380,7 +381,7 @@ class Worker:
             packed = self._packers[peer.id](result)
             context_id, message_id = self._record_send(context_id, packed.tensors, peer)
             references = self._hand_on(packed.externals, peer)
-        except BaseException as error:  # Of the result's own code, which may as well exit.
+        except BaseException as error:  # The result's own code may even exit.
             self.reply_error(peer, number, error)
             return
         head = encode_reply_head(ReplyHead(context_id, message_id, references))
@@ -396,7 +397,7 @@ class Worker:
     def reply_error(self, peer: Peer, number: int, error: BaseException) -> None:
         """Sends the error of a call."""
         if self.has_left and isinstance(error, (NotInitialized, CancelledError)):
-            return  # Not the caller's business: it is told soon that this worker is lost.
+            return  # The caller is told soon that this worker is lost.
         self.note_failure(peer, error)
         payload = self.pack_error(peer, error)
         head = encode_reply_head(ReplyHead(0, 0, ()))
@@ -407,7 +408,7 @@ class Worker:
             _log.debug("the error of call %d goes nowhere: caller or this worker has left", number)
 
     def pack_error(self, peer: Peer, error: BaseException) -> bytes:
-        """Returns an error as ``peer`` can read it."""
+        """Packs an error in a form that ``peer`` can read."""
         return pack_error(
             error,
             self.agent.info.name,
@@ -416,15 +417,15 @@ class Worker:
         )
 
     def note_failure(self, peer: Peer, error: BaseException) -> None:
-        """Tells ``on_failure`` of the error of a call; raises nothing itself."""
+        """Passes the error of a call to ``on_failure``; never raises."""
         if self.on_failure is not None:
             try:
                 self.on_failure(peer, error)
-            except BaseException:  # It shows the error, whose own code may raise.
+            except BaseException:  # Showing the error runs its own code.
                 log_exception("the error of a call of worker %r could not be shown", peer.name)
 
     def result_of(self, call: PendingCall) -> Any:
-        """Returns what a call that is done has returned, or raises what it raised."""
+        """Returns the result of a call that is done, or raises its error."""
         if call.error is not None:
             raise call.error
         frame = call.frame
@@ -452,9 +453,9 @@ class Worker:
         return values[0]
 
     def discard_reply(self, peer: Peer, frame: Frame) -> None:
-        """Gives back what a reply carries that came too late."""
+        """Discards a late reply, and releases what it holds at its sender."""
         if not frame.control:
-            return  # Tensors sent again, for somebody who has given up.
+            return  # Retransmitted tensors, for a call that was given up.
         try:
             if frame.flags == COMPACT:
                 context_id, message_id, _ = decode_compact_reply(frame.control)
@@ -476,6 +477,6 @@ def current_worker() -> Worker:
     """Returns the worker of this process.
 
     Raises:
-        NotInitialized: This process is no worker.
+        NotInitialized: This process is not a worker.
     """
     return current().slots[WORKER]

@@ -1,6 +1,6 @@
 """A fair queue of tasks: one queue for each sender, served in turn.
 
-A worker that sends ten thousand calls at once fills its own queue; the one call of another worker
+A worker that sends ten thousand calls at once fills its own queue; another worker's single call
 is next but one. The queues are bounded. A task that does not fit is refused, and the caller of
 ``offer`` tells the sender.
 """
@@ -15,14 +15,14 @@ from typing import Any
 Task = tuple[Callable[..., None], Any, Any]
 
 OWN = -1
-"""The sender of tasks that this worker gives itself."""
+"""The sender of this worker's own tasks."""
 
 SWEEP_LIMIT = 256
-"""From so many senders on, empty queues are dropped before another one is added."""
+"""Number of senders from which empty queues are dropped before another queue is added."""
 
 
 class _SenderQueue:
-    """The tasks of one sender that wait, each with its size in bytes."""
+    """The waiting tasks of one sender, each with its size in bytes."""
 
     __slots__ = ("size_bytes", "tasks")
 
@@ -32,11 +32,11 @@ class _SenderQueue:
 
 
 class FairQueue:
-    """Tasks by sender, taken from one sender after the other. Thread-safe.
+    """Tasks by sender, taken from the senders in turn. Thread-safe.
 
     Args:
         limit: How many offered tasks of one sender may wait.
-        limit_bytes: How large they may be together.
+        limit_bytes: Limit of their total size.
         kept: Senders whose tasks finalizers append; their queues are never dropped.
     """
 
@@ -44,14 +44,14 @@ class FairQueue:
         self, limit: int, limit_bytes: int, kept: frozenset[int] = frozenset({OWN})
     ) -> None:
         self.ready: deque[int] = deque()
-        """The senders of which a task waits, in turn; empty where no task waits."""
+        """The senders with waiting tasks, in turn; empty if no task waits."""
         self._limit = limit
         self._limit_bytes = limit_bytes
         self._kept = kept
-        # Those of finalizers are there from the start: one may run in the midst of a sweep.
+        # Queues for finalizers exist from the start: a finalizer may run during a sweep.
         self._queues = {sender: _SenderQueue() for sender in kept}
         self._sweep_at = SWEEP_LIMIT
-        # A finalizer may run, and give this worker something to do, while the lock is held.
+        # Reentrant: a finalizer may run, and append a task, while the lock is held.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class FairQueue:
             return sum([len(queue.tasks) for queue in self._queues.values()])
 
     def append(self, task: Task, sender: int = OWN, size_bytes: int = 0) -> None:
-        """Appends a task of a sender, however many of its wait."""
+        """Appends a task of a sender, regardless of the limits."""
         with self._lock:
             waiting = self._queues.get(sender)
             if waiting is None:
@@ -70,8 +70,8 @@ class FairQueue:
                 self.ready.append(sender)
 
     def _add(self, sender: int) -> _SenderQueue:
-        # Each life of a worker is a sender of its own, and the empty queues of past lives would
-        # pile up. To drop a queue as soon as it is empty would cost every call.
+        # Each life of a worker is a separate sender, and the empty queues of past lives would
+        # accumulate. Dropping a queue as soon as it is empty would slow down every call.
         if len(self._queues) >= self._sweep_at:
             for key in self._queues.keys() - self._kept:
                 if not self._queues[key].tasks:
@@ -81,9 +81,9 @@ class FairQueue:
         return added
 
     def offer(self, task: Task, sender: int, size_bytes: int) -> bool:
-        """Appends a task of a sender; returns False where too many of its wait.
+        """Appends a task of a sender; returns False if that would exceed the limits.
 
-        A sender of which no task waits may add one of any size.
+        A sender without waiting tasks may add a task of any size.
         """
         waiting = self._queues.get(sender)
         if waiting is not None and waiting.tasks:

@@ -1,15 +1,15 @@
-"""The thread that may be interrupted: handlers of signals run in the main thread, and may raise.
+"""Interrupts of the main thread: signal handlers run in that thread, and may raise.
 
 Ctrl-C raises ``KeyboardInterrupt`` between any two steps of Python code there: after a function has
-returned and before its result is stored, also within ``finally``. A thread that reads or writes a
-connection would leave it half read, half written, or taken for ever. Two things are safe:
+returned and before its result is stored, also within ``finally``. An interrupted reader or writer
+would leave its connection half read, half written, or claimed for ever. Two things are safe:
 
-* A single call of a function written in C, however much that does: ``record += map(send, ...)``
-  sends and keeps the result, with no step of Python in between.
-* ``with lock:``, for a lock written in C, releases whatever is raised.
+* A single call of a function written in C, however much it does: ``record += map(send, ...)``
+  sends and stores the result, with no step of Python in between.
+* ``with lock:``, for a lock written in C, releases the lock whatever is raised.
 
-So the main thread changes what others use in such steps only, each of which leaves a state that
-says how far it has come. Another thread goes on from there.
+So the main thread changes shared state only in such steps. Each step leaves a state that tells how
+far the thread has come; another thread continues from there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Says for whom this worker waits, once, where a wait takes long.
+"""Reports once, if a wait takes long, for which workers this worker waits.
 
-What waits pays nothing for that: it says where its open waits are to be found, and the thread that
-looks at the clock goes through them. Before there is such a thread, while the workers of a group
-find each other, a ``Notice`` is asked within the loop that waits.
+Waiting code pays nothing for that: it registers where its open waits are found, and the timer
+thread goes through them. Before that thread exists, while the workers of a group find each other,
+the waiting loop asks a ``Notice``.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _log = logging.getLogger("torchweft")
 
 
 class Lacking(NamedTuple):
-    """What a wait lacks: a text that names it, and the names of the workers it is for."""
+    """What a wait lacks, as text, and the names of the workers that it waits for."""
 
     text: str
     workers: tuple[str, ...] = ()
 
 
 Following = Callable[[Callable[[], Lacking]], contextlib.AbstractContextManager[object]]
-"""Follows a shutdown within a ``with`` block, given what says who is waited for."""
+"""Follows a shutdown within a ``with`` block; its argument returns what the shutdown lacks."""
 
 
 class OpenWait(NamedTuple):
     """A wait that has not ended.
 
     Attributes:
-        key: What tells it from others.
+        key: Identifies the wait.
         since_s: When it began, by ``time.monotonic``.
-        describe: Says where, and for whom: ``"in barrier for 'worker1'"``.
+        describe: Returns the place and the workers: ``"in barrier for 'worker1'"``.
     """
 
     key: object
@@ -49,10 +49,10 @@ Source = Callable[[], Iterable[OpenWait]]
 
 
 class Notice:
-    """One wait of a worker, told of when it has taken ``WEFT_WAIT_NOTICE_S``; not thread-safe.
+    """One wait of a worker, reported when it has taken ``WEFT_WAIT_NOTICE_S``; not thread-safe.
 
     Args:
-        subject: Who waits.
+        subject: The subject of the message: the waiting worker.
         describe: As in ``OpenWait``.
     """
 
@@ -63,11 +63,11 @@ class Notice:
         self._due_s = self._since_s + notice_s()
 
     def left_s(self) -> float:
-        """Returns how long it is until the wait is told of; infinite when it has been."""
+        """Returns the seconds until the wait is reported; infinite when it has been."""
         return self._due_s - time.monotonic()
 
     def look(self) -> None:
-        """Tells of the wait if it is time."""
+        """Reports the wait if it is due."""
         if self.left_s() <= 0:
             self._due_s = math.inf
             _tell(self._subject, self._since_s, self._describe)
@@ -89,12 +89,12 @@ class LongWaits:
         self._told: set[object] = set()
 
     def add(self, source: Source) -> None:
-        """Has the waits of ``source`` told of; it is called by another thread than those wait."""
+        """Adds waits to report; ``source`` is called by another thread than the waiting ones."""
         self._sources.append(source)
 
     @contextlib.contextmanager
     def during(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Has the ``with`` block told of if it takes long."""
+        """Reports the ``with`` block if it takes long."""
         key = next(self._numbers)
         self._during[key] = OpenWait(key, time.monotonic(), describe)
         try:
@@ -105,11 +105,11 @@ class LongWaits:
     def during_shutdown(
         self, lacking: Callable[[], Lacking]
     ) -> contextlib.AbstractContextManager[None]:
-        """Has a shutdown told of if it takes long."""
+        """Reports a shutdown if it takes long."""
         return self.during(lambda: f"in shutdown, serving meanwhile: {lacking().text}")
 
     def tick(self, now_s: float) -> float:
-        """Tells of the waits whose time has come; a job of the timers."""
+        """Reports the waits that are due; a job of the timers."""
         waits = [wait for source in self._sources for wait in source()]
         self._told.intersection_update([wait.key for wait in waits])
         due = [wait for wait in waits if now_s - wait.since_s >= self._after_s]
@@ -127,7 +127,7 @@ def subject_of(worker: str) -> str:
 
 
 def notice_s() -> float:
-    """Returns after how many seconds a wait is told of."""
+    """Returns after how many seconds a wait is reported."""
     return knobs.WAIT_NOTICE_S.get() or math.inf
 
 

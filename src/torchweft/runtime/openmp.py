@@ -1,15 +1,15 @@
-"""Keeps OpenMP's threads from spinning where more threads want to run than there are cores.
+"""Keeps OpenMP threads from spinning while more threads want to run than there are cores.
 
-A thread of GNU's OpenMP that waits at the end of a parallel region looks for up to some
+A thread of GNU's OpenMP that waits at the end of a parallel region spins for up to some
 milliseconds before it sleeps. With several busy processes on a host it spins on a core that the
-thread it waits for needs, and an operation of a millisecond takes hundreds. The library looks
+thread it waits for needs, and an operation of a millisecond takes hundreds. The library spins
 300 times less as soon as its process has more OpenMP threads than cores, whatever else runs on
-the host. Processes of ``torch.distributed.rpc`` have: they start many threads, of which some
-compute. A worker of Weft has one that computes.
+the host. Processes of ``torch.distributed.rpc`` have more: they start many threads, several of
+which compute. A worker of Weft has one that computes.
 
 So a worker watches whether threads of the host wait for cores. While they do, it has a second
-team of OpenMP threads that do nothing: as many as it takes to have more than cores. On a quiet
-host it has none, for spinning makes small operations up to three times as fast there.
+team of idle OpenMP threads, just large enough to exceed the number of cores. On a quiet host it
+has none, because spinning makes small operations up to three times as fast there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchweft.probe import running_threads
 _LOOK_S = 1.0
 _BUSY_LOOKS = 2
 _QUIET_LOOKS = 20
-"""After how many looks in a row that say so a host is taken for busy, or for quiet again."""
+"""Consecutive looks after which a host counts as busy, or as quiet again."""
 
 _DECIDED_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
@@ -88,13 +88,13 @@ class _Team:
     def __init__(self, name: str, library: ctypes.CDLL) -> None:
         self._is_over = threading.Event()
         self._library = library
-        # With those of a team of the usual size, one more than the library has cores.
+        # Together with a team of the usual size, one thread more than the library has cores.
         self._size = max(library.omp_get_num_procs() - torch.get_num_threads(), 0) + 2
         self._thread = threading.Thread(target=self._hold, name=name, daemon=True)
         self._thread.start()
 
     def _hold(self) -> None:
-        # A parallel region makes the threads, and they last as long as the thread that began it.
+        # A parallel region creates the threads; they live as long as the thread that began it.
         nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
         self._library.GOMP_parallel(nothing, None, ctypes.c_uint(self._size), ctypes.c_uint(0))
         self._is_over.wait()
@@ -105,7 +105,7 @@ class _Team:
 
 
 def _loaded_library() -> ctypes.CDLL | None:
-    """Returns the OpenMP library of this process, if it is GNU's; torch brings its own along."""
+    """Returns the OpenMP library of this process, if it is GNU's; torch bundles its own copy."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
         path = next(line.split(maxsplit=5)[5] for line in lines if "libgomp" in line)

@@ -1,31 +1,31 @@
-"""The threads of a worker, and how a message finds one without a hand-over.
+"""The threads of a worker, which read messages and run them without a hand-over.
 
-The obvious shape, one thread that reads every socket and a queue to a pool, costs a thread
-switch a message: 10-20 us, several times that across cores. Here every idle thread waits in the
+The obvious design, one thread that reads every socket and a queue to a pool, costs a thread
+switch per message: 10-20 us, several times that across cores. Here every idle thread waits in the
 same ``epoll_wait``, each connection armed for one event at a time. The kernel wakes exactly one
-thread; it reads the connection, arms it again, and runs the call itself, while the other threads
-go on waiting. Nothing is handed over unless several calls arrive at once.
+thread; it reads the connection and runs the call itself, while the other threads continue to
+wait. Nothing is handed over unless several calls arrive at once.
 
-A thread that has read tasks off a connection runs them before it arms the connection again: the
-next message would wake a second thread, and the two would fight for the interpreter lock over
-calls that take no time. A task that takes longer does not keep the connection from being read:
-whoever blocks in a remote wait arms it, who is known to take long does so first, and the
-timer thread arms what was left for ``REARM_S``.
+A thread that has read tasks from a connection runs them before it arms the connection again:
+otherwise the next message would wake a second thread, and the two would compete for the
+interpreter lock over calls that take no time. A longer task does not keep the connection from
+being read. A task that blocks in a remote wait arms it then; a task known to take long arms it
+first; the timer thread arms connections left unarmed for ``REARM_S``.
 
 Rules of this file:
 
-* At most ``limit`` threads run tasks. One more waits for events, always, so that answers are
-  read also when every runner is busy. A runner that blocks in a remote wait does not count.
+* At most ``limit`` threads run tasks. One more always waits for events, so that answers are
+  read even when every runner is busy. A runner that blocks in a remote wait does not count.
 * Tasks of one read run one after the other in the thread that read them. If the queue makes no
-  progress within ``stall_s``, the timer thread wakes another thread (``help_if_stalled``). Waking
-  helpers at once would have them fight for the interpreter lock over calls that take no time.
-* A handler of an event never blocks and never runs user code; tasks do.
-* What others may be waiting for (answers to calls, news of a lost worker, a new connection) is
-  *urgent*: any thread that waits for events runs it, whatever the limit. A task may block where
-  nobody sees it, as in PyTorch's ``wait_all``, until an urgent task completes what it waits for.
-* A thread has no modes of PyTorch when a task begins: those that one leaves behind are ended.
-* Where the system refuses a thread, as a container's limit does, what there is goes on, and the
-  timer thread has it tried again until there is one.
+  progress within ``stall_s``, the timer thread wakes another thread (``help_if_stalled``). Helpers
+  woken at once would compete for the interpreter lock over calls that take no time.
+* An event handler never blocks and never runs user code; tasks do.
+* Tasks that others may be waiting for (answers to calls, news of a lost worker, a new connection)
+  are *urgent*: any thread that waits for events runs them, whatever the limit. A task may block
+  unseen, as in PyTorch's ``wait_all``, until an urgent task completes what it waits for.
+* A thread has no PyTorch modes when a task begins: modes that a task leaves behind are ended.
+* If the system refuses a thread, for instance at a container's limit, the existing threads go on,
+  and the timer thread retries until there is one.
 * No exception ends a thread, whatever its type: tasks answer calls with what user code raises.
 """
 
@@ -54,7 +54,7 @@ _WRITE = select.EPOLLOUT | select.EPOLLONESHOT
 # Without EPOLLONESHOT a closed connection would be reported over and over while paused.
 _PAUSED = select.EPOLLONESHOT
 _first = operator.itemgetter(0)
-_CLOSED = -1  # Whoever still writes to it fails; another file may get the old number.
+_CLOSED = -1  # A late write to it fails; another file may get the old number.
 _SPARE_THREADS = 4
 _LOOKS_UNTIL_STUCK = 10
 
@@ -65,7 +65,7 @@ class Reactor:
     Args:
         name: Prefix of the threads' names.
         limit: Number of tasks that run at a time.
-        tasks: Those that wait to run.
+        tasks: The waiting tasks.
     """
 
     def __init__(self, name: str, limit: int, tasks: FairQueue) -> None:
@@ -95,19 +95,19 @@ class Reactor:
         self._lacks_thread = False
         self._looks_for_thread = 0
         self.on_queued: Callable[[], None] = lambda: None
-        """Called when tasks begin to wait: see that ``help_if_stalled`` is called soon."""
+        """Called when tasks begin to wait; must have ``help_if_stalled`` called soon."""
         self.on_unarmed: Callable[[], None] = lambda: None
-        """Called when a descriptor is left unarmed: see that ``arm_if_left`` is called soon."""
+        """Called when a descriptor is left unarmed; must have ``arm_if_left`` called soon."""
         self.held: dict[Any, Any] = {}
-        """What is held back while tasks run that take no time."""
+        """Output held back while short tasks run."""
         self.on_pause: Callable[[], None] = lambda: None
-        """Called when tasks have ended or are about to take long: nothing may be held now."""
+        """Called when tasks have ended or are about to take long; must release all of ``held``."""
         self._is_closing = False
         self._local = threading.local()
         # Edge-triggered and never read: each write wakes one waiting thread.
         self._wake_fd = os.eventfd(0)
         self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
-        # Level-triggered and written once: wakes all of them.
+        # Level-triggered and written once: wakes all threads.
         self._close_fd = os.eventfd(0)
         self._epoll.register(self._close_fd, select.EPOLLIN)
         self._spawn()
@@ -130,17 +130,17 @@ class Reactor:
 
     @property
     def limit(self) -> int:
-        """How many tasks run at a time; those that wait for other workers do not count."""
+        """Number of tasks that run at a time; tasks that wait for other workers do not count."""
         return self._limit
 
     @property
     def running(self) -> int:
-        """Number of tasks that run now, without those that wait for other workers."""
+        """Number of tasks that run now, without tasks that wait for other workers."""
         return self._running
 
     @contextlib.contextmanager
     def idling(self) -> Iterator[None]:
-        """Has this urgent task not count as busy meanwhile: what it waits for may never come."""
+        """Excludes this urgent task from ``busy`` meanwhile: its wait may never end."""
         with self._lock:
             self._idling += 1
         try:
@@ -157,14 +157,14 @@ class Reactor:
         handler: Callable[[], None],
         follower: Callable[[bool], bool] | None = None,
     ) -> None:
-        """Has ``handler`` called, on one thread, when ``fd`` is readable; then it is paused.
+        """Has ``handler`` called, on one thread, when ``fd`` is readable; then ``fd`` is paused.
 
         Args:
             fd: The descriptor.
             handler: Called on one of the threads.
-            follower: Called by the same thread when it has done what followed from the event,
-                with whether it may look for more for a moment. It arms the descriptor again,
-                or returns that there was more to do.
+            follower: Called by the same thread after the tasks that followed from the event. Its
+                argument tells whether it may look for more data for a moment. It arms the
+                descriptor again, or returns True because there was more to do.
         """
         self._handlers[fd] = handler
         if follower is not None:
@@ -172,27 +172,27 @@ class Reactor:
         self._epoll.register(fd, _READ)
 
     def leave_unarmed(self, fd: int) -> None:
-        """Leaves the arming of ``fd`` to the follower, which comes after the tasks."""
+        """Leaves the arming of ``fd`` to the follower, which runs after the tasks."""
         self._unarmed_count += 1
         self.unarmed[fd] = self._unarmed_count
-        self.on_unarmed()  # Always, and last: what else is unarmed may be taken at any moment.
+        self.on_unarmed()  # Always, and last: other entries may be taken at any moment.
 
     def take_unarmed(self, fd: int) -> bool:
-        """Returns whether ``fd`` is still unarmed; who asks arms it."""
+        """Returns whether ``fd`` is still unarmed; if so, the caller must arm it."""
         return self.unarmed.pop(fd, None) is not None
 
     def arm_all(self) -> None:
-        """Arms what was left unarmed: this thread is about to take longer."""
+        """Arms all unarmed descriptors: this thread is about to take longer."""
         if self.held:
             self.on_pause()
         self.arm_unarmed()
 
     def arm_unarmed(self) -> None:
-        """Arms what was left unarmed; may be interrupted anywhere."""
+        """Arms all unarmed descriptors; may be interrupted anywhere."""
         while self.unarmed:
             fds = map(_first, iter(self.unarmed.popitem, None))
             try:
-                # One step of Python: what was taken is armed.
+                # One step of Python: every descriptor that is taken is armed.
                 deque(map(self._epoll.modify, fds, repeat(_READ)), maxlen=0)
             except KeyError:
                 return  # That was all, or another thread was faster.
@@ -200,14 +200,14 @@ class Reactor:
                 continue  # Forgotten or closed meanwhile.
 
     def arm_if_left(self) -> bool:
-        """Arms what was unarmed at the last look already; returns whether to look again.
+        """Arms descriptors already unarmed at the last look; returns whether to look again.
 
-        That is so for as long as calls come: waking the timer thread for each would cost more.
+        Returns True for as long as calls arrive: waking the timer thread for each would cost more.
         """
         if self.held:
             self.on_pause()
         for fd, count in self._was_unarmed.items():
-            # Another number: it was taken and left again since.
+            # A different count means that it was taken and left again since.
             if self.unarmed.get(fd) == count and self.take_unarmed(fd):
                 self.resume_reading(fd)
         last_count, self._last_count = self._last_count, self._unarmed_count
@@ -219,7 +219,7 @@ class Reactor:
         try:
             self._epoll.modify(fd, _READ)
         except (OSError, ValueError):
-            pass  # Forgotten or closed meanwhile. Suppressing costs more than the call itself.
+            pass  # Forgotten or closed meanwhile. ``suppress`` costs more than the call itself.
 
     def pause_reading(self, fd: int) -> None:
         """Keeps ``fd`` from waking a thread: the caller reads it itself."""
@@ -229,7 +229,7 @@ class Reactor:
             pass
 
     def watch_writing(self, fd: int, handler: Callable[[], None]) -> None:
-        """Makes ``fd`` known; ``handler`` is called once after each ``resume_writing``."""
+        """Registers ``fd``; ``handler`` is called once after each ``resume_writing``."""
         self._handlers[fd] = handler
         self._epoll.register(fd, _PAUSED)
 
@@ -249,12 +249,12 @@ class Reactor:
     # Tasks
 
     def submit(self, function: Callable[..., None], first: Any = None, second: Any = None) -> None:
-        """Has ``function(first, second)`` run soon on one of the threads. Never blocks."""
+        """Runs ``function(first, second)`` soon, as an urgent task. Never blocks."""
         self.urgent.append((function, first, second))
         self.wake()
 
     def submit_task(self, function: Callable[..., None], first: Any = None) -> None:
-        """Has ``function(first, None)`` run as a task that counts against the limit."""
+        """Runs ``function(first, None)`` as a task that counts against the limit."""
         self.tasks.append((function, first, None))
         self.wake()
 
@@ -293,11 +293,11 @@ class Reactor:
 
         Args:
             open_calls: How many answers this worker waits for. As many tasks may be blocked
-                where nobody sees it, as in PyTorch's ``wait_all``. If nothing moves for long,
-                so many run beyond the limit: the answers may depend on tasks that wait here.
+                unseen, as in PyTorch's ``wait_all``. If no task ends for long, up to so many
+                tasks run beyond the limit: the answers may depend on tasks that wait here.
 
         Returns:
-            Whether tasks are waiting, or a thread is lacking, so that looking again makes sense.
+            Whether to look again, because tasks wait or a thread is lacking.
         """
         if self._lacks_thread:
             self._looks_for_thread += 1
@@ -329,12 +329,12 @@ class Reactor:
     def _spawn(self) -> None:
         with self._lock:
             if self._is_closing:
-                return  # Nobody would join it.
+                return  # ``close`` would not join it.
             name = f"{self._name}-{self._started + 1}"
             thread = threading.Thread(target=self._serve, name=name, daemon=True)
             self._waiting += 1
             try:
-                thread.start()  # within the lock: who closes joins only what has started
+                thread.start()  # within the lock: ``close`` must join only started threads
             except BaseException:
                 self._waiting -= 1
                 raise
@@ -368,7 +368,7 @@ class Reactor:
                     is_needed = self._work()
                 elif fd not in self.unarmed:
                     continue
-                # Also where other threads were faster with the tasks.
+                # Also if other threads have taken the tasks.
                 follower = followers.get(fd)
                 while follower is not None and self._follow(fd, follower, is_needed):
                     is_needed = self._work()
@@ -384,7 +384,7 @@ class Reactor:
             return False
 
     def _work(self) -> bool:
-        """Runs what waits to run; returns whether this thread is still needed."""
+        """Runs waiting tasks; returns whether this thread is still needed."""
         while self.urgent or self.tasks.ready:
             is_urgent = bool(self.urgent)
             with self._lock:
@@ -437,15 +437,15 @@ class Reactor:
             if tuple(map(call, READERS)) != UNTOUCHED:
                 tidy()
             self._completed += 1
-            # What is held here must not outlive the task: references count.
+            # These names must not keep objects alive after the task: remote references count.
             del function, first, second
             if self._running > self._limit + self._extra:
-                return  # Others came back from a wait; this one makes room.
+                return  # Other tasks came back from a wait; this thread makes room.
 
     def close(self, timeout_s: float) -> list[str]:
-        """Ends all threads; returns the names of those that did not end in time.
+        """Ends all threads; returns the names of the threads that did not end in time.
 
-        Those run user code that does not return. They are daemons and end with the process.
+        These run user code that does not return. They are daemons and end with the process.
         """
         self._is_closing = True
         os.eventfd_write(self._close_fd, 1)

@@ -1,4 +1,4 @@
-"""What the timers do for a reactor: they help stalled tasks, and arm connections left unarmed."""
+"""Timer jobs for a reactor: they help stalled tasks, and arm connections left unarmed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MEND_S = 0.9
 
 
 class ReactorChecks:
-    """Jobs of the timers, and the calls by which the reactor asks for them.
+    """Timer jobs for a reactor, and the callbacks by which the reactor requests them.
 
     Args:
-        reactor: The reactor; it asks from here on.
-        timers: Have the jobs called.
-        open_calls: Says how many answers this worker waits for.
-        mend: Goes on with what the main thread was interrupted in; called about once a second.
+        reactor: The reactor, whose callbacks are set here.
+        timers: The timers, which are woken for the jobs.
+        open_calls: Returns how many answers this worker waits for.
+        mend: Continues what an interrupt of the main thread cut short; called about once a second.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ReactorChecks:
         reactor.on_unarmed = self.arm_soon
 
     def help_stalled(self, now_s: float) -> float:
-        """Wakes another thread where the queue of tasks stands still; a job."""
+        """Wakes another thread if the queue of tasks makes no progress; a job."""
         is_queued = self._reactor.help_if_stalled(self._open_calls())
         return now_s + self._stall_s if is_queued else math.inf
 
@@ -57,7 +57,7 @@ class ReactorChecks:
         self._timers.wake_by(time.monotonic() + self._stall_s)
 
     def arm_soon(self) -> None:
-        """Has ``arm_left`` called in time; mostly it will be anyway."""
+        """Has ``arm_left`` called in time; usually it is already due in time."""
         due_s = time.monotonic() + self._rearm_s
         if due_s < self._timers.next_s:
             self._timers.wake_by(due_s)

@@ -1,9 +1,9 @@
-"""How soon the interpreter gives a waiting thread its turn.
+"""Shortens the interpreter's switch interval while a worker runs.
 
 A thread that computes in Python keeps the interpreter lock for the switch interval, 5 ms by
 default, once another thread wants it. A call that arrives meanwhile needs the lock two or three
 times, and would take 10 ms and more. The interval is one setting for the whole process: it is
-shortened when a worker joins and put back when it leaves, unless somebody has set it since.
+shortened when a worker joins and restored when it leaves, unless other code has set it since.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ class ShortSwitches:
         self._set_s = sys.getswitchinterval()
 
     def close(self) -> None:
-        """Puts the interval back."""
+        """Restores the interval, unless other code has set it since."""
         if sys.getswitchinterval() == self._set_s:
             sys.setswitchinterval(self._before_s)

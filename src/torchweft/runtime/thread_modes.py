@@ -1,11 +1,11 @@
-"""The modes of PyTorch that a thread has: those that a call leaves behind must not meet the next.
+"""The PyTorch modes of a thread: modes that one call leaves behind must not affect the next.
 
 Recording of gradients, inference mode, autocast, modes for torch functions, hooks for saved
 tensors and a default device belong to a thread. The threads of a worker serve one call after the
 other, so each of them is *untouched* when a task begins, and each coroutine has its own modes.
 
-What belongs to the process is the program's own affair: the default dtype, deterministic
-algorithms, anomaly detection, the number of threads.
+Settings of the process are left to the program: the default dtype, deterministic algorithms,
+anomaly detection, the number of threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EXPECTED: dict[str, object] = {
     "_len_torch_function_stack": 0,
     "_len_torch_dispatch_stack": 0,
 }
-# Older versions of torch do not tell whether there are hooks for saved tensors: they stay there.
+# Older versions of torch do not report hooks for saved tensors, so there the hooks stay.
 _top_hooks: Callable[[], Any] = partial(
     getattr(_native._autograd, "_top_saved_tensors_default_hooks", lambda _: None), False
 )
@@ -36,7 +36,7 @@ READERS: tuple[Callable[[], object], ...] = (
     _top_hooks,
 )
 UNTOUCHED = (*_EXPECTED.values(), None)
-"""What they return if a thread has no modes: ``tuple(map(call, READERS))`` takes 0.3 us."""
+"""What ``READERS`` return on a thread without modes: ``tuple(map(call, READERS))`` takes 0.3 us."""
 
 
 def _has_autocast(kind: str) -> bool:
@@ -50,11 +50,11 @@ def _has_autocast(kind: str) -> bool:
 _KINDS = "cpu cuda xpu mps hpu mtia xla ipu privateuseone"
 _AUTOCAST_KINDS = tuple(kind for kind in _KINDS.split() if _has_autocast(kind))
 _for_good: list[Any] = []
-"""What ends inference mode on a thread where whoever began it never will."""
+"""Guards that end inference mode on a thread where the code that began it never will."""
 
 
 def tidy() -> None:
-    """Ends all modes that this thread has."""
+    """Ends all modes of this thread."""
     _take_default_device()
     _take_stacks()
     _end_autocast()
@@ -64,17 +64,17 @@ def tidy() -> None:
 
 
 class Modes:
-    """The modes of a coroutine that is suspended, taken from its thread until ``put_back``."""
+    """The modes of a suspended coroutine, removed from its thread until ``put_back``."""
 
     def __init__(self) -> None:
         self._device = _take_default_device()
         self._stacks = _take_stacks()
-        # Brings back the recording of gradients, inference mode and autocast, too.
+        # On exit it also restores the recording of gradients, inference mode and autocast.
         self._guard = _without_inference()
         self._nesting = _end_autocast()
 
     def put_back(self) -> None:
-        """Gives them to this thread, which must be the same and untouched."""
+        """Restores the modes on this thread, which must be the same one and untouched."""
         self._guard.__exit__(None, None, None)
         for _ in range(self._nesting):
             torch.autocast_increment_nesting()
@@ -89,7 +89,7 @@ class Modes:
 
 
 def take_away() -> Modes | None:
-    """Takes the modes that this thread has; returns them, or None where it is untouched."""
+    """Removes and returns the modes of this thread; None if it is untouched."""
     return None if tuple(map(call, READERS)) == UNTOUCHED else Modes()
 
 
@@ -100,7 +100,7 @@ def _without_inference() -> Any:
 
 
 def _take_default_device() -> Any:
-    """Takes the default device of this thread; its mode is on the stack as well."""
+    """Removes and returns this thread's default device; its mode is on the stack as well."""
     context = getattr(_default, "device_context", None)
     _put_default_device(None)
     return context
@@ -110,12 +110,12 @@ def _put_default_device(context: Any) -> None:
     if context is not None:
         _default.device_context = context
     elif hasattr(_default, "device_context"):
-        # Not None in its place: torch.get_default_device of older versions cannot read that.
+        # Deleted, not None: torch.get_default_device of older versions cannot read None.
         del _default.device_context
 
 
 def _take_stacks() -> tuple[list[Any], list[Any], list[Any]]:
-    """Empties the stacks of modes and hooks; returns what was on them, the last first."""
+    """Empties the stacks of modes and hooks; returns their entries, the last first."""
     functions, dispatchers, hooks = [], [], []
     while _native._len_torch_function_stack():
         functions.append(_native._pop_torch_function_stack())
@@ -128,7 +128,7 @@ def _take_stacks() -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _end_autocast() -> int:
-    """Switches autocast off; returns how deep in blocks of it this thread was."""
+    """Switches autocast off; returns this thread's nesting depth of autocast blocks."""
     if _native._is_any_autocast_enabled():
         for kind in _AUTOCAST_KINDS:
             if torch.is_autocast_enabled(kind):
@@ -137,5 +137,5 @@ def _end_autocast() -> int:
     while torch.autocast_decrement_nesting() > 0:
         pass
     if depth:
-        torch.clear_autocast_cache()  # The next to end a block would keep what is in it.
+        torch.clear_autocast_cache()  # Else it would be kept until the next block ends.
     return depth

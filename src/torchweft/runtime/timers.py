@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from torchweft.runtime.exception_log import log_exception
 
 Job = Callable[[float], float]
-"""Does what is due at a time and returns when it wants to be called next; infinity for never."""
+"""Does what is due at a time; returns the time of its next call, infinity for never."""
 
 _LONGEST_SLEEP_S = 1.0
 
@@ -27,14 +27,14 @@ class Timers:
 
     def __init__(self, name: str) -> None:
         self.next_s = math.inf
-        """When the jobs will be called next; earlier where ``wake_by`` asks for it."""
+        """When the jobs will be called next, unless ``wake_by`` asks for an earlier time."""
         self._jobs: Sequence[Job] = ()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, jobs: Sequence[Job]) -> None:
-        """Starts the thread, which calls all jobs at once.
+        """Starts the thread, which calls all jobs immediately.
 
         Args:
             jobs: Each is given the time of ``time.monotonic``.
@@ -60,7 +60,7 @@ class Timers:
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
         while not self._is_closing:
-            # A wake-up while the jobs are called may come too late for the one it is meant for.
+            # Accept every wake-up meanwhile: the job it is meant for may have run already.
             self.next_s = math.inf
             now_s = time.monotonic()
             due_s = min((_called(job, now_s) for job in self._jobs), default=math.inf)
@@ -73,6 +73,6 @@ class Timers:
 def _called(job: Job, now_s: float) -> float:
     try:
         return job(now_s)
-    except BaseException:  # The end of a value that it lets go of may run any code.
+    except BaseException:  # The finalizer of a value that the job drops may run any code.
         log_exception("a timer's job failed; it is tried again in a second")
         return now_s + 1.0

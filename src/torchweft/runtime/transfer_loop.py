@@ -1,8 +1,8 @@
-"""The threads that move large tensors: a few, for all data connections of one worker.
+"""The few threads that move large tensors over all data connections of one worker.
 
 All of them wait in the same ``epoll_wait``, each connection armed for one event at a time, so one
-thread at a time deals with a connection. It moves what can be moved without waiting, at most a
-few megabytes so that others get their turn, and arms the connection again.
+thread at a time handles a connection. It moves what it can without waiting, at most a few
+megabytes so that other connections get their turn, and arms the connection again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ READABLE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 WRITABLE = select.EPOLLOUT | select.EPOLLONESHOT
 
 Handler = Callable[[], int]
-"""Moves what it can without waiting; returns what to wait for before it is called again."""
+"""Moves what it can without waiting; returns the event to await before its next call."""
 
 
 def forget_nothing(fd: int) -> None:
@@ -29,7 +29,7 @@ def forget_nothing(fd: int) -> None:
 
 
 class TransferLoop:
-    """Calls handlers when their connections are ready. Its threads start with the first one.
+    """Calls handlers when their connections are ready. The first connection starts its threads.
 
     Args:
         name: Prefix of the threads' names.
@@ -67,7 +67,7 @@ class TransferLoop:
             self._epoll.register(fd, interest)
 
     def arm(self, fd: int, interest: int) -> None:
-        """Waits for ``READABLE`` or ``WRITABLE`` once; for ``NOTHING``, leaves it as it is."""
+        """Arms ``fd`` for one ``READABLE`` or ``WRITABLE`` event; ignores ``NOTHING``."""
         if interest and self._epoll is not None:
             with contextlib.suppress(OSError, ValueError):  # closed meanwhile
                 self._epoll.modify(fd, interest)
@@ -107,7 +107,7 @@ class TransferLoop:
                 thread.start()
             except RuntimeError:  # The system has no room for it now.
                 if self._threads:
-                    return  # One is enough.
+                    return  # One thread is enough.
                 self._epoll.close()
                 os.close(self._close_fd)
                 self._epoll = None
@@ -120,7 +120,7 @@ class TransferLoop:
                 handler = self._handlers.get(fd)
                 if handler is not None:
                     interest = _guarded(handler)
-                    # If not, it was closed meanwhile, and another one may have its number.
+                    # Otherwise it was closed meanwhile, and another one may have its number.
                     if self._handlers.get(fd) is handler:
                         self.arm(fd, interest)
 

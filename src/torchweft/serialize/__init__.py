@@ -1,4 +1,4 @@
-"""Objects and tensors to bytes, and back.
+"""Serializes objects and tensors to bytes, and back.
 
 A message is a pickle with all tensors taken out of it, a table that describes the tensors, and
 the tensors' memory, which travels beside it without a copy. This is the lowest layer that may
@@ -14,7 +14,7 @@ import torch.
 ``extents``     which bytes of memory travel, so that views go on sharing it
 ``dtypes``      the number that stands for each dtype
 ``plain``       values to bytes without pickle, for workers that are strict
-``reading``     what a worker makes of messages: anything, what is allowed, or plain values
+``reading``     how a worker reads messages: anything, allowed names only, or plain values
 ``allowed``     an allow-list of modules, and ``names``, the closed lists behind it
 ``exceptions``  errors, with their cause and the remote traceback
 ==============  ===================================================================

@@ -1,4 +1,4 @@
-"""The allow-list: which names in messages a worker follows, and which methods it lets be called.
+"""The allow-list: which names in messages a worker follows, and which methods may be called.
 
 A name leads to code in three ways: as the function of a call, as a global in a pickle, and as a
 method of a value behind a reference. A prefix test on the module would stop none of them:
@@ -6,15 +6,15 @@ method of a value behind a reference. A prefix test on the module would stop non
 module says ``from os import system``. So a name is followed step by step:
 
 1. The module must be on the list before it is imported.
-2. What lies between the module and the last part of the name must be classes of allowed modules;
-   never a module, and never an object, whose attributes lead anywhere.
-3. What is found must have been defined in an allowed module. A plain object has no such mark; it
-   belongs to the module that it was found in.
+2. All parts between the module and the last part of the name must be classes of allowed modules;
+   never a module or another object, whose attributes lead anywhere.
+3. The object found must have been defined in an allowed module. A plain object does not say where;
+   it belongs to the module that it was found in.
 
-No entry is needed for the entry points of Weft, which ``registry`` knows, nor for the functions and
+No entry is needed for the entry points of Weft, which ``registry`` lists, nor for the functions and
 classes of ``names``, which only make a value.
 
-That is a guard against mistakes. It is none against attackers: see ``callables`` for that.
+This guards against mistakes, not against attackers; for those see ``callables``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchweft.serialize import arrays, names, registry
 from torchweft.serialize.functions import MAIN_MODULES, import_module, resolve, unknown
 
 BY_ITSELF = "torchweft.checkpoint"
-"""The one part of Weft that needs an entry: it writes and removes files where it is told to."""
+"""The one part of Weft that needs an entry: it writes and removes files at any path it is given."""
 
 OPTION = "RpcBackendOptions(allowed_modules=...) or WEFT_ALLOWED_MODULES"
 
@@ -45,7 +45,7 @@ _DEFINED: tuple[type, ...] = (
     types.WrapperDescriptorType,
     types.MethodWrapperType,
 )
-"""What says where it was defined; anything else is a plain object."""
+"""Types of objects that say where they were defined; any other object is a plain object."""
 
 _TENSOR_CLASSES: tuple[type, ...] = (torch.Tensor, torch._C.TensorBase)
 _KNOWN_LIMIT = 4096
@@ -58,7 +58,7 @@ class AllowList:
     """The names that one worker follows in messages of others. Thread-safe.
 
     Args:
-        modules: Modules that may be used, with all that is below them in the package.
+        modules: Modules that may be used, with all their submodules.
         worker: Name of this worker, for error messages.
     """
 
@@ -74,15 +74,15 @@ class AllowList:
     # Names
 
     def resolve(self, name: bytes) -> Any:
-        """Returns the function or class with a name that ``name_of`` gave it on another worker.
+        """Returns the function or class for a name that ``name_of`` returned on another worker.
 
         Raises:
             NotAllowed: It may not be used here.
-            UnknownFunction: This worker has nothing of that name.
+            UnknownFunction: This worker does not have that name.
         """
         known = self._known.get(name)
         if known is not None:
-            # Looked up anew, since a program may replace it; then it is checked again.
+            # Look it up again: a program may have replaced it, and then it must be checked again.
             parent, attribute, before = known
             if getattr(parent, attribute, None) is before:
                 return before
@@ -96,11 +96,11 @@ class AllowList:
         return found
 
     def find_global(self, module: str, path: str) -> Any:
-        """Returns what a pickle, or the record of an error, means by a global.
+        """Returns the object that a global in a pickle, or in the record of an error, names.
 
         Raises:
             NotAllowed: It may not be used here.
-            UnknownFunction: This worker has nothing of that name.
+            UnknownFunction: This worker does not have that name.
         """
         text = f"{_without_alias(module)}:{path}"
         stand_in = arrays.STAND_INS.get(text)
@@ -129,7 +129,7 @@ class AllowList:
         return self.resolve(text.encode())
 
     def _locate(self, text: str) -> tuple[object, str]:
-        """Returns the object that has what a name means as an attribute, and its name there."""
+        """Returns the object with the named object as an attribute, and the attribute's name."""
         module, separator, path = text.partition(":")
         parts = path.split(".")
         if not separator or not all(map(str.isidentifier, (*module.split("."), *parts))):
@@ -178,11 +178,11 @@ class AllowList:
     # Methods
 
     def method_of(self, value: Any, name: str) -> Any:
-        """Returns the method of a value of this worker that another one may call.
+        """Returns a method of a value of this worker that another worker may call.
 
         Raises:
-            NotAllowed: Others may not call it.
-            AttributeError: There is none of that name.
+            NotAllowed: Other workers may not call it.
+            AttributeError: There is no method of that name.
         """
         kind = value if isinstance(value, type) else type(value)
         text = f"method {name!r} of a {kind.__module__}.{kind.__qualname__}"
@@ -194,7 +194,7 @@ class AllowList:
             self._check_called(value, text)
             return getattr(value, name)
         home = next((base for base in kind.__mro__ if name in vars(base)), None)
-        if home is None:  # Of the object itself, or made by its class when it is asked for.
+        if home is None:  # An attribute of the object itself, or made by its class on access.
             self._check_class(kind, text)
         elif not _is_tame(home):
             self._check_class(home, text)
@@ -228,7 +228,7 @@ class AllowList:
         below = ""
         while module:
             if module in self._entries:
-                # The entry "torch" leaves out what torch keeps to itself: it compiles and writes.
+                # The entry "torch" leaves out torch's private modules: they compile and write.
                 is_part = self._has_torch and module in names.TORCH_PARTS
                 return not (is_part and "._" in below)
             module, _, name = module.rpartition(".")
@@ -239,7 +239,7 @@ class AllowList:
         return self._is_allowed(kind.__module__) or (self._has_torch and kind in _TENSOR_CLASSES)
 
     def _belongs(self, found: object) -> bool:
-        """Whether something was defined in an allowed module, as far as it says where."""
+        """Whether an object was defined in an allowed module, as far as the object says where."""
         if isinstance(found, types.ModuleType):
             return False
         home = _home_of(found)
@@ -291,7 +291,7 @@ def _is_hidden(name: str, *, single: bool = False) -> bool:
 
 
 def _is_tame(kind: type) -> bool:
-    """Whether methods of a class do no more than their name says, whoever calls them."""
+    """Whether methods of a class do no more than their names say, for any caller."""
     if kind in names.METHOD_CLASSES or kind.__module__.startswith("torch.nn.modules."):
         return True
     name = f"{kind.__module__}:{kind.__qualname__}"
@@ -320,7 +320,7 @@ def _home_of(found: object) -> str | None:
             home = _home_of_method(found)
         return home
     if isinstance(home, str) and home != type(found).__module__:
-        return home  # A wrapper around a function, which has taken its name.
+        return home  # A wrapper that has taken the name of its function.
     return None
 
 

@@ -1,9 +1,9 @@
 """Arrays of numpy in pickles that an allow-list admits: of numbers, and of objects one by one.
 
 numpy trusts a pickle with its memory. An array of objects that is made of bytes takes them for
-addresses; the state of a dtype can say that there are no objects in it, where there are; and the
-state of an array that has memory already frees it under its views. So what numpy calls when a
-pickle is read goes through this file.
+addresses. The state of a dtype can say that it has no objects, although it has. Setting the state
+of an array that already has memory frees that memory under its views. So the functions that numpy
+calls when a pickle is read go through this file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _reconstruct(kind: Any, shape: Any, code: Any) -> np.ndarray[Any, Any]:
 
 
 def _dtype(name: Any, *rest: Any) -> np.dtype[Any]:
-    """Makes a dtype that is nobody else's: its state comes next."""
+    """Makes a dtype that is not shared, because its state comes next."""
     if not isinstance(name, str):
         raise SerializationError(f"a message has a dtype named by a {type(name).__name__}")
     return np.dtype(name, align=False, copy=True)
@@ -55,11 +55,11 @@ def _check_bytes(kind: Any, content: Any) -> None:
 
 
 def check_state(target: object, state: Any) -> None:
-    """Raises where a pickle sets a state of numpy's that it cannot have made.
+    """Raises SerializationError if a pickle sets a state that numpy cannot have made.
 
     Args:
-        target: An array, a dtype or something else, which is not looked at.
-        state: What the pickle sets as its state.
+        target: An array or a dtype; any other object is not checked.
+        state: The state that the pickle sets.
     """
     if isinstance(target, np.dtype):
         parts = state if isinstance(state, tuple) else ()
@@ -85,7 +85,7 @@ def _is_own_state(target: np.dtype[Any], parts: tuple[Any, ...]) -> bool:
 
 
 class _Array:
-    """Stands for the class of arrays, which nobody may call."""
+    """Stands for the class of arrays, which may not be called."""
 
 
 _ARRAY = _Array()
@@ -103,4 +103,4 @@ STAND_INS: dict[str, Any] = {
         }.items()
     },
 }
-"""What takes the place of numpy's own functions in a pickle, by their names."""
+"""Replacements of numpy's own functions in a pickle, by their names."""

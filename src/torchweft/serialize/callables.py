@@ -1,11 +1,11 @@
-"""What others may call on a strict worker: what was registered one by one, and declared methods.
+"""The callables of a strict worker: functions and classes registered singly, and declared methods.
 
-A list of modules is a list of everything that they contain, and of all that torch or numpy can be
-talked into by way of it. So a strict worker follows no name: it looks names up in a table that the
+A list of modules admits everything that they contain, and everything that torch or numpy can be
+made to do through them. So a strict worker follows no name: it looks names up in a table that the
 program has filled, entry by entry, and imports nothing to do so. A method of a value may be called
 if its class declares it, at the place where the method is defined.
 
-Both marks are kept here by identity. Nothing that a message contains can add to them.
+Registrations and declarations are kept here by identity. No message can add to them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _exposed: weakref.WeakSet[FunctionType] = weakref.WeakSet()
 
 
 class Callables:
-    """Functions and classes by the names under which others call them."""
+    """Functions and classes by the names under which other workers call them."""
 
     def __init__(self, members: Iterable[Any] = ()) -> None:
         self._members: dict[bytes, Any] = {}
@@ -38,19 +38,19 @@ class Callables:
             self.add(member)
 
     def add(self, function: Any) -> None:
-        """Adds a function or class; a new definition takes the place of one of the same name.
+        """Adds a function or class; a new definition replaces an earlier one of the same name.
 
         Raises:
-            ArgumentTypeError: It is no function or class, or has no name that others could send.
+            ArgumentTypeError: It is not a function or class, or has no name that others could send.
         """
         self._members[_name(function)] = function
 
     def find(self, name: bytes) -> Any:
-        """Returns what a name stands for, or None."""
+        """Returns the function or class with a name, or None."""
         return self._members.get(name)
 
     def has(self, function: Any) -> bool:
-        """Tells whether something is one of them itself, by whatever name."""
+        """Tells whether ``function`` itself was added, under any name."""
         return any(function is member for member in list(self._members.values()))
 
 
@@ -60,21 +60,21 @@ _registered = Callables()
 def register(function: T) -> T:
     """Lets other workers call a function or class of a strict worker; a decorator, or a call.
 
-    The function itself is registered, as it is at this moment, under its module and name. As a
-    decorator it is the outermost. For functions that are defined elsewhere, call it
-    (``rpc.register(torch.nn.Linear)``), or name them in ``RpcBackendOptions(callables=...)``. To
-    register a class lets others make objects of it; methods are declared by ``expose``. A worker
-    that is not strict pays no attention to it. Thread-safe.
+    The function object is registered, as it is at this moment, under its module and name. As a
+    decorator, ``register`` must be the outermost. For functions that are defined elsewhere, call it
+    (``rpc.register(torch.nn.Linear)``), or name them in ``RpcBackendOptions(callables=...)``.
+    Registering a class lets other workers make objects of it; ``expose`` declares methods. Workers
+    that are not strict ignore registrations. Thread-safe.
 
     Args:
         function: A function or class that other workers can import.
 
     Returns:
-        The same.
+        The same function or class.
 
     Raises:
-        ArgumentTypeError: It is neither, or it has no name that others could send: a lambda, or
-            a function that was defined inside of another one.
+        ArgumentTypeError: It is neither, or it has no name that others could send: a lambda, or a
+            function that was defined inside another function.
 
     Example::
 
@@ -88,19 +88,19 @@ def register(function: T) -> T:
 def expose(method: T) -> T:
     """Lets other workers call a method by reference on a strict worker; a decorator.
 
-    It is the outermost one, but for ``staticmethod`` and ``classmethod``. A subclass inherits the
-    declaration with the method; where it overrides the method, it declares it anew. Names that
-    begin with an underscore are refused, except those of operators and calls, such as
-    ``__call__``. A worker that is not strict pays no attention to it.
+    It must be the outermost decorator except for ``staticmethod`` and ``classmethod``. A subclass
+    inherits the declaration with the method, but must declare an overriding method again. Names
+    that begin with an underscore are refused, except those of operators and calls, such as
+    ``__call__``. Workers that are not strict ignore declarations.
 
     Args:
         method: A function in the body of a class.
 
     Returns:
-        The same.
+        The same method.
 
     Raises:
-        ArgumentTypeError: It is no such function, or its name is for the class alone.
+        ArgumentTypeError: It is not such a function, or its name is for the class alone.
 
     Example::
 
@@ -133,7 +133,7 @@ class StrictNames:
     """The names that one strict worker follows in messages of others. Thread-safe.
 
     Args:
-        members: What this worker has registered beside the program.
+        members: Functions and classes that this worker registers beside the program's.
         worker: Name of this worker, for error messages.
     """
 
@@ -153,7 +153,7 @@ class StrictNames:
         return self._refuse_name(name) if found is None else found
 
     def resolve_value(self, name: bytes) -> Any:
-        """Returns the function or class that stands in arguments, results or errors.
+        """Returns a function or class that arguments, results or errors contain.
 
         Raises:
             NotAllowed: It is neither registered here nor a class of errors of Python or Weft.
@@ -172,19 +172,19 @@ class StrictNames:
         return self.resolve_value(f"{_without_alias(module)}:{path}".encode())
 
     def check_called(self, function: Any) -> None:
-        """Raises NotAllowed where something that a message contains is not to be called."""
+        """Raises NotAllowed if a function that a message contains may not be called."""
         if not (self._own.has(function) or _registered.has(function)):
             self._refuse_name(describe(function).encode(errors="backslashreplace"))
 
     def method_of(self, value: Any, name: str) -> Any:
-        """Returns the method of a value of this worker that another one may call.
+        """Returns a method of a value of this worker that another worker may call.
 
         Raises:
             NotAllowed: The class of the value does not declare it.
         """
         kind = type(value)
         home = next((base for base in kind.__mro__ if name in vars(base)), None)
-        # Neither the value nor its class is asked: either may have code for that.
+        # No getattr: the value and its class may have code for attribute access.
         if home is not None and is_exposed(vars(home)[name]):
             return vars(home)[name].__get__(value, kind)
         self._refuse(
@@ -221,7 +221,7 @@ class StrictNames:
 
 
 def is_exposed(attribute: object) -> bool:
-    """Tells whether what stands in the body of a class was declared by ``expose``."""
+    """Tells whether an attribute in the body of a class was declared by ``expose``."""
     function = getattr(attribute, "__func__", attribute)
     return isinstance(function, FunctionType) and function in _exposed
 
@@ -240,7 +240,7 @@ def _name(function: Any) -> bytes:
         return name
     module = getattr(function, "__module__", None)
     path = getattr(function, "__qualname__", "<")
-    # A decorator runs before the name leads to the function.
+    # A decorator runs before the name is bound to the function.
     is_definition = isinstance(function, (FunctionType, type)) and "<" not in path
     if not is_definition or not isinstance(module, str):
         raise ArgumentTypeError(

@@ -1,9 +1,9 @@
-"""Small plain values to bytes and back, without pickle and without tables.
+"""Encodes small plain values as bytes and back, without pickle and without tables.
 
-Most calls carry a few small tensors and numbers and nothing else. For these the general way (a
+Most calls carry a few small tensors and numbers and nothing else. For these the general encoding (a
 pickle with the tensors taken out, a table that describes them, their memory behind the message)
 costs several times the copy of the values. Here a tuple of values becomes one run of bytes, the
-tensors' memory included. Whatever is unusual is left to the general way: ``encode`` returns None.
+tensors' memory included. Unusual values are left to the general encoding: ``encode`` returns None.
 
 Layout, little-endian: the number of values (u8), then each as a tag (u8) and what follows it::
 
@@ -11,14 +11,13 @@ Layout, little-endian: the number of values (u8), then each as a tag (u8) and wh
     INTEGER    i64          FLOAT   f64
     TEXT, BYTES             size u32 · the bytes (text in UTF-8)
     TUPLE, LIST             the number of values u8 · the values
-    DICTIONARY              the keys, then the values, each as of a tuple
+    DICTIONARY              the keys, then the values, each laid out as a tuple's
     OTHER                   size u32 · bytes that the layer above makes and reads
     TENSOR, GRAD_TENSOR,    dtype u8 · dimensions u8 · size in bytes u32 · u64 a dimension · memory
     LEAF_TENSOR
 
-A tensor that requires grad, as a leaf or not, may only stand at the top: the layer above has a
-placeholder for it.
-Nothing that is read here can do more than make these values.
+A tensor that requires grad, leaf or not, may only stand at the top level: the layer above has a
+placeholder for it. Decoding can do no more than make these values.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ NONE, TRUE, FALSE, INTEGER, FLOAT, TEXT, BYTES, TENSOR, GRAD_TENSOR = range(9)
 TUPLE, LIST, DICTIONARY, OTHER, LEAF_TENSOR = range(9, 14)
 
 TENSOR_LIMIT_BYTES = 16 * 1024
-"""Beyond it, the copies that this way makes cost more than the tables that it saves."""
+"""Beyond it, the copies made here cost more than the tables that they save."""
 _MESSAGE_LIMIT_BYTES = 64 * 1024
 _COUNT_LIMIT = 255
 _DEPTH_LIMIT = 8
@@ -52,7 +51,7 @@ _TENSOR_BY_NDIM = tuple(struct.Struct(f"<BBBI{ndim}Q") for ndim in range(SIMPLE_
 _ONE_BYTE = tuple(bytes((number,)) for number in range(256))
 _INT64_MAX = (1 << 63) - 1
 
-# By their codes. numpy calls 64-bit integers a long, or elsewhere a long long.
+# Indexed by code. numpy calls 64-bit integers a long, or on other systems a long long.
 _FORMATS = ("?", "B", "b", "h", "i", "q", "e", "f", "d", "F", "D")
 _DTYPES = tuple([np.dtype(name) for name in _FORMATS])
 _CODES = {name: code for code, name in enumerate(_FORMATS)}
@@ -62,7 +61,7 @@ _SIZED_TAGS = (TEXT, BYTES, OTHER)
 
 
 def nothing_else(value: object) -> bytes | None:
-    """Is for callers that have no values of their own."""
+    """Returns None: the default for callers without values of their own."""
 
 
 def encode(
@@ -70,14 +69,14 @@ def encode(
     differentiable: list[Tensor],
     encode_other: Callable[[Any], bytes | None] = nothing_else,
 ) -> bytes | None:
-    """Returns ``values`` as bytes; None where the general way has to take them.
+    """Returns ``values`` as bytes; None if they need the general encoding.
 
     Tensors must be dense, on the CPU, contiguous and small.
 
     Args:
-        values: What to encode.
+        values: The values to encode.
         differentiable: Gets the tensors that require grad, in order.
-        encode_other: Called with a value that is none of the above; returns its bytes, or None.
+        encode_other: Called with a value of any other kind; returns its bytes, or None.
     """
     parts: list[Any] = []
     tensors: list[Tensor] = []
@@ -85,12 +84,12 @@ def encode(
     if not _encode(values, parts, tensors, containers, differentiable, encode_other, 0):
         return None
     if len(tensors) > 1:
-        # Tensors that share memory stay views of one storage, which takes a table.
+        # Tensors that share memory must stay views of one storage, which takes a table.
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         if len(storages) < len(tensors):
             return None
     if len(containers) > 1 and len({id(container) for container in containers}) < len(containers):
-        return None  # The receiver, too, is to see one list in two places, not two lists.
+        return None  # The receiver, too, must see one list in two places, not two lists.
     data = b"".join(parts)
     return data if len(data) <= _MESSAGE_LIMIT_BYTES else None
 
@@ -104,9 +103,9 @@ def _encode(
     encode_other: Callable[[Any], bytes | None],
     depth: int,
 ) -> bool:
-    """Appends the count and each value; returns False at the first that is unusual.
+    """Appends the count and each value; returns False at the first unusual value.
 
-    One loop with everything in it: this is most of what a small call pays for its arguments.
+    One inlined loop: this is most of the cost of a small call's arguments.
     """
     count = len(values)
     if count > _COUNT_LIMIT:
@@ -198,14 +197,14 @@ def decode(
     """Returns the values that ``encode`` was given; tensors own their memory.
 
     Args:
-        data: Holds what ``encode`` returned.
-        position: Where in it that begins; it goes on to the end.
-        differentiable: Gets the places of the tensors that required grad. Those that were leaves
-            require it here, too; others do not.
-        decode_other: Called with what ``encode_other`` returned.
+        data: Contains the bytes that ``encode`` returned.
+        position: Where in ``data`` these bytes begin; they go on to the end.
+        differentiable: Gets the positions of the tensors that required grad. Former leaves require
+            grad here, too; the other tensors do not.
+        decode_other: Called with the bytes that ``encode_other`` returned.
 
     Raises:
-        ProtocolError: These bytes are no such values.
+        ProtocolError: The bytes are malformed.
     """
     size = len(data)
     if size - position > _MESSAGE_LIMIT_BYTES:
@@ -236,7 +235,7 @@ def _decode(
             shape = SIZES[ndim].unpack_from(data, position + _TENSOR.size)
             start = position + _TENSOR.size + 8 * ndim
             position = start + size_bytes
-            # A copy of its own: one tensor must not keep the memory of a whole message.
+            # Copy it: one tensor must not keep the memory of a whole message.
             array = np.ndarray(shape, _DTYPES[code], bytearray(data[start:position]))
             if array.nbytes != size_bytes:
                 raise ProtocolError(f"a tensor of {array.nbytes} bytes comes with {size_bytes}")

@@ -6,7 +6,7 @@ import torch
 
 from torchweft.errors import ProtocolError, SerializationError
 
-# The position is what travels: only ever append.
+# The position goes over the wire: only ever append.
 _TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "npu", "mlu", "privateuseone")
 _CODES = {kind: code for code, kind in enumerate(_TYPES)}
 _NO_INDEX = 255
@@ -29,12 +29,12 @@ def device_of(code: tuple[int, int], index: int, worker: str) -> torch.device | 
     """Returns the device for a code that came from another worker, None for the CPU.
 
     Args:
-        code: What ``device_code`` returned at the sender.
+        code: The numbers that ``device_code`` returned at the sender.
         index: Position of the tensor in its message, for the error message.
         worker: Name of this worker, for the error message.
 
     Raises:
-        ProtocolError: No version of Weft gives that number.
+        ProtocolError: No version of Weft uses that number.
         SerializationError: This worker has no such device.
     """
     if code[0] == 0:

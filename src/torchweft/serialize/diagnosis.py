@@ -1,7 +1,7 @@
-"""Which part of an object cannot be sent, and what to do about it.
+"""Finds the part of an object that cannot be sent, and says what to do about it.
 
-Pickle names the type that it stumbled over, not where it was. When packing has failed, the parts
-of the object are tried one by one, then the parts of the part that fails, and so on.
+Pickle names the type that it failed on, not its location. When packing has failed, the parts of the
+object are tried one by one, then the parts of the failing part, and so on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ADVICE: tuple[tuple[tuple[type, ...], str], ...] = (
     ((types.FrameType, types.TracebackType), "send its text, see traceback.format_exception"),
 )
 
-# Of modules that PyTorch does not import: whoever has such an object has imported them.
+# By name, because PyTorch does not import these modules; a program with such an object has.
 _ADVICE_BY_NAME = {
     "sqlite3.Connection": "send its path, and open it on the other worker",
 }
@@ -60,11 +60,11 @@ _GENERAL_ADVICE = (
 
 
 def diagnose(value: object, error: Exception, why_not: _Why) -> SerializationError:
-    """Makes the error that says which part of ``value`` cannot be sent.
+    """Returns the error that says which part of ``value`` cannot be sent.
 
     Args:
-        value: What could not be packed.
-        error: What packing it raised.
+        value: The object that could not be packed.
+        error: The error that packing it raised.
         why_not: Returns why a part cannot be packed by itself, None if it can.
     """
     path, culprit, reason = _find(value, error, why_not)
@@ -90,7 +90,7 @@ def _advice(culprit: object) -> str | None:
 
 
 def _is_too_deep(error: Exception) -> bool:
-    # cloudpickle raises an error of its own from it.
+    # cloudpickle raises its own error from a RecursionError.
     return isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError)
 
 
@@ -103,13 +103,13 @@ def _find(value: object, error: Exception, why_not: _Why) -> tuple[str, object, 
         try:
             found = _first_failing(parts, seen, why_not)
         except Exception:
-            break  # an object that cannot even be looked into: name what holds it
+            break  # the object cannot be inspected: name its container
         if found is None:
             break
         step, culprit, reason = found
         path, parts = path + step, _parts(culprit)
         if _is_too_deep(reason) or _advice(culprit) is not None:
-            break  # nothing inside it would say more
+            break  # its parts would tell no more
     return path or "value", culprit, reason
 
 
@@ -162,7 +162,7 @@ def _parts(value: Any) -> Iterator[tuple[str, object]]:
 
 
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """Names what a function sent by value takes along."""
+    """Names the objects that a function sent by value takes along."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f" variable {name!r}", cell.cell_contents

@@ -1,7 +1,7 @@
 """Numbers the dtypes, for the table of tensors.
 
-The position in the list is what travels: only ever append. A dtype that the installed torch does
-not have keeps its number, so that workers with different versions agree about all others.
+The position in the list goes over the wire: only ever append. A dtype that the installed torch
+lacks keeps its number, so that workers with different versions agree about all others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _BY_CODE: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for 
 CODES: dict[torch.dtype, int] = {
     dtype: code for code, dtype in enumerate(_BY_CODE) if dtype is not None
 }
-"""Every dtype whose memory can travel as it is; the quantised ones are taken apart before."""
+"""Every dtype whose memory can travel as it is; quantised tensors are taken apart before."""
 
 NUMPY_DTYPES = frozenset(getattr(torch, name) for name in f"{_STANDARD} {_UNSIGNED}".split())
-"""The dtypes whose memory numpy shows as plain bytes without a detour."""
+"""The dtypes whose memory numpy can show directly as plain bytes."""
 
 REAL_CODES: dict[torch.dtype, int] = {
     dtype: code for dtype, code in CODES.items() if not dtype.is_complex
@@ -42,7 +42,7 @@ def dtype_of(code: int) -> torch.dtype:
     """Returns the dtype with the number ``code``.
 
     Raises:
-        ProtocolError: No version of Weft gives that number.
+        ProtocolError: No version of Weft uses that number.
         SerializationError: The torch installed here has no such dtype.
     """
     if code >= len(_NAMES):

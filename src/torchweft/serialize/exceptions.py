@@ -1,19 +1,18 @@
-"""Errors from one worker to another: type, message, attributes, causes, where it was raised.
+"""Sends errors to other workers: type, message, attributes, causes, and where each was raised.
 
-Pickle rebuilds an exception by calling its type with ``args``. For a type whose constructor
-takes anything else than it hands to ``Exception.__init__``, that raises, or builds the message
-into another message. So the type's own constructor is not called here: the object is made by the
-built-in type below it, which restores ``args`` and the fields written in C, and then gets its
-attributes. A type that defines how it is reduced is asked first.
+Pickle rebuilds an exception by calling its type with ``args``. If the constructor takes other
+arguments than it passes to ``Exception.__init__``, that call raises, or nests the message in
+another message. So the type's own constructor is not called here. The built-in base type makes the
+object and restores ``args`` and the fields written in C; then the attributes are set. A type's own
+reduction is tried first.
 
-Where the type cannot be had (the receiver cannot import it), the nearest base that can be made
-with one string takes its place, with the name of the original in the text; and where there is
-none, ``RemoteError``. What must not travel under its own type at all, because it would stop the
-receiver instead of telling it something, becomes ``RemoteError`` too: KeyboardInterrupt,
-SystemExit, and whatever else is no ``Exception``.
+If the receiver cannot import the type, the nearest base that can be made with one string replaces
+it, with the name of the original in the text. Without such a base, ``RemoteError`` does.
+KeyboardInterrupt, SystemExit, and all other errors that are not an ``Exception`` become
+``RemoteError`` too: under their own type they would stop the receiver instead of informing it.
 
-Nothing in this file raises: an error about an error would hide the one that matters. Packing
-runs code of the error and its attributes, which may raise anything, ``SystemExit`` as well.
+Nothing in this file raises: a second error would hide the first. Packing runs code of the error and
+its attributes, which may raise anything, even ``SystemExit``.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from torchweft.serialize.tracebacks import (
 
 _CHAIN_LIMIT = 64
 _LEFT_OUT = frozenset({"name_from"})
-"""With it Python imports a module that the error names, for advice, when it prints the error."""
+"""With it, Python imports a module that the error names, to give advice when printing the error."""
 _NOTES = "__notes__"
 ORIGINAL_TYPE = "_original_type"
-"""Attribute of a type that stands for another one on this worker only."""
+"""Attribute that holds the original type, on a type that replaces it on this worker only."""
 _HEAP_TYPE = 1 << 9  # type.__flags__ of a type that was not defined statically in C
 GROUPS: tuple[Any, ...] = tuple(
     getattr(builtins, name) for name in ("BaseExceptionGroup",) if hasattr(builtins, name)
@@ -53,21 +52,21 @@ GROUPS: tuple[Any, ...] = tuple(
 
 @rebuilds_pickled
 class ScriptError(torch.jit.Error, RuntimeError):
-    """What a compiled function raised on another worker.
+    """An error that a compiled function raised on another worker.
 
     Here it is a ``torch.jit.Error``; users of ``torch.distributed.rpc`` catch a RuntimeError.
     """
 
 
 class _Record(NamedTuple):
-    """One exception of a chain, made of nothing but what a bare unpickler may read."""
+    """One exception of a chain, made only of values that a bare unpickler may read."""
 
     type_name: str
     text: str
     bases: tuple[tuple[str, str], ...]  # module and qualified name, the nearest first
     is_error: bool  # an Exception, or a group
     name: tuple[str, str] | None  # where the receiver finds the type
-    kind: Any  # the type itself where it does not; this and the next are blobs, see _blob
+    kind: Any  # the type itself if `name` is None; this and `whole` are blobs, see _blob
     whole: Any
     arguments: tuple[Any, ...]
     attributes: dict[str, Any]
@@ -80,13 +79,14 @@ class _Record(NamedTuple):
 def pack_error(
     error: BaseException, worker: str, *, main_by_name: bool = True, is_plain: bool = False
 ) -> bytes:
-    """Turns an exception, with all that led to it, into bytes.
+    """Returns an exception, with its causes and contexts, as bytes.
 
     Args:
         error: The exception that a user function or Weft raised on this worker.
         worker: Name of this worker, for the text of the traceback.
         main_by_name: Whether the receiver runs the same main program.
-        is_plain: Whether to leave out what cannot be plain, for a receiver that reads no pickles.
+        is_plain: Whether to leave out values that cannot be plain, for a receiver that reads no
+            pickles.
     """
     try:
         records = _Packer(worker, main_by_name, is_plain).pack(error)
@@ -121,9 +121,9 @@ def unpack_error(
     Its notes say where it was raised; see ``torchweft.serialize.tracebacks``.
 
     Args:
-        content: What ``pack_error`` returned.
+        content: The bytes that ``pack_error`` returned.
         find: Returns the class with a module and a name, or raises.
-        unpack: Does as ``objects.unpack``.
+        unpack: Does the same as ``objects.unpack``.
     """
     try:
         worker, rows = _load(content)
@@ -138,10 +138,10 @@ def unpack_error(
 
 
 def fresh_copy(error: BaseException) -> BaseException:
-    """Returns an equal error without traceback, to be raised in place of one that is kept.
+    """Returns an equal error without traceback, to be raised in place of a stored error.
 
-    Raising adds the frames that an error passes, and who keeps it keeps all that they hold. An
-    error that cannot be copied is returned itself.
+    Raising an error adds the frames that it passes; storing it then keeps all objects of those
+    frames. An error that cannot be copied is returned itself.
     """
     return copy_as(type(error), error)
 
@@ -153,7 +153,7 @@ def _as_raised(error: BaseException) -> BaseException:
 
 
 def copy_as(kind: Any, error: BaseException) -> BaseException:
-    """Returns an equal error of a type with the same layout; itself where it cannot be copied."""
+    """Returns an equal error of ``kind``, of the same layout; itself if it cannot be copied."""
     try:
         arguments, attributes = _state(error)
         native = _native_base(kind)
@@ -169,7 +169,7 @@ def copy_as(kind: Any, error: BaseException) -> BaseException:
 
 
 class _Packer:
-    """Makes the records of one exception and all that hang on it."""
+    """Makes the records of one exception and of its members, causes and contexts."""
 
     def __init__(self, worker: str, main_by_name: bool, is_plain: bool) -> None:
         self._worker = worker
@@ -185,7 +185,7 @@ class _Packer:
     def _add(self, error: BaseException | None) -> int | None:
         """Returns the number of the record for ``error``; each one is made once."""
         if error is None or isinstance(error, RemoteTraceback):
-            return None  # What it says is in the notes.
+            return None  # Its text is in the notes.
         number = self._numbers.get(id(error))
         if number is None and len(self._records) < _CHAIN_LIMIT:
             number = self._numbers[id(error)] = len(self._records)
@@ -227,7 +227,7 @@ class _Packer:
                 value, main_by_name=self._main_by_name
             )
             if packed.externals:
-                return None  # a reference needs the layer that counts it
+                return None  # a reference needs the layer that counts references
             table, buffers = describe(packed.tensors)
             return packed.payload, table, [bytes(as_memory(buffer)) for buffer in buffers]
         except BaseException:
@@ -255,7 +255,7 @@ class _Rebuilder:
 
     def rebuild(self) -> BaseException:
         errors = [self._once(number) for number in range(len(self._records))]
-        # Only now: a context may lead in a circle, also through the members of a group.
+        # Link them last: contexts may form a cycle, also through the members of a group.
         for error, record in zip(errors, self._records, strict=True):
             _assign(error, "__cause__", None if record.cause is None else errors[record.cause])
             _assign(
@@ -318,7 +318,7 @@ class _Rebuilder:
             try:
                 base: Any = self._find(module, name)
                 if base is Exception:
-                    return None  # RemoteError is one too, and says more.
+                    return None  # RemoteError is an Exception too, and says more.
                 if _is_exception_type(base):
                     error = base(text)
                     return error if isinstance(error, Exception) else None
@@ -354,7 +354,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _bare_record(error: BaseException, worker: str) -> _Record:
-    """Returns what is known of an exception without asking any code of its own but ``str``."""
+    """Returns the record of an exception that is made without its own code, except ``str``."""
     kind = type(error)
     return _Record(
         type_name=f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."),
@@ -401,7 +401,7 @@ def _has_own_reduce(kind: type) -> bool:
     return any(
         name in vars(base)
         for base in kind.__mro__
-        if base.__flags__ & _HEAP_TYPE and base is not WeftError  # It keeps what a record keeps.
+        if base.__flags__ & _HEAP_TYPE and base is not WeftError  # A record keeps the same state.
         for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
     )
 
@@ -418,7 +418,7 @@ def _assign(error: BaseException, name: str, value: object) -> None:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Returns an error and what led to it, in the order opposite to that in which it is printed."""
+    """Returns an error and its causes or contexts, in the reverse of their printed order."""
     found = [error]
     seen = {id(error)}
     while True:

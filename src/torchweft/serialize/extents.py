@@ -1,13 +1,13 @@
-"""Which bytes of memory travel for the tensors of one message.
+"""Chooses the bytes of memory that travel for the tensors of one message.
 
-Sending each tensor by itself would tear apart views that share memory: what one of them is
-assigned, the other no longer sees. Sending whole storages would ship a gigabyte for one row of
-an embedding. So, storage by storage:
+Sending each tensor by itself would separate views that share memory: an assignment to one view
+would no longer show in the other. Sending whole storages would ship a gigabyte for one row of an
+embedding. So, storage by storage:
 
 1. Tensors whose extents (first to last byte) overlap form a cluster.
-2. A cluster travels as one buffer, the union of its extents, and its tensors as views onto it.
-   Only where the union is mostly memory that nobody asked for (two columns of a huge matrix) do
-   they travel one by one, and equal views still as one.
+2. A cluster travels as one buffer, the union of its extents, and its tensors as views onto it. If
+   the union is mostly memory outside the tensors (two columns of a huge matrix), the tensors travel
+   one by one, and equal views still as one.
 3. A tensor by itself travels with its strides when it fills its extent (transposed,
    channels-last, expanded) or the extent is small, else as a contiguous copy.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from torchweft.serialize.table import NO_BUFFER, extent
 
 UNION_FLOOR_BYTES = 4096
-"""A union or extent up to this size is sent whatever part of it is asked for."""
+"""A union or extent up to this size is sent whole, whatever part of it the tensors use."""
 
 _UNION_FACTOR = 2
 _ALIGNMENT = 16  # the largest element, complex128: a view's offset stays a whole number
@@ -126,7 +126,7 @@ def _place_union(cluster: list[_Span], placements: list[Placement], buffers: lis
 
 
 def _place_alone(equal: list[_Span], placements: list[Placement], buffers: list[Tensor]) -> None:
-    """Gives one buffer to a tensor and those that are the same view of the same memory."""
+    """Gives one buffer to all tensors that are the same view of the same memory."""
     flat, strides = _flatten(equal[0].tensor)
     shared = len(equal) > 1
     if shared and strides is None:
@@ -168,6 +168,6 @@ def _flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
 
 
 def _distinct(tensor: Tensor) -> int:
-    """Counts the elements of ``tensor`` that can lie at addresses of their own."""
+    """Counts the elements of ``tensor`` that can lie at distinct addresses."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, stride in pairs if stride)

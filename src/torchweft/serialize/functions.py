@@ -1,9 +1,9 @@
-"""Callables by name.
+"""Sends callables by name.
 
-A function that the other side can import is sent as ``b"module:path"``. Both directions are
-cheap after the first time: the caller remembers the name of each callable, and drops it with the
-callable; the callee remembers where a name leads, and looks up its last part on every call, so a
-function that is replaced in its module is found under its name at once.
+A function that the other side can import is sent as ``b"module:path"``. Both directions are cheap
+after the first time. The caller caches the name of each callable until the callable dies. The
+callee caches the object that holds the callable, and looks up the name's last part on every call: a
+function that is replaced in its module is found at once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAIN_MODULES = ("__main__", "__mp_main__")
 _MAIN_PREFIX = b"__main__:"
 _KNOWN_NAMES_LIMIT = 4096
 
-# By id, because a callable may be unhashable or compare as it likes. The reference tells an
-# entry from one whose id was given to another object, and removes the entry with its callable.
+# Keyed by id, because a callable may be unhashable or define its own equality. The reference
+# reveals an id that was given to another object, and removes the entry with its callable.
 _names: dict[int, tuple[Callable[[], object], bytes]] = {}
 
 
@@ -42,8 +42,8 @@ def name_of(function: Callable[..., object], main_by_name: bool) -> bytes | None
         main_by_name: Whether the other worker runs the same main program.
 
     Returns:
-        The name, or None for what has to travel by value: lambdas, closures, methods of an
-        object, and what ``__main__`` of another program defines.
+        The name, or None for callables that have to travel by value: lambdas, closures, methods of
+        an object, and definitions of ``__main__`` if the receiver runs another program.
     """
     known = _names.get(id(function))
     if known is not None and known[0]() is function:
@@ -60,10 +60,10 @@ def name_of(function: Callable[..., object], main_by_name: bool) -> bytes | None
 
 
 def resolve(name: bytes) -> Callable[..., object]:
-    """Returns the callable with a name that ``name_of`` gave it on another worker.
+    """Returns the callable for a name that ``name_of`` returned on another worker.
 
     Raises:
-        UnknownFunction: This worker cannot import the module, or it has nothing of that name.
+        UnknownFunction: This worker cannot import the module, or the module lacks the name.
     """
     parent, attribute = _locate(name)
     try:
@@ -107,7 +107,7 @@ def find_global(module: str, path: str) -> object:
     """Imports ``module`` and follows the dotted ``path`` in it.
 
     Raises:
-        UnknownFunction: That is not possible here.
+        UnknownFunction: The import or the lookup fails here.
     """
     found = import_module(module, path)
     try:
@@ -133,10 +133,10 @@ def _text(name: bytes) -> str:
 
 
 def import_module(module: str, path: str) -> object:
-    """Returns a module; ``path`` is what is wanted in it, for the error message.
+    """Returns a module; ``path`` is the name wanted in it, for the error message.
 
     Raises:
-        UnknownFunction: It cannot be imported here.
+        UnknownFunction: The module cannot be imported here.
     """
     if module in MAIN_MODULES:
         return sys.modules["__main__"]
@@ -148,11 +148,10 @@ def import_module(module: str, path: str) -> object:
 
 
 def load_module(module: str) -> object:
-    """Imports a module, after the packages that it is in.
+    """Imports a module after its parent packages.
 
-    Python locks a module before the package that it is in, and a package may import the module. So
-    two threads that import one each would wait for each other; Python gives one of them a module
-    that is not complete.
+    Python locks a module before its package, and a package may import the module. So two threads
+    that import one each would wait for each other; Python gives one of them an incomplete module.
     """
     end = module.find(".")
     while end > 0:
@@ -174,7 +173,7 @@ def _remember(function: Callable[..., object], name: bytes) -> None:
 
 
 def is_registered_by_value(module: object) -> bool:
-    """Tells whether the user told cloudpickle to send what a module defines by value."""
+    """Tells whether the user told cloudpickle to send a module's definitions by value."""
     registered: set[str] = cloudpickle.list_registry_pickle_by_value()
     if not registered or not isinstance(module, str):
         return False
@@ -203,7 +202,7 @@ def _candidates(function: object) -> Iterator[tuple[str, str]]:
     name = getattr(function, "__name__", None)
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type):
-        # A class method goes by the class it was taken from, which may have inherited it.
+        # A class method is named by the class it was accessed on, which may have inherited it.
         yield owner.__module__, f"{owner.__qualname__}.{name}"
     elif isinstance(owner, types.ModuleType):
         yield owner.__name__, str(name)
@@ -213,7 +212,7 @@ def _candidates(function: object) -> Iterator[tuple[str, str]]:
         for path in (getattr(function, "__qualname__", None), name):
             if isinstance(path, str):
                 yield module, path
-        # What torch._dynamo has wrapped, such as torch.manual_seed, is there under one name only.
+        # Functions wrapped by torch._dynamo, such as torch.manual_seed, exist only as torch.NAME.
         if module.startswith("torch.") and isinstance(name, str):
             yield "torch", name
 
@@ -242,5 +241,5 @@ def _is_there(module: str, path: str, function: object) -> bool:
         return False
     if found is function:
         return True
-    # Taking a class method from its class makes a new object each time.
+    # Each access to a class method makes a new object.
     return isinstance(getattr(function, "__self__", None), type) and found == function

@@ -35,7 +35,7 @@ SAFE = frozenset(
         *("torch:Tensor", "torch.nn.parameter:Parameter", "torch.nn.parameter:Buffer"),
     }
 )
-"""Classes and functions that only make a value, whatever they are called with."""
+"""Classes and functions that only make a value, whatever their arguments."""
 
 TORCH = "torch"
 TORCH_PARTS = frozenset(
@@ -46,10 +46,10 @@ TORCH_PARTS = frozenset(
         *("torch.optim", "torch.random", "torch.sparse", "torch.special"),
     }
 )
-"""What the entry ``torch`` stands for, beside the operators and tensor methods: what computes.
+"""Modules that the entry ``torch`` stands for, beside operators and tensor methods: they compute.
 
-Elsewhere in torch there are functions that load pickles, compile sources, read and write files and
-run commands. Who needs one of those modules names it.
+Other modules of torch have functions that load pickles, compile sources, read and write files and
+run commands. Programs that need such a module list it by name.
 """
 
 _NOT_OPERATORS = frozenset({"from_file"})
@@ -57,7 +57,7 @@ _NOT_OPERATORS = frozenset({"from_file"})
 METHOD_CLASSES: frozenset[type] = frozenset(
     {*PLAIN_CLASSES, torch.Tensor, torch._C.TensorBase, torch.nn.Module}
 )
-"""Classes whose methods may be called on what a reference refers to, whatever is on the list."""
+"""Classes whose methods may be called on a referenced value, whatever is on the list."""
 
 METHOD_NAMES = frozenset(
     {
@@ -71,7 +71,7 @@ METHOD_NAMES = frozenset(
 """The same by name."""
 
 REFUSED_METHODS = frozenset({(str, "format"), (str, "format_map"), (torch.nn.Module, "compile")})
-"""They read attributes by names in a text, or run a compiler with options of the caller's."""
+"""Methods that read attributes named in a text, or run a compiler with the caller's options."""
 
 _UNARY = "call len iter next bool int float complex index abs neg pos invert round str repr hash"
 _CONTAINER = "getitem setitem delitem contains reversed missing"
@@ -88,7 +88,7 @@ def _usual_dunders() -> frozenset[str]:
 
 
 USUAL_DUNDERS = _usual_dunders()
-"""The only methods with two underscores that may be called: what an operator or a call does."""
+"""The only methods with two underscores that may be called: those behind operators and calls."""
 
 
 def is_error(name: str) -> bool:
@@ -111,7 +111,7 @@ def is_weft_error(name: str) -> bool:
 
 
 def shortened(what: str) -> str:
-    """Returns a text of a message as it may stand in an error."""
+    """Returns a text of a message, shortened for use in an error."""
     return what if len(what) <= _SHOWN_LENGTH else f"{what[:_SHOWN_LENGTH]}..."
 
 

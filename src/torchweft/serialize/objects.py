@@ -1,17 +1,17 @@
-"""Objects to bytes: a pickle with the tensors and the references taken out.
+"""Converts objects to bytes: a pickle with the tensors and the references taken out.
 
 The default way to pickle a tensor copies its memory and takes some hundred microseconds. Here
-tensors are taken out of the pickle, wherever they are (arguments, modules, dataclasses,
-closures), and leave a number behind. So do the objects of registered classes: a remote reference
-is handed on by the layer above, which has to know of each one.
+tensors are taken out of the pickle, wherever they are (arguments, modules, dataclasses, closures),
+and a number replaces each. Objects of registered classes are replaced as well: the layer above
+hands on remote references, and has to know of each one.
 
-Two picklers share that. The first is C code but for tensors, functions, classes and instances;
-it sends functions and classes by name. Where something has no name that the other side could
-import, everything is pickled again by cloudpickle, which sends those by value.
+There are two picklers. The first runs in C except for tensors, functions, classes and instances; it
+sends functions and classes by name. If an object has no name that the other side could import,
+cloudpickle pickles everything again and sends such objects by value.
 
 Each taken-out tensor is pickled as a call of one marker. Pickling the marker itself would cost a
-microsecond a message, so the pickler is told that the marker is in its memo already, as number 0,
-and every payload starts with the few instructions that put it there when it is read.
+microsecond a message. So the pickler's memo already has the marker, as number 0, and every payload
+starts with the few instructions that put it into the reader's memo.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _external_types: tuple[type, ...] = ()
 
 
 class Packed:
-    """An object as bytes, with what was taken out of it.
+    """An object as bytes, with the objects taken out of it.
 
     Attributes:
         payload: A pickle, or plain, with numbers in place of ``tensors`` and ``externals``.
@@ -76,14 +76,14 @@ def pack(value: object, *, main_by_name: bool, not_by_value: str = "") -> Packed
 
     Args:
         value: Anything that pickle or cloudpickle can handle, with tensors anywhere in it.
-        main_by_name: Whether the receiver runs the same main program, so that what it defines
-            can go by name.
+        main_by_name: Whether the receiver runs the same main program, so that the program's
+            definitions can go by name.
         not_by_value: Why functions cannot travel by value; empty where they can.
 
     Raises:
-        SerializationError: Some part cannot be sent; says which one, and what to do.
+        SerializationError: Some part cannot be sent; the text names it and says what to do.
     """
-    # Most results are one tensor or nothing: these need no pickle.
+    # Most results are one tensor or None, which need no pickle.
     if value is None:
         return Packed(b"", [], [])
     if _is_plain(value):
@@ -91,7 +91,7 @@ def pack(value: object, *, main_by_name: bool, not_by_value: str = "") -> Packed
     try:
         return _pack_by_name(value, main_by_name)
     except Exception:
-        # Usually something that has no name. If it is anything else, this fails as well.
+        # Usually an object has no importable name. With any other cause, this fails as well.
         try:
             return _pack_by_value(value, main_by_name, not_by_value=not_by_value)
         except _NotByValue as error:
@@ -101,14 +101,14 @@ def pack(value: object, *, main_by_name: bool, not_by_value: str = "") -> Packed
 
 
 def pack_plain(value: object, *, main_by_name: bool) -> Packed:
-    """Does what ``pack`` does without pickle, for a worker that is strict.
+    """Does the same as ``pack`` without pickle, for a strict worker.
 
     Args:
-        value: Something that can be plain; see ``plain``.
+        value: An object that can be plain; see ``plain``.
         main_by_name: Whether the receiver runs the same main program.
 
     Raises:
-        SerializationError: Some part cannot be plain; says which one, and what to do.
+        SerializationError: Some part cannot be plain; the text names it and says what to do.
     """
     if value is None:
         return Packed(b"", [], [])
@@ -123,15 +123,15 @@ def pack_plain(value: object, *, main_by_name: bool) -> Packed:
 
 
 def pack_with(value: object, reducers: Reducers) -> Packed:
-    """Does what ``pack`` does, with a program's own functions for some classes.
+    """Does the same as ``pack``, with a program's own reducers for some classes.
 
     Args:
-        value: What ``pack`` takes; the receiver runs the same main program.
-        reducers: What the pickle protocol calls reducers, by class, subclasses not included. They
-            come before anything that ``pack`` does.
+        value: Any object that ``pack`` takes; the receiver runs the same main program.
+        reducers: Reducers of the pickle protocol by class, subclasses not included. They take
+            precedence over everything that ``pack`` does.
 
     Raises:
-        SerializationError: Some part cannot be sent; says which one, and what to do.
+        SerializationError: Some part cannot be sent; the text names it and says what to do.
     """
     try:
         return _pack_by_value(value, True, reducers)
@@ -151,7 +151,7 @@ def unpack(
     Raises:
         UnknownFunction: A function or class in it cannot be imported here.
         SerializationError: Rebuilding some object in it failed.
-        ProtocolError: It was made with more tensors or references than came.
+        ProtocolError: It was made with more tensors or references than arrived.
     """
     if not payload:
         return tensors[0] if tensors else None
@@ -169,13 +169,13 @@ def unpack(
             f"a received object cannot be rebuilt: {type(error).__name__}: {error}"
         ) from error
     finally:
-        # Its memo may hold the error, whose traceback leads here. Before 3.11 the collector cannot
-        # see that circle, and what the message held would never be freed.
+        # Its memo may hold the error, whose traceback leads here. Before 3.11 the garbage collector
+        # cannot see that cycle, and the message's objects would never be freed.
         del unpickler
 
 
 def _is_plain(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor that its memory and its entry in the table say all about."""
+    """Whether a value is a tensor that its memory and its entry in the table fully describe."""
     return (
         (type(value) is Tensor or type(value) is Parameter)
         and value.layout is _STRIDED
@@ -187,7 +187,7 @@ def _is_plain(value: object) -> TypeGuard[Tensor]:
 
 
 def _tensor(number: int) -> Tensor:
-    """Stands for tensor ``number`` in a pickle; the reader puts its own list in place."""
+    """Stands for tensor ``number`` in a pickle; the reader substitutes its own list."""
     raise ProtocolError("a payload of Weft was read by another unpickler")
 
 
@@ -206,7 +206,7 @@ def _marker_to_memo() -> bytes:
 
 TENSOR_MARKER = (_MARKER_MODULE, _MARKER_NAME)
 EXTERNAL_MARKER = (__name__, _external.__name__)
-"""The globals that stand for what was taken out of a pickle."""
+"""The globals that stand for the objects taken out of a pickle."""
 
 _PREFIX = _marker_to_memo()
 _MEMO: Any = {id(_tensor): (0, _tensor)}
@@ -311,7 +311,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _take_out(pickler: _NamePickler | _ValuePickler, value: Any) -> Any:
-    """Does what both picklers do with anything but functions and classes."""
+    """Reduces anything but functions and classes, for both picklers."""
     if isinstance(value, Tensor):
         reduced = reduce_tensor(value)
         if reduced is None:
@@ -345,7 +345,7 @@ def _pack_by_value(
     value: object, main_by_name: bool, reducers: Reducers | None = None, not_by_value: str = ""
 ) -> Packed:
     if not main_by_name and "__mp_main__" in sys.modules:
-        # cloudpickle knows the main program by its first name only.
+        # cloudpickle knows the main program only as `__main__`.
         cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     buffer = io.BytesIO()
     buffer.write(_PREFIX)

@@ -1,11 +1,11 @@
-"""What a worker makes of messages: of anything, of what an allow-list admits, or of plain values.
+"""Reads messages: anything, names that an allow-list admits, or plain values only.
 
-Everything that arrives passes one of the functions of a ``Reader``, which is chosen once, when the
-worker starts; so a worker without restrictions pays nothing for those of others.
+All incoming data passes one of the functions of a ``Reader``, which is chosen once, when the worker
+starts. So a worker without restrictions pays nothing for them.
 
 C code reads pickles for a worker that trusts its group. With an allow-list it cannot: a pickle can
-also change what it names (``BUILD`` on a class sets its attributes), and only the reader in Python
-lets that be refused. It costs some microseconds for a usual message.
+also change objects that it names (``BUILD`` on a class sets its attributes), and only the Python
+unpickler allows refusing that. It costs some microseconds for a usual message.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from torchweft.serialize.exceptions import unpack_error
 
 
 class Reader(NamedTuple):
-    """The ways from messages to objects that one worker has.
+    """The functions by which one worker turns messages into objects.
 
     Attributes:
-        is_restricted: Whether there is anything that it refuses.
+        is_restricted: Whether it refuses anything.
         is_strict: Whether it refuses all pickles.
         resolve: Returns the function with a name.
         method_of: Returns the method of a value of this worker that another worker asks for.
-        check_called: Raises where a function that stands in a message is not to be called.
-        unpack: Does as ``objects.unpack``.
-        unpack_error: Does as ``exceptions.unpack_error``.
+        check_called: Raises if a function that a message contains may not be called.
+        unpack: Does the same as ``objects.unpack``.
+        unpack_error: Does the same as ``exceptions.unpack_error``.
     """
 
     is_restricted: bool
@@ -48,13 +48,13 @@ class Reader(NamedTuple):
 
 
 def _may_be_called(function: Any) -> None:
-    """Lets everything be called that was read."""
+    """Permits calls of every function that was read."""
 
 
 TRUSTING = Reader(
     False, False, functions.resolve, getattr, _may_be_called, objects.unpack, unpack_error
 )
-"""Reads whatever the workers of its group send."""
+"""Reads everything that the workers of its group send."""
 
 
 def make_reader(
@@ -67,7 +67,7 @@ def make_reader(
             worker.
         is_strict: Whether pickles are refused, and functions that are not registered.
         worker: Name of the worker, for error messages.
-        callables: What a strict worker has registered beside the program.
+        callables: Functions and classes that a strict worker registers beside the program's.
 
     Raises:
         ArgumentTypeError: One of ``callables`` cannot be called by others.
@@ -86,7 +86,7 @@ def make_reader(
 
 
 class _Restricted:
-    """What both kinds of restrictions have in common."""
+    """Base class of the readers with restrictions."""
 
     def __init__(
         self, resolve: Callable[[bytes], Any], find_type: Callable[[str, str], Any]
@@ -116,7 +116,7 @@ class _Restricted:
 
 
 class _Allowing(_Restricted):
-    """Reads pickles that name nothing but what an allow-list admits."""
+    """Reads pickles that name only objects that an allow-list admits."""
 
     def __init__(self, allowed: AllowList) -> None:
         super().__init__(allowed.resolve, allowed.find_global)
@@ -161,10 +161,10 @@ class _Strict(_Restricted):
 
 
 class AllowingUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unused-ignore]
-    """Reads a pickle that names nothing but what an allow-list admits, and changes none of it.
+    """Reads a pickle that names only objects that an allow-list admits, and changes none of them.
 
     Args:
-        payload: The pickle, of ``objects.pack``.
+        payload: The pickle, made by ``objects.pack``.
         tensors: The tensors taken out of it.
         externals: The other objects taken out of it.
         allowed: The list.
@@ -187,7 +187,7 @@ class AllowingUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, 
         self._named: dict[int, object] = {}
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """Returns what a global means here, or raises NotAllowed."""
+        """Returns the object that a global names here, or raises NotAllowed."""
         found = self._taken_out.get((module_name, global_name))
         if found is None:
             found = self._find(module_name, global_name)
@@ -202,7 +202,7 @@ class AllowingUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, 
         raise pickle.UnpicklingError(f"a pickle has the extension code {code}")
 
     def check_changed(self, target: object) -> None:
-        """Raises where a pickle would change what it only names."""
+        """Raises UnpicklingError if a pickle would change an object that it only names."""
         kinds = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
         if id(target) in self._named or isinstance(target, kinds):
             raise pickle.UnpicklingError(f"a pickle would change {target!r}, which it only names")
@@ -222,7 +222,7 @@ def _build(unpickler: Any) -> None:
 
 
 def _read_bytearray(unpickler: Any) -> None:
-    """Reads a bytearray; takes memory for what is there, not for what is announced."""
+    """Reads a bytearray; takes memory for the bytes present, not for the announced size."""
     size_bytes = int.from_bytes(unpickler.read(8), "little")
     content = unpickler.read(size_bytes)
     if len(content) < size_bytes:

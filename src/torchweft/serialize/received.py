@@ -1,7 +1,7 @@
-"""Tensors onto the memory that arrived with a message.
+"""Makes tensors on the memory that arrived with a message.
 
-Every extent is checked against the buffer it lies in before torch is asked to make a tensor
-there: what torch raises, or fails to notice, about impossible sizes differs between versions.
+Every extent is checked against the buffer it lies in before torch makes a tensor there: torch
+versions differ in the errors that they raise, or miss, about impossible sizes.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _view(memory: Tensor, entry: Entry, dtype: torch.dtype) -> Tensor:
     size_bytes = memory.numel() // dtype.itemsize * dtype.itemsize
     flat = memory.narrow(0, 0, size_bytes).view(dtype)
     view = flat.as_strided(entry.shape, entry.strides, flat.storage_offset() + entry.offset)
-    # No view to autograd, but with the same count of changes: it notices that another one was
-    # changed in place after this one was kept for a backward pass.
+    # Detached, so no view to autograd, but with the shared version counter: autograd notices if
+    # another view was changed in place after this one was saved for a backward pass.
     return view.detach()
 
 

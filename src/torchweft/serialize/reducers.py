@@ -1,8 +1,8 @@
-"""How the objects of torch are taken apart for the pickler.
+"""Takes torch's objects apart for the pickler.
 
-A dense tensor is left whole: its memory travels beside the pickle. Everything else of torch
-becomes a call that rebuilds it from dense tensors, which the pickler then takes out in turn.
-Taking apart is differentiable where torch allows it, so that gradients find their way back.
+A dense tensor is left whole: its memory travels beside the pickle. Any other torch object becomes a
+call that rebuilds it from dense tensors, which the pickler then takes out in turn. Taking apart is
+differentiable where torch allows it, so that gradients flow back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.registry import loads_script, rebuilds_pickled, rebuilds_plain
 
 Reduced = tuple[Any, ...]
-"""A callable, its arguments and what else the pickle protocol allows to follow them."""
+"""A callable, its arguments, and the further items that the pickle protocol allows."""
 
 _DENSE_REDUCE = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -33,11 +33,11 @@ _BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def reduce_tensor(tensor: Tensor) -> Any:
-    """Takes apart a tensor that has more to it than dense memory.
+    """Takes apart a tensor that is more than dense memory.
 
     Returns:
-        What the pickle protocol calls a reduced value, NotImplemented for a type that has its
-        own, and None for a dense tensor.
+        A reduced value of the pickle protocol, NotImplemented for a type with its own reduction,
+        and None for a dense tensor.
 
     Raises:
         SerializationError: The tensor has no parts that could be sent.
@@ -69,13 +69,13 @@ def is_dense(tensor: Tensor) -> bool:
 
 @rebuilds_pickled
 def set_attributes(target: object, attributes: dict[str, object]) -> None:
-    """Puts back what a program had attached to a tensor."""
+    """Restores the attributes that a program had attached to a tensor."""
     _check_tensor(target, type(target))
     vars(target).update(attributes)
 
 
 def reduce_torch(value: object) -> Reduced | None:
-    """Takes apart what torch, or the default pickler, cannot pickle; None for other objects."""
+    """Takes apart objects that torch, or the default pickler, cannot pickle; None for others."""
     reducer = _REDUCERS.get(type(value))
     if reducer is not None:
         return reducer(value)
@@ -92,7 +92,7 @@ def register_reducer(kind: type, reducer: Callable[[Any], Reduced | None]) -> No
 def _reduce_subclass(tensor: Tensor) -> Any:
     kind = type(tensor)
     if kind.__reduce_ex__ not in _DENSE_REDUCE or kind.__reduce__ is not object.__reduce__:
-        return NotImplemented  # it knows better: lazy modules' uninitialized parameters do
+        return NotImplemented  # it reduces itself, as lazy modules' uninitialized parameters do
     with torch.enable_grad():
         if is_traceable_wrapper_subclass(tensor):
             return _reduce_wrapper(tensor)
@@ -108,7 +108,7 @@ def _as_parameter(data: Tensor, requires_grad: bool) -> Parameter:
 
 
 def _check_tensor(value: object, kind: object) -> None:
-    """Raises where a message has these functions change anything but a tensor."""
+    """Raises ProtocolError if a message has these functions change anything but a tensor."""
     is_kind = isinstance(kind, type) and issubclass(kind, Tensor)
     if not is_kind or not isinstance(value, Tensor):
         raise ProtocolError(f"a message makes a tensor of {kind!r} out of a {type(value).__name__}")
@@ -118,8 +118,8 @@ def _check_tensor(value: object, kind: object) -> None:
 def _as_subclass(plain: Tensor, kind: type[Tensor]) -> Tensor:
     _check_tensor(plain, kind)
     try:
-        # The same object, so that a leaf stays a leaf and a placeholder of the autograd layer
-        # stays the object that it knows.
+        # Keep the same object: a leaf stays a leaf, and a placeholder of the autograd layer stays
+        # the object that this layer knows.
         plain.__class__ = kind
     except TypeError:  # the subclass has slots
         return plain.as_subclass(kind)
@@ -147,7 +147,7 @@ def _reduce_layout(tensor: Tensor) -> Reduced:
     shape = tuple(tensor.shape)
     if tensor.layout is torch.sparse_coo:
         if tensor.requires_grad:
-            tensor = tensor.coalesce()  # only then torch hands out values that carry gradients
+            tensor = tensor.coalesce()  # only then torch returns values that carry gradients
             values = tensor.values()
             return _sparse_coo, (tensor.indices(), values, shape, True)
         return _sparse_coo, (tensor._indices(), tensor._values(), shape, tensor.is_coalesced())
@@ -169,7 +169,7 @@ def _reduce_layout(tensor: Tensor) -> Reduced:
 def _sparse_coo(
     indices: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool
 ) -> Tensor:
-    # Checked: with indices beyond the shape, later operations would leave the memory. And copied
+    # Check the indices: beyond the shape, later operations would leave the memory. Copy them
     # before: the sender, or a part of the message that shares them, could change them afterwards.
     for part in (indices, values):
         if not isinstance(part, Tensor) or part.layout is not torch.strided:
@@ -238,7 +238,7 @@ def _per_channel(integers: Tensor, scales: Tensor, zero_points: Tensor, axis: in
 
 
 def _reduce_untyped_storage(storage: torch.UntypedStorage) -> Reduced:
-    # As a tensor, so that tensors on the same storage in the message go on sharing it.
+    # Send it as a tensor, so that tensors on the same storage in the message go on sharing it.
     content = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return _untyped_storage, (content.set_(storage),)
 
@@ -272,7 +272,7 @@ def _reduce_operator(operator: Any) -> Reduced | None:
 
 def _reduce_builtin(function: Any) -> Reduced | None:
     if isinstance(function.__reduce__(), str):
-        return None  # A global by itself. Others call getattr, which no allow-list can let pass.
+        return None  # A global by itself. Others reduce to getattr, which no allow-list can admit.
     return _reduce_operator(function)
 
 
@@ -298,8 +298,8 @@ def _load_script(content: bytes) -> object:
 @loads_script
 @functools.lru_cache(maxsize=256)
 def _load_script_function(content: bytes) -> object:
-    # Functions have no state, so the same one can be handed out again. It must also outlive the
-    # call that brought it: what it has started with torch.jit.fork goes on using its code.
+    # Functions have no state, so the same one can be returned again. It must also outlive the call
+    # that brought it: tasks that it started with torch.jit.fork go on using its code.
     return _load_script(content)
 
 

@@ -1,14 +1,14 @@
 """The functions and classes of Weft that messages of other workers may name.
 
 Each one carries a mark at its definition. A worker with an allow-list, and a strict worker, follow
-a name into Weft only to a function or class with the mark that fits. Any worker of the group can
-call a marked function with any arguments, so it must only make a value, or be written with that in
-mind: check types, check that functions are registered, and that objects were made for it.
+a name into Weft only to a function or class with the required mark. Any worker of the group can
+call a marked function with any arguments. So the function must only make a value, or check its
+arguments: types, that functions are registered, and that objects were made for it.
 
 A mark is set while the module of the function is imported, and a worker imports most modules when
 the first message needs them. So each mark below lists the modules in which it may stand. A message
-can have these imported, and no others; a mark in another module is an error at its import. Nothing
-that a message contains can set a mark.
+can cause the import of these modules, and no others; a mark in another module is an error at its
+import. No message can set a mark.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Mark:
-    """A mark of functions and classes; a decorator, the outermost one. Thread-safe.
+    """A mark for functions and classes; used as the outermost decorator. Thread-safe.
 
     Args:
         modules: Modules in which the mark may stand.
@@ -90,17 +90,17 @@ rebuilds_plain = Mark(
     "torchweft.rpc.gathering.terms",
     "torchweft.serialize.reducers",
 )
-"""These make again an object of Weft, or a sparse tensor, of plain values; in pickles as well."""
+"""These rebuild an object of Weft, or a sparse tensor, from plain values; in pickles as well."""
 
 rebuilds_pickled = Mark(
     "torchweft.compat.remote_module",
     "torchweft.serialize.exceptions",
     "torchweft.serialize.reducers",
 )
-"""These make again the further kinds of objects that pickles know."""
+"""These rebuild further kinds of objects, in pickles only."""
 
 loads_script = Mark("torchweft.serialize.reducers")
-"""These load compiled code, which is a program: only where ``torch.jit`` is allowed."""
+"""These load compiled code, which is a program: only if ``torch.jit`` is allowed."""
 
 has_callable_methods = Mark(
     "torchweft.nn.chain",
@@ -109,7 +109,7 @@ has_callable_methods = Mark(
     "torchweft.rpc.handles",
     "torchweft.rpc.rref",
 )
-"""With an allow-list, others may call the methods of these classes on a referenced value."""
+"""With an allow-list, other workers may call these classes' methods on a referenced value."""
 
 # These modules are below this one, and cannot import it.
 for _member in (errors._rebuild_with_fields, ids.ReferenceId, ids.WorkerInfo):

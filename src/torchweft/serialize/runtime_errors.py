@@ -1,7 +1,8 @@
-"""Errors that are RuntimeErrors as well as what they were.
+"""Errors that are RuntimeErrors as well as their original type.
 
-``torch.distributed.rpc`` raises a RuntimeError for most errors of remote functions, and programs
-catch that. Others catch the type itself. So under ``torchweft.compat`` an error is both.
+``torch.distributed.rpc`` raises a RuntimeError for most errors of remote functions, and some
+programs catch that. Other programs catch the original type. So under ``torchweft.compat`` an error
+is both.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from torchweft.serialize.exceptions import GROUPS, ORIGINAL_TYPE, copy_as
 
 
 def as_runtime_error(error: BaseException) -> BaseException:
-    """Returns an error that is a RuntimeError as well as what it was.
+    """Returns an error that is a RuntimeError as well as its original type.
 
-    It has the name, the text and the attributes of the original, which is returned where there
-    can be no such type: a group of exceptions, for instance.
+    It has the name, the text and the attributes of the original. If there can be no such type, as
+    for a group of exceptions, the original is returned.
     """
     if isinstance(error, (RuntimeError, *GROUPS)) or not isinstance(error, Exception):
         return error

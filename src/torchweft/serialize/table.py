@@ -2,15 +2,14 @@
 
 ::
 
-    header   tensors u32 · buffers u32 · 1 if some tensor requires grad, 3 if it is no leaf, too u8
+    header   tensors u32 · buffers u32 · 1 if some tensor requires grad, 3 if one also is no leaf u8
     entry    dtype u8 · flags u8 · dimensions u8 · device type u8 · device index u8 · buffer u32
              size u64 for each dimension
              with the flag STRIDED: offset u64 · stride u64 for each dimension
 
-All numbers are little-endian. Offset and strides count elements, from the start of the buffer.
-An empty tensor has no buffer. The table comes from another process: whatever it says, nothing
-outside the buffers may be read, so extents are computed here with Python's integers, which do
-not overflow.
+All numbers are little-endian. Offset and strides count elements, from the start of the buffer. An
+empty tensor has no buffer. The table comes from another process and must never cause a read outside
+the buffers. So extents are computed here with Python's integers, which do not overflow.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ STRIDED = 4
 SHARED = 8
 """Other entries use the same buffer: all of them must become views onto one storage."""
 COMPUTED = 16
-"""The tensor requires grad and is no leaf: it has a graph at its sender."""
+"""The tensor requires grad and is not a leaf: it has a graph at its sender."""
 
 SOME_GRAD = 1
 SOME_COMPUTED = 2
@@ -42,7 +41,7 @@ _ALL_FLAGS = REQUIRES_GRAD | PARAMETER | STRIDED | SHARED | COMPUTED
 _INT64_LIMIT = 1 << 63
 
 SIMPLE_NDIM = 8
-"""Dimensions up to which a contiguous tensor takes the short way."""
+"""The most dimensions with which a contiguous tensor takes the fast path."""
 
 SIZES = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(SIMPLE_NDIM + 1))
 SIMPLE = tuple(struct.Struct(f"<BBBBBI{ndim}Q") for ndim in range(SIMPLE_NDIM + 1))
@@ -50,7 +49,7 @@ SIMPLE = tuple(struct.Struct(f"<BBBBBI{ndim}Q") for ndim in range(SIMPLE_NDIM + 
 
 
 class Entry:
-    """What the table says about one tensor."""
+    """The table's description of one tensor."""
 
     __slots__ = ("buffer", "code", "device", "flags", "offset", "shape", "strides")
 
@@ -107,17 +106,17 @@ def write(entries: Sequence[Entry], buffer_count: int) -> bytes:
 
 
 def header_flags(flags: int) -> int:
-    """Returns the flags of a header, by those that any of its entries have."""
+    """Returns the flags of a header for the combined flags of its entries."""
     return (SOME_GRAD if flags & REQUIRES_GRAD else 0) | (SOME_COMPUTED if flags & COMPUTED else 0)
 
 
 def read(table: bytes | bytearray | memoryview) -> tuple[list[Entry], int]:
     """Returns the entries of a table and how many buffers belong to it.
 
-    No bytes at all are the table of a message without tensors.
+    The table of a message without tensors is empty.
 
     Raises:
-        ProtocolError: The bytes are no such table, or describe what no tensor can be.
+        ProtocolError: The table is malformed, or describes an impossible tensor.
     """
     if not len(table):
         return [], 0
@@ -161,6 +160,6 @@ def _check(entry: Entry, buffer_count: int) -> None:
     empty = 0 in entry.shape
     if empty != (entry.buffer == NO_BUFFER) or (not empty and entry.buffer >= buffer_count):
         raise ProtocolError(f"the tensor table names buffer {entry.buffer} of {buffer_count}")
-    # Sizes without the zeros: torch computes the product of an empty shape in this order too.
+    # Leave out zero sizes: torch multiplies the sizes of an empty shape in this order too.
     if prod(size or 1 for size in entry.shape) >= _INT64_LIMIT:
         raise ProtocolError(f"the tensor table has the impossible shape {entry.shape}")

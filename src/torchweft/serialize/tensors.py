@@ -1,9 +1,9 @@
-"""Tensors to a table and plain memory, and back without a copy.
+"""Converts tensors to a table and plain memory, and back without a copy.
 
 ``describe`` returns a small binary table and the memory that has to travel; the receiver's
 ``rebuild`` wraps the memory that arrived. Pickling a tensor the default way takes some hundred
-microseconds; the usual message, one small contiguous tensor, takes a path of its own through
-both functions, of 2 us each.
+microseconds. The usual message, one small contiguous tensor, takes a fast path of 2 us through each
+function.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     Table = bytes | bytearray | memoryview
 
 SMALLEST_BYTES = ENTRY.size
-"""At least so many bytes of a table describe one tensor."""
+"""The minimum size of one tensor's entry in a table."""
 
 NO_LIMIT = 1 << 32
 _EMPTY = memoryview(bytearray())
@@ -53,7 +53,7 @@ _STRIDED_LAYOUT = torch.strided
 
 
 class GradFlags(NamedTuple):
-    """What the autograd layer has to know about one tensor of a table."""
+    """The properties of one tensor of a table that the autograd layer needs."""
 
     requires_grad: bool
     is_parameter: bool
@@ -62,11 +62,11 @@ class GradFlags(NamedTuple):
 
 
 def describe(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
-    """Describes tensors and names the memory that has to travel for them.
+    """Returns a table that describes tensors, and the memory that has to travel for them.
 
     Args:
-        tensors: Dense tensors of any shape, strides and dtype; what else there is (sparse,
-            quantised, nested) ``objects.pack`` has taken apart already.
+        tensors: Dense tensors of any shape, strides and dtype; ``objects.pack`` has already taken
+            apart other tensors (sparse, quantised, nested).
 
     Returns:
         The table, and one-dimensional contiguous CPU tensors. They share the memory of
@@ -96,17 +96,17 @@ def rebuild(
     worker: str = "",
     limit: int = NO_LIMIT,
 ) -> list[Tensor]:
-    """Makes the tensors that a table describes out of the memory that arrived.
+    """Returns the tensors that a table describes, made of the memory that arrived.
 
-    The tensors on the CPU share the memory of ``buffers`` and keep it alive, except where it is
-    read-only or not aligned to the element size, which costs a copy. Align it to 16 bytes.
+    CPU tensors share the memory of ``buffers`` and keep it alive. Memory that is read-only or not
+    aligned to the element size is copied instead; align it to 16 bytes.
 
     Args:
-        table: What ``describe`` returned at the sender.
+        table: The table that ``describe`` returned at the sender.
         buffers: The bytes of the sender's buffers, in order, each at least as long.
-        detached: Leave ``requires_grad`` and ``Parameter`` away; see ``grad_flags``.
+        detached: Whether to drop ``requires_grad`` and ``Parameter``; see ``grad_flags``.
         worker: Name of this worker, for error messages.
-        limit: How many tensors it accepts in one message.
+        limit: How many tensors this worker accepts in one message.
 
     Raises:
         ProtocolError: The table is malformed, or reaches beyond the buffers.
@@ -134,10 +134,10 @@ def rebuild(
 
 
 def count_of(table: Table) -> int:
-    """Returns how many tensors a table that is not empty describes, as it says itself.
+    """Returns the number of tensors that a non-empty table claims to describe.
 
     Raises:
-        ProtocolError: It is cut short.
+        ProtocolError: The table is cut short.
     """
     if len(table) < HEADER.size:
         raise ProtocolError(f"a tensor table of {len(table)} bytes is shorter than its own head")
@@ -146,12 +146,12 @@ def count_of(table: Table) -> int:
 
 
 def too_many(count: int, limit: int, worker: str = "") -> SerializationError:
-    """Makes the error for a message of more tensors than it may have.
+    """Returns the error for a message of more tensors than the limit.
 
     Args:
-        count: How many it has.
-        limit: How many it may have.
-        worker: Name of the worker that receives it; none where it is to be sent.
+        count: How many tensors the message has.
+        limit: How many tensors it may have.
+        worker: Name of the receiving worker; empty at the sender.
     """
     who = f"worker {worker!r} accepts" if worker else "this worker sends"
     return SerializationError(
@@ -167,7 +167,7 @@ def some_require_grad(table: Table) -> bool:
 
 
 def grad_flags(table: Table) -> list[GradFlags]:
-    """Returns for each tensor whether it required grad at the sender, and what else it was."""
+    """Returns the autograd flags that each tensor had at the sender."""
     entries, _ = read(table)
     return [
         GradFlags(
@@ -207,7 +207,7 @@ def _is_simple(tensor: Tensor) -> bool:
 def _describe_simple(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]] | None:
     """Describes contiguous CPU tensors on storages of their own; None for anything else.
 
-    One loop with everything in it: this is most of what a small call pays for its tensors.
+    One inlined loop: this is most of the cost of a small call's tensors.
     """
     parts = [b""]
     buffers: list[Tensor] = []
@@ -237,7 +237,7 @@ def _describe_simple(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]] | 
 
 
 def _rebuild_simple(table: Table, buffers: Sequence[Memory], detached: bool) -> list[Tensor] | None:
-    """Rebuilds contiguous CPU tensors; None leaves whatever is unusual to the long way."""
+    """Rebuilds contiguous CPU tensors; None leaves any other table to the general path."""
     position, end = HEADER.size, len(table)
     if end < HEADER.size or HEADER.unpack_from(table)[:2] != (len(buffers),) * 2:
         return None
@@ -286,7 +286,7 @@ def _with_flags(tensor: Tensor, flags: int) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Returns a detached tensor with memory that holds the values as they are seen."""
+    """Returns a detached tensor whose memory holds the values as the user sees them."""
     if tensor.dtype not in CODES or tensor.layout is not _STRIDED_LAYOUT or tensor.is_nested:
         raise SerializationError(
             f"a tensor of dtype {tensor.dtype} and layout {tensor.layout} has no plain memory; "

@@ -1,11 +1,11 @@
-"""Tracebacks as users read them: the frames of their own program, and those of each worker once.
+"""Tracebacks for users: the frames of their own program, and each worker's frames once.
 
-An error that travels takes a *place* along for each worker that it passed: a note with the name of
-the worker and the frames of the program there. Python prints notes below the error itself. Before
-3.11 it does not, so there the places are the last cause as well (``RemoteTraceback``).
+An error that travels carries a *place* for each worker that it passed: a note with the worker's
+name and the frames of the program there. Python prints notes below the error itself. Before 3.11
+Python does not, so there the places are the last cause as well (``RemoteTraceback``).
 
-Weft's own frames are left out, unless ``WEFT_TRACEBACKS`` is ``full``. An error of Weft itself
-that is no ``WeftError`` is a bug, and keeps all frames.
+Weft's own frames are left out, unless ``WEFT_TRACEBACKS`` is ``full``. An error raised by Weft
+itself that is not a ``WeftError`` is a bug, and keeps all frames.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchweft.errors import WeftError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# The package has Python print notes from its import on; anyio, trio and pytest bring it along.
+# Importing exceptiongroup makes Python print notes; anyio, trio and pytest depend on it.
 PRINTS_NOTES = sys.version_info >= (3, 11) or "exceptiongroup" in sys.modules
 
 _PACKAGE = __name__.partition(".")[0]
@@ -31,7 +31,7 @@ _PLACE = 'On worker "'
 _HEADING = "Traceback (most recent call last):"
 _FULL = "full"
 _TEXT_LIMIT = 200_000
-# They call functions of the program: what goes wrong in such a frame is the call itself.
+# They call functions of the program: an error raised in such a frame comes from the call itself.
 _CALLERS = frozenset(f"{_PACKAGE}.rpc.{name}" for name in ("serving", "outcomes", "coroutines"))
 
 
@@ -43,7 +43,7 @@ class RemoteTraceback(Exception):
 
 
 def places_of(error: BaseException) -> list[str]:
-    """Returns where on other workers an error was raised and passed, the first place first."""
+    """Returns the places where other workers raised and passed on an error, the first one first."""
     return [note for note in _notes(error) if note.startswith(_PLACE)]
 
 
@@ -58,10 +58,10 @@ def notes_with_place(error: BaseException, worker: str) -> list[str]:
 
 
 def shorten(error: BaseException) -> None:
-    """Leaves Weft's own frames out of the traceback of an error, and of what led to it.
+    """Removes Weft's own frames from the tracebacks of an error, its causes and its contexts.
 
-    A function that catches an error, shortens it and raises it again by a bare ``raise`` does not
-    appear in the traceback itself, from Python 3.11 on.
+    From Python 3.11 on, a function that catches an error, shortens it and raises it again by a bare
+    ``raise`` does not appear in the traceback itself.
     """
     if knobs.TRACEBACKS.get() == _FULL:
         return
@@ -71,15 +71,15 @@ def shorten(error: BaseException) -> None:
         seen.add(id(part))
         if part.__traceback__ is not None and not _is_bug(part):
             trace = _joined(_users(_entries(part.__traceback__)))
-            BaseException.with_traceback(part, trace)  # also of an error that takes no attributes
+            BaseException.with_traceback(part, trace)  # works on errors that refuse attributes, too
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
 
 
 def drop_frames(error: BaseException) -> None:
-    """Takes all frames out of an error that a future is to keep, and out of its causes.
+    """Removes all frames from an error that a future is to keep, and from its causes.
 
-    Frames lead back to the future, and no collector looks into futures of PyTorch: all that the
-    frames refer to would stay for good. Causes keep the frames of the program as a note.
+    Frames lead back to the future, and the garbage collector does not look into PyTorch's futures:
+    all objects of the frames would leak. Causes keep the frames of the program as a note.
     """
     BaseException.with_traceback(error, None)
     seen, rest = {id(error)}, _led_by(error)
@@ -90,14 +90,14 @@ def drop_frames(error: BaseException) -> None:
             rest += _led_by(part)
             text = _frames_text(part)
             if text:
-                # Some errors take no attributes: those of frozen dataclasses, for instance.
+                # Some errors refuse attributes: those of frozen dataclasses, for instance.
                 with contextlib.suppress(Exception):
                     part.__notes__ = [*_notes(part), f"{_HEADING}\n{text}"]  # type: ignore[attr-defined]
             BaseException.with_traceback(part, None)
 
 
 def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns a function that does the same, and shortens the errors that it raises."""
+    """Returns a function that does the same, but shortens the errors that it raises."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -111,7 +111,7 @@ def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _led_by(error: BaseException) -> list[BaseException]:
-    """Returns what led to an error, also where that is not shown."""
+    """Returns an error's cause and context, even if Python does not show them."""
     led = _attribute(error, "__cause__"), _attribute(error, "__context__")
     return [part for part in led if part is not None]
 
@@ -168,7 +168,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _attribute(error: BaseException, name: str) -> Any:
-    """Returns an attribute, whatever the type of the error does to keep its own."""
+    """Returns an attribute, bypassing attribute access that the error's type defines."""
     return BaseException.__getattribute__(error, name)
 
 

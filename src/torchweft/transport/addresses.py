@@ -1,4 +1,4 @@
-"""Where a worker can be reached, as text that travels in the directory of the group."""
+"""Addresses of workers, with the text form that travels in the directory of the group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchweft.errors import ConfigurationError
 
 
 class UnixAddress(NamedTuple):
-    """A Unix socket in the abstract namespace: no file is left behind, whatever dies."""
+    """A Unix socket in the abstract namespace: no file is left behind by a process that dies."""
 
     name: str
 
@@ -35,14 +35,14 @@ _SCHEMES = ("tcp", "tls")
 LOOPBACK = "127.0.0.1"
 _ANY_PORT = 9
 _FAR_AWAY = "192.0.2.1"
-"""An address of nobody, which is kept for documentation."""
+"""An address that no machine has: it is reserved for documentation."""
 
 
 Address = UnixAddress | TcpAddress
 
 
 def parse(text: str) -> Address:
-    """Reads what ``str(address)`` wrote."""
+    """Parses the text that ``str(address)`` returned."""
     scheme, _, rest = text.partition(":")
     if scheme == "unix" and rest.startswith("@"):
         return UnixAddress(rest[1:])
@@ -53,7 +53,7 @@ def parse(text: str) -> Address:
 
 
 def listen_unix() -> tuple[socket.socket, UnixAddress]:
-    """Opens a listening socket under a name that nobody can guess."""
+    """Opens a listening socket under an unguessable name."""
     address = UnixAddress(f"weft-{secrets.token_hex(16)}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{address.name}")
@@ -83,10 +83,10 @@ def is_unspecified(host: str) -> bool:
 
 
 def own_address_towards(host: str) -> str:
-    """Returns this machine's address on the way to ``host``; empty where there is no way.
+    """Returns this machine's address on the route to ``host``; empty if there is no route.
 
-    Nothing is sent. A name of this machine may stand for loopback here (/etc/hosts) and for an
-    address of the network elsewhere: then that of the usual way out is returned, if there is one.
+    Nothing is sent. A name of this machine may stand for loopback here (/etc/hosts) and for a
+    network address elsewhere: then the address of the default route is returned, if there is one.
     """
     address = _source_address(host)
     if address and is_loopback(address) and not is_loopback(host):
@@ -127,7 +127,7 @@ def listen_tcp(host: str, *, is_secure: bool = False) -> tuple[socket.socket, Tc
 
 
 def dial(address: Address, timeout_s: float) -> socket.socket:
-    """Connects to ``address``; raises OSError where nobody answers within ``timeout_s``."""
+    """Connects to ``address``; raises OSError without an answer within ``timeout_s``."""
     if isinstance(address, UnixAddress):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
@@ -145,9 +145,9 @@ def dial(address: Address, timeout_s: float) -> socket.socket:
 def tune(connection: socket.socket) -> None:
     """Sets the options of a connected socket that do not depend on what it carries.
 
-    Within one machine a system's congestion control has nothing to control. One that paces, as
-    BBR does, halves the throughput there: 16 MiB at 3.4 GB/s, with Reno at 5.9. Every Linux has
-    Reno and lets anybody choose it. Between machines the system's own choice stays.
+    Within one machine congestion control has nothing to control. An algorithm that paces, such as
+    BBR, halves the throughput there: 16 MiB at 3.4 GB/s, with Reno at 5.9. Every Linux has Reno
+    and lets any process choose it. Between machines the system's own choice stays.
     """
     if connection.family == socket.AF_UNIX:
         return

@@ -1,12 +1,12 @@
-"""The first frames on a new connection: who is there, and proof that it may be.
+"""The handshake: each side of a new connection identifies itself and proves that it may join.
 
-The acceptor begins with a *challenge*, a random number. The dialler answers with one of its own.
-Every greeting carries a proof: a keyed hash (HMAC-SHA256) of both numbers, the direction, the kind,
-its place in the order and its text. So each side proves that it has the key, to whoever
-asked just now: what was recorded on another connection proves nothing here.
+The acceptor begins with a *challenge*, a random number. The dialler answers with its own random
+number. Every greeting carries a proof: a keyed hash (HMAC-SHA256) of both numbers, the direction,
+the kind, its place in the order and its text. So each side proves to the other, afresh on each
+connection, that it has the key: a proof recorded on another connection is worthless.
 
-The texts are JSON, and are not even parsed before their proof has been checked; nothing is
-unpickled. What a stranger can send is limited in size and in time.
+The texts are JSON, and are parsed only after their proof has been checked; nothing is unpickled.
+What a stranger can send is limited in size and in time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchweft.wire.messages import Kind
 
 VERSION = 3
 LIMIT_BYTES = 1 << 16
-"""How large a greeting may be."""
+"""Largest greeting accepted."""
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 
@@ -43,12 +43,12 @@ class NotProven(ProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What one side says of itself.
+    """One side's description of itself.
 
     Attributes:
-        worker: Its id.
-        refusal: Empty if the connection is welcome, else why it is not.
-        facts: Whatever the channels want to know of each other.
+        worker: The id of the worker.
+        refusal: The reason for refusing the connection; empty if it is accepted.
+        facts: Further facts, for instance about tensor channels.
     """
 
     worker: int
@@ -61,9 +61,9 @@ class Handshake:
 
     Args:
         connection: A connected socket; its timeout is changed.
-        key: What both sides must have.
+        key: The key that both sides must have.
         deadline_s: When to give up, by ``time.monotonic``.
-        is_dialler: Which side this is.
+        is_dialler: Whether this side dialled.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Handshake:
 
     @classmethod
     def dial(cls, connection: socket.socket, key: Secret, deadline_s: float) -> Handshake:
-        """Begins at the side that dialled; waits for the challenge.
+        """Begins the handshake as the dialler; waits for the challenge.
 
         Raises:
-            ProtocolError: Whoever listens there does not speak this protocol, or another version.
-            TimeoutError: Nothing came in time.
+            ProtocolError: The listener does not speak this protocol, or speaks another version.
+            TimeoutError: No challenge arrived in time.
             OSError: The connection ended.
         """
         handshake = cls(connection, key, deadline_s, is_dialler=True)
@@ -103,7 +103,7 @@ class Handshake:
 
     @classmethod
     def accept(cls, connection: socket.socket, key: Secret, deadline_s: float) -> Handshake:
-        """Begins at the side that was dialled, with the challenge."""
+        """Begins the handshake as the acceptor; sends the challenge."""
         handshake = cls(connection, key, deadline_s, is_dialler=False)
         handshake._challenge = secrets.token_bytes(NONCE_BYTES)
         challenge = _CHALLENGE.pack(_MAGIC, VERSION, handshake._challenge)
@@ -112,7 +112,7 @@ class Handshake:
         return handshake
 
     def send(self, kind: Kind, greeting: Greeting, descriptor: int | None = None) -> None:
-        """Writes ``greeting`` as one frame; with a descriptor, which takes a Unix socket."""
+        """Writes ``greeting`` as one frame; a descriptor goes along over a Unix socket only."""
         text = json.dumps(asdict(greeting)).encode()
         opening = self._answer if kind == Kind.HELLO else b""
         proof = self._key.sign(*self._signed(0, kind, text))
@@ -120,23 +120,23 @@ class Handshake:
         self._connection.settimeout(self._remaining_s())
         if descriptor is not None:
             data = data[socket.send_fds(self._connection, [data], [descriptor]) :]
-        if data:  # Else the other side may have it all, and be gone: no error of this greeting.
+        if data:  # Else the peer may have everything and be gone, which is no error here.
             self._connection.sendall(data)
 
     def receive(self, kind: Kind, descriptors: list[int] | None = None) -> Greeting:
         """Reads the other side's greeting and checks its proof.
 
-        Reads not a byte past the greeting, so that a parser can take over afterwards.
+        Reads no byte past the greeting, so that a parser can take over afterwards.
 
         Args:
-            kind: What kind of greeting is expected.
-            descriptors: Takes the descriptor that comes with the greeting, if one does, also where
-                an error is raised; it is the caller's to close. None: there is to be none.
+            kind: The expected kind of greeting.
+            descriptors: Extended with the descriptor that comes with the greeting, if any, even if
+                an error is raised; the caller must close it. None if no descriptor is expected.
 
         Raises:
-            NotProven: It does not prove that it belongs to this run, or says that we did not.
-            ProtocolError: It is no greeting.
-            TimeoutError: Nothing came in time.
+            NotProven: The peer does not prove that it belongs to this run, or rejects our proof.
+            ProtocolError: The data is not a valid greeting.
+            TimeoutError: The greeting did not arrive in time.
             OSError: The connection ended.
         """
         data = self._receive_frame(kind, LIMIT_BYTES, descriptors)
@@ -148,11 +148,11 @@ class Handshake:
         return _decode(text)
 
     def refuse_proof(self) -> None:
-        """Tells a dialler that it proved nothing; it learns no more than that."""
+        """Tells a dialler that its proof failed, and nothing else."""
         self._connection.sendall(b"".join(encode_frame(Kind.GOODBYE, 0, 0, b"")))
 
     def _signed(self, side: int, kind: Kind, text: bytes) -> tuple[bytes, ...]:
-        """Returns what the next greeting of a side is a proof of."""
+        """Returns the fields that the proof of a side's next greeting covers."""
         count = self._counts[side]
         self._counts[side] += 1
         place = bytes((kind, count))
@@ -204,7 +204,7 @@ def _decode(text: bytes) -> Greeting:
 def _receive_with_descriptor(
     connection: socket.socket, size_bytes: int, descriptors: list[int]
 ) -> bytes:
-    # Not socket.recv_fds: that one does not pass the flag on.
+    # Not socket.recv_fds, which does not pass the flag on.
     part, ancillary, _, _ = connection.recvmsg(
         size_bytes, socket.CMSG_LEN(_DESCRIPTOR.size), _CLOSE_ON_EXEC
     )

@@ -1,11 +1,11 @@
-"""What this machine's kernel knows of the other end of a TCP connection.
+"""Asks this machine's kernel when it last heard from the peer of a TCP connection.
 
-Keep-alive probes are answered by the kernel of the other side for as long as the process has the
-connection, whatever its threads do. So the time of the last answer tells a silent network, or a
-machine that is gone, from a worker that is busy.
+The peer's kernel answers keepalive probes for as long as the process has the connection, whatever
+its threads do. So the time of the last answer distinguishes a silent network, or a dead machine,
+from a busy worker.
 
-Where only one direction fails, something comes all the same: what the other side, which hears
-nothing, writes again and again. While this side, too, has to write again, nothing counts.
+If only our outgoing path fails, we still receive the peer's retransmissions. So while we
+retransmit too, incoming data is no sign of life.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import socket
 import struct
 
 _RETRANSMITS_OFFSET = 2
-"""Of ``tcpi_retransmits``: how often the oldest data was written again since an answer to any."""
+"""Of ``tcpi_retransmits``: retransmissions of the oldest data since the last acknowledgement."""
 _LAST_RECEIVED = struct.Struct("=II")
 _LAST_RECEIVED_OFFSET = 52
 """Of ``tcpi_last_data_recv`` and ``tcpi_last_ack_recv`` in Linux's ``struct tcp_info``."""
 _INFO_BYTES = _LAST_RECEIVED_OFFSET + _LAST_RECEIVED.size
 
 CAN_HEAR = hasattr(socket, "TCP_INFO")
-"""Whether this system tells; where not, its own limits end a silent connection."""
+"""Whether the system has this information; if not, its own limits end a silent connection."""
 
 
 def probe_interval_s(detection_s: float) -> int:
-    """Returns how often an idle connection is probed: kernels count in whole seconds."""
+    """Returns the interval of probes on an idle connection: kernels count in whole seconds."""
     return max(1, math.floor(detection_s / 5))
 
 
 def keep_alive(connection: socket.socket, detection_s: float) -> None:
-    """Has the kernel probe a TCP connection while nothing else is sent.
+    """Makes the kernel probe a TCP connection while nothing else is sent.
 
-    Where ``silence_s`` does not work, the kernel ends the connection itself after about
+    If ``silence_s`` does not work, the kernel ends the connection itself after about
     ``detection_s``.
     """
     interval_s = probe_interval_s(detection_s)
@@ -53,9 +53,9 @@ def keep_alive(connection: socket.socket, detection_s: float) -> None:
 
 
 def silence_s(connection: socket.socket) -> float | None:
-    """Returns for how many seconds nothing came from the other side.
+    """Returns the seconds since anything came from the peer.
 
-    None where that is not known, or says nothing: what this side sends is not answered.
+    None if unknown, or meaningless because the peer does not acknowledge what this side sends.
     """
     info = _info(connection)
     if not info or info[_RETRANSMITS_OFFSET]:
@@ -64,13 +64,13 @@ def silence_s(connection: socket.socket) -> float | None:
 
 
 def is_unanswered(connection: socket.socket) -> bool:
-    """Whether the other side does not answer what this side sends, as far as can be known."""
+    """Whether the peer does not acknowledge what this side sends, as far as is known."""
     info = _info(connection)
     return bool(info and info[_RETRANSMITS_OFFSET])
 
 
 def _info(connection: socket.socket) -> bytes:
-    """Returns the beginning of ``struct tcp_info``; nothing where there is none."""
+    """Returns the beginning of ``struct tcp_info``; empty if there is none."""
     if not CAN_HEAR:
         return b""
     try:

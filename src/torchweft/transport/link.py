@@ -1,18 +1,18 @@
 """A link: one connection to one peer, which many threads write and one thread reads at a time.
 
-Writing. Whoever has a message writes it to the socket itself; there is no writer thread between
-a caller and the kernel. While one thread is writing, others put their messages in its queue. A
-thread that reads for others must never block in a write (two such threads, each waiting for the
-other side to read, would wait for ever); when the socket is full it leaves the rest to the
-reactor, which calls ``flush`` when there is room. A thread that only writes may block.
+Writing. A thread with a message writes it to the socket itself; there is no writer thread between
+a caller and the kernel. While one thread is writing, other threads queue their messages. A thread
+that reads for others must never block in a write (two such threads, each waiting for the other
+side to read, would deadlock); when the socket is full it leaves the rest to the reactor, which
+calls ``flush`` when there is room. A thread that only writes may block.
 
-Reading. Who is in ``readers`` receives and parses. That is a thread of the reactor, or a caller
+Reading. The reader in ``readers`` receives and parses. It is a thread of the reactor, or a caller
 that waits for an answer and reads it straight from the socket.
 
 The main thread may be interrupted at any step (see ``torchweft.runtime.interrupts``). It writes
-one message and, with ``receive_own``, reads answers that are its own. All else it leaves to others.
+one message and, with ``receive_own``, reads its own answers. All else it leaves to other threads.
 
-The socket itself blocks; ``MSG_DONTWAIT`` makes the single call non-blocking, and a receive
+The socket itself blocks; ``MSG_DONTWAIT`` makes a single call non-blocking, and a receive
 timeout lets a blocked reader look at the clock now and then.
 """
 
@@ -44,7 +44,7 @@ _DRAIN_POLL_S = 0.001
 
 
 class LinkClosed(ConnectionError):
-    """The other side has closed the connection, or it broke; ``str`` says how."""
+    """The peer has closed the connection, or it broke; ``str`` gives the cause."""
 
 
 class Link:
@@ -52,31 +52,31 @@ class Link:
 
     Args:
         connection: A connected socket; the link owns it from here on.
-        parser: Cuts what arrives into frames.
-        when_full: Called, on any thread, when the socket is full and ``flush`` is to be called
-            as soon as it is writable.
+        parser: Cuts received bytes into frames.
+        when_full: Called, on any thread, when the socket is full: ``flush`` must be called as
+            soon as it is writable.
     """
 
     def __init__(
         self, connection: socket.socket, parser: FrameParser, when_full: Callable[[Link], None]
     ) -> None:
         self.readers: dict[int, object] = {}
-        """Under 0, who reads: ``readers.setdefault(0, me) is me`` begins that, ``pop`` ends it."""
+        """The reader, under 0: ``readers.setdefault(0, me) is me`` claims, ``pop`` releases."""
         self.taken_by: object = None
-        """Who has begun to read in the main thread, until another thread may do so again."""
+        """The reader in the main thread, from its start until other threads may read again."""
         self.pending: list[int] = []
-        """What ``receive_own`` has received and nobody has parsed."""
+        """Sizes of what ``receive_own`` has received and no thread has parsed."""
         self.answer_spinning = Spinning()
         self.request_spinning = Spinning()
         self.brought_tasks = False
-        """Whether what was last read for the reactor gave it tasks; for the reactor's use."""
+        """Whether the last read for the reactor gave it tasks; for the reactor's use."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self._socket = connection
         self._parser = parser
         self._when_full = when_full
         self._queue: deque[Buffer] = deque()
-        # What the main thread has begun to write: the parts, and how much of them each write took.
+        # The main thread's write in progress: the parts, then the size that each write took.
         self._begun: list[Any] | None = None
         self._writing = threading.Lock()
         self._is_full = False
@@ -91,25 +91,25 @@ class Link:
 
     @property
     def is_broken(self) -> bool:
-        """Whether there is no connection now, but may be one again."""
+        """Whether the connection is broken and may be replaced."""
         return False
 
     @property
     def is_free(self) -> bool:
-        """Whether it has ended, and has no descriptors any more."""
+        """Whether the link has ended and its descriptors are freed."""
         return self.read_fd < 0
 
     def send(self, parts: list[Buffer], *, may_block: bool) -> None:
-        """Writes ``parts`` in order, now or, where the socket is full, as soon as there is room.
+        """Writes ``parts`` in order, now or, if the socket is full, as soon as there is room.
 
-        The memory of ``parts`` must stay as it is until written.
+        The memory of ``parts`` must not change until written.
 
         Args:
             parts: Byte buffers that make up whole frames.
             may_block: Whether this thread may wait for room. Reading threads must not.
 
         Raises:
-            LinkClosed: The connection is no more.
+            LinkClosed: The connection has ended.
         """
         if self._is_closed:
             raise LinkClosed("the connection is closed")
@@ -117,7 +117,7 @@ class Link:
             self._send_in_main(parts, may_block)
             return
         if not self._writing.acquire(False):
-            # Whoever writes now looks at the queue when done; if that was just before, nobody does.
+            # The writer checks the queue when done; if it did so just before, write it here.
             self._queue.extend(parts)
             if self._writing.acquire(False):
                 self._write([], may_block=False)
@@ -134,13 +134,13 @@ class Link:
                 if self._queue and self._writing.acquire(False):
                     self._write([], may_block=False)
                 return
-            # Before what others have queued meanwhile: it is the rest of a frame.
+            # Goes before what others have queued meanwhile: it is the rest of a frame.
             self._write([memoryview(part)[size:]], may_block, is_rest=True)
             return
         self._write(parts, may_block)
 
     def _send_in_main(self, parts: list[Buffer], may_block: bool) -> None:
-        """Does what ``send`` does, one message at most; what is left, the reactor flushes."""
+        """Writes at most one message in the main thread; the reactor flushes the rest."""
         if self._queue or len(parts) > _IOV_LIMIT or self._writing.locked():
             self._queue.extend(parts)
         else:
@@ -169,7 +169,7 @@ class Link:
             self.bytes_sent += begun[1]
 
     def _take_begun(self) -> None:
-        """Puts what is left of a write that the main thread has begun before all else."""
+        """Moves the rest of the main thread's write in progress to the front of the queue."""
         if self._begun is not None:
             parts, *sizes = self._begun
             self._queue.extendleft(reversed(advance(parts, sum(sizes))))
@@ -177,7 +177,7 @@ class Link:
             self._begun = None
 
     def _wait_for_flush(self) -> None:
-        """Waits while the reactor flushes, but not for a peer that reads nothing for long."""
+        """Waits while the reactor flushes, for ``SEND_PATIENCE_S`` at most."""
         limit_s = time.monotonic() + SEND_PATIENCE_S
         while (self._queue or self._begun is not None) and not self._is_closed:
             if time.monotonic() > limit_s:
@@ -185,15 +185,15 @@ class Link:
             time.sleep(_DRAIN_POLL_S)
 
     def wake_writer(self) -> None:
-        """Has the reactor write what a thread that was interrupted has left; any thread may ask."""
+        """Has the reactor write what an interrupted thread has left; safe from any thread."""
         if (self._queue or self._begun is not None) and not self._writing.locked():
             self._when_full(self)
 
     def hold(self, part: Buffer) -> int:
-        """Keeps one frame until the next one is sent, or ``write_held``; returns how many wait.
+        """Queues one frame until the next ``send`` or ``write_held``; returns the queue's length.
 
         Raises:
-            LinkClosed: The connection is no more.
+            LinkClosed: The connection has ended.
         """
         if self._is_closed:
             raise LinkClosed("the connection is closed")
@@ -201,17 +201,17 @@ class Link:
         return len(self._queue)
 
     def write_held(self) -> None:
-        """Writes what was held; never blocks.
+        """Writes the held frames; never blocks.
 
         Raises:
-            LinkClosed: The connection is no more.
+            LinkClosed: The connection has ended.
         """
         if (self._queue or self._begun is not None) and self._writing.acquire(False):
             self._write([], may_block=False)
 
     def flush(self) -> None:
-        """Writes on after ``when_full``; never blocks. Called by the reactor."""
-        # The end of the connection is an event too, and then nobody may have been writing.
+        """Continues to write after ``when_full``; never blocks. Called by the reactor."""
+        # The end of the connection is an event too; then ``_writing`` may not have been left held.
         if self._is_full:
             self._is_full = False
             self._write([], may_block=False)
@@ -219,14 +219,14 @@ class Link:
             self.write_held()
 
     def _write(self, parts: list[Buffer], may_block: bool, *, is_rest: bool = False) -> None:
-        """Writes what others have queued and ``parts``. This thread has ``_writing``.
+        """Writes the queue and ``parts``. The caller holds ``_writing``.
 
-        It gives that up when all is written, or leaves it to ``flush`` where the socket is full.
+        Releases it when all is written, or leaves it to ``flush`` if the socket is full.
 
         Args:
-            parts: What this thread has to write; comes last.
-            may_block: Whether it may wait for room for that.
-            is_rest: Whether ``parts`` is the rest of what it has begun to write: comes first.
+            parts: This thread's buffers; written last.
+            may_block: Whether this thread may wait for room for ``parts``.
+            is_rest: Whether ``parts`` is the rest of a write in progress, to be written first.
         """
         queue = self._queue
         self._take_begun()
@@ -238,7 +238,7 @@ class Link:
             while True:
                 if not parts:
                     parts = [queue.popleft() for _ in range(min(len(queue), _BATCH))]
-                    # What others queued is not worth blocking this thread for.
+                    # Do not block this thread for what others queued.
                     may_block = False
                 if not parts:
                     self._writing.release()
@@ -259,14 +259,14 @@ class Link:
     def _write_some(self, parts: list[Buffer], may_block: bool) -> list[Buffer]:
         """Writes until done or the socket is full; returns what is left.
 
-        Who may block waits for room, but not for a peer that reads nothing for long.
+        With ``may_block``, waits for room, but not for a peer that reads nothing for long.
         """
         limit_s = time.monotonic() + SEND_PATIENCE_S if may_block else 0.0
         while parts:
             try:
                 size = self._socket.sendmsg(parts[:_IOV_LIMIT], (), 0 if may_block else _DONTWAIT)
             except BlockingIOError:
-                # Some kernels give up waiting before the time that they were given.
+                # Some kernels return before the send timeout is over.
                 if not may_block or time.monotonic() > limit_s:
                     return parts
                 continue
@@ -277,14 +277,14 @@ class Link:
         return parts
 
     def receive(self, *, may_block: bool) -> list[Frame]:
-        """Receives what is there and returns the frames that are complete. Needs ``reading``.
+        """Receives what has arrived; returns the complete frames. The caller is in ``readers``.
 
         Args:
-            may_block: Whether to wait, for about ``READ_TICK_S`` at most, if nothing is there.
+            may_block: Whether to wait, for about ``READ_TICK_S`` at most, if nothing has arrived.
 
         Raises:
-            LinkClosed: The other side is gone; everything it sent before has been returned.
-            ProtocolError: What it sent makes no sense.
+            LinkClosed: The peer is gone; everything it sent before has been returned.
+            ProtocolError: The peer sent invalid data.
         """
         if self.pending:
             return self._parse_pending()
@@ -292,11 +292,11 @@ class Link:
         return self._parser.received(size) if size else []
 
     def receive_own(self, *, may_block: bool) -> list[Frame] | None:
-        """Receives frames in the main thread, which reads; ``end_own`` follows, or ``receive``.
+        """Receives frames in the main thread, the reader; ``end_own`` or ``receive`` must follow.
 
         Returns:
-            The frames; none if nothing came. None where only ``receive`` can tell what came, in
-            another thread.
+            The frames; empty if nothing arrived. None if only ``receive``, in another thread, can
+            tell what arrived.
         """
         space = self._parser.idle_space()
         if space is None or self.pending:
@@ -313,10 +313,10 @@ class Link:
         return self._parser.whole_frames(self.pending[0])
 
     def end_own(self, consumed: list[int]) -> None:
-        """Notes that the frames of ``receive_own`` have been dealt with.
+        """Notes that the frames of ``receive_own`` have been handled.
 
         Args:
-            consumed: Takes the sizes of what was received, in the step that ends it.
+            consumed: Extended with the received sizes in the step that clears ``pending``.
         """
         consumed += map(self.pending.pop, (0,) * len(self.pending))
         self.bytes_received += sum(consumed)
@@ -328,7 +328,7 @@ class Link:
         return self._parser.received(size) if size else []
 
     def receive_spinning(self, spinning: Spinning) -> list[Frame]:
-        """Like ``receive``, without blocking, but looks for what comes within a moment."""
+        """Like a non-blocking ``receive``, but polls the socket for a moment."""
         if self.pending:
             return self._parse_pending()
         look = spinning.begin()
@@ -339,7 +339,7 @@ class Link:
         return self._parser.received(size)
 
     def _receive_some(self, flags: int) -> int:
-        """Receives into the parser's space; returns how much, 0 if there is nothing yet."""
+        """Receives into the parser's space; returns the number of bytes, 0 if none arrived yet."""
         space = self._parser.space()
         try:
             if len(space) == 1:
@@ -356,15 +356,15 @@ class Link:
         return size
 
     def say_goodbye(self, reason: bytes = b"") -> None:
-        """Tells the peer why this side leaves, where there is a reason to tell."""
+        """Tells the peer why this side leaves, if there is a reason."""
         if reason:
-            with contextlib.suppress(LinkClosed):  # It has ended, maybe just now.
+            with contextlib.suppress(LinkClosed):  # The connection has ended, maybe just now.
                 self.send(encode_frame(Kind.GOODBYE, 0, 0, reason), may_block=False)
 
     def drain(self, timeout_s: float) -> None:
         """Waits, for a limited time, until everything given to ``send`` has been written."""
         deadline_s = time.monotonic() + timeout_s
-        # Not the queue: a writer has taken out of it what it is writing.
+        # The queue does not tell: a writer has removed from it what it is writing.
         while not self._is_closed and time.monotonic() < deadline_s:
             if not self._writing.locked() and self._begun is None:
                 return
@@ -376,17 +376,17 @@ class Link:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # The other side was faster.
+            pass  # The peer ended it first.
 
     def abandon(self) -> None:
-        """Frees the descriptors, in a forked process, and leaves the connection to its parent."""
+        """Frees the descriptors in a forked process; its parent keeps the connection."""
         self._socket.close()
         self._write_socket.close()
 
     def free(self) -> bool:
-        """Frees descriptors and memory of a link that was hung up, once nobody uses them.
+        """Frees descriptors and memory of a link that was hung up, once no thread uses them.
 
-        Blocks for a moment. Returns False where somebody is still writing.
+        Blocks for a moment. Returns False if a thread still reads or writes.
         """
         me = object()
         limit_s = time.monotonic() + SEND_PATIENCE_S
@@ -397,7 +397,7 @@ class Link:
         try:
             if self.is_free:
                 return True
-            # A full link is left to ``flush``, which nobody calls any more.
+            # A full link leaves ``_writing`` to ``flush``, which is not called any more.
             if not self._writing.acquire(timeout=SEND_PATIENCE_S) and not self._is_full:
                 return False
             self._is_full = False
@@ -408,12 +408,12 @@ class Link:
         return True
 
     def close(self) -> None:
-        """Frees the descriptors. Only when nobody reads or writes any more."""
+        """Frees the descriptors. Only when no thread reads or writes any more."""
         self.hang_up()
         self._release()
 
     def _release(self) -> None:
-        # Whoever comes late must not arm a stranger's descriptor.
+        # A late thread must not arm a descriptor that belongs to another file by then.
         self.read_fd = self.write_fd = -1
         self._socket.close()
         self._write_socket.close()
@@ -428,11 +428,11 @@ def _no_memory(size_bytes: int) -> memoryview:
 
 
 def tune(connection: socket.socket) -> None:
-    """Sets what a link needs of its socket."""
+    """Sets the socket options that a link needs."""
     connection.setblocking(True)
     tick = struct.pack("ll", 0, int(READ_TICK_S * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
-    # Who waits for room with a peer that reads nothing leaves the rest to ``flush``.
+    # A writer whose peer reads nothing for so long leaves the rest to ``flush``.
     patience = struct.pack("ll", 0, int(SEND_PATIENCE_S * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
     if connection.family == socket.AF_UNIX:

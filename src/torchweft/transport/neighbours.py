@@ -1,8 +1,8 @@
-"""Which user of this machine is at the other end of a connection.
+"""Finds the user of this machine at the other end of a connection.
 
-Without a secret, whoever reads the rendezvous store could join. So workers talk to their own user
-only then, whom the kernel names: of a Unix socket to whoever asks, of a TCP connection within the
-machine in a table of all connections.
+Without a secret, any reader of the rendezvous store could join. So workers without a secret talk
+only to their own user. The kernel names that user: for a Unix socket on request, for a TCP
+connection within the machine in a table of all connections.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _WORD = struct.Struct("=I")
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _ESTABLISHED = "01"
 _NO_PROCESS = "0"
-"""The inode of a connection that no process has, or has accepted: its user is not told."""
+"""Inode of a connection that no process has, or has accepted; the table does not tell its user."""
 _LOOKS = 10
-"""The table is no snapshot: while others connect, an entry may be passed over."""
+"""Reads of the table, which is not a snapshot: a read may miss an entry while others connect."""
 
 
 def check_user(connection: socket.socket) -> None:
-    """Sees that this user, or root, has the other end of ``connection``.
+    """Checks that this user, or root, has the other end of ``connection``.
 
     A TCP connection must have been accepted by now.
 
     Raises:
-        ProtocolError: Somebody else has it.
-        ConnectionError: The kernel does not say who; it may next time.
+        ProtocolError: Another user has it.
+        ConnectionError: The kernel does not name the user; a later attempt may succeed.
     """
     user = user_of(connection)
     if user is None:
@@ -45,9 +45,9 @@ def check_user(connection: socket.socket) -> None:
 
 
 def user_of(connection: socket.socket) -> int | None:
-    """Returns which user of this machine is at the other end; None where that is not known.
+    """Returns the user of this machine at the other end; None if unknown.
 
-    Of a Unix socket that was dialled, that is who listens.
+    For a dialled Unix socket, that is the listener's user.
     """
     if connection.family != socket.AF_UNIX:
         return _user_of_tcp(connection)
@@ -57,7 +57,7 @@ def user_of(connection: socket.socket) -> int | None:
 
 
 def _user_of_tcp(connection: socket.socket) -> int | None:
-    # As the other end has it: its own address first.
+    # The entry of the other end, which has its own address first.
     theirs = _written(connection.getpeername()), _written(connection.getsockname())
     for _ in range(_LOOKS):
         for local, remote, user in _connections():
@@ -67,7 +67,7 @@ def _user_of_tcp(connection: socket.socket) -> int | None:
 
 
 def _connections() -> Iterator[tuple[str, str, int]]:
-    """Yields both ends of each connection that a process has, and the user of that process."""
+    """Yields both ends and the user of each connection that a process has."""
     for table in _TABLES:
         try:
             with open(table) as lines:
@@ -81,7 +81,7 @@ def _connections() -> Iterator[tuple[str, str, int]]:
 
 
 def _written(endpoint: tuple[str, int]) -> tuple[str, str]:
-    """Returns an endpoint as the tables have it: as that of version 4, and of version 6."""
+    """Returns an endpoint as the IPv4 table and as the IPv6 table write it."""
     host, port = endpoint[:2]
     address = ipaddress.ip_address(host)
     mapped = getattr(address, "ipv4_mapped", address)

@@ -1,14 +1,14 @@
 """A link over TCP, which outlives its connections: see ``docs/protocols/sessions.md``.
 
-To those who send and read it is a ``Link`` that never breaks, but may be quiet for a while: what is
-sent meanwhile is kept. When a connection ends, the link says so, once; whoever makes a new one
-hands it over by ``resume``.
+To senders and readers it is a ``Link`` that never breaks, but may be silent for a while: what is
+sent meanwhile is kept. When a connection ends, the link reports that once; the thread that makes
+a new connection hands it over by ``resume``.
 
-Nothing that may have to be written again is forgotten: a buffer is kept in the session before its
-first byte is written. Writing goes on from ``_unsent``; the session knows what is before it.
+A buffer is kept in the session before its first byte is written, because it may have to be sent
+again. Writing continues from ``_unsent``; the session knows what is before it.
 
 The descriptors under which the reactor knows the link are duplicates. They keep their numbers
-from one connection to the next, so that nobody ever arms or pauses a stranger's descriptor.
+from one connection to the next, so that no thread ever arms or pauses another file's descriptor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DRAIN_POLL_S = 0.001
 class BreakListener(Protocol):
     """Called, on any thread, when the connection of a link has ended.
 
-    The descriptors of the link are of no use from here on, until ``resume``.
+    The descriptors of the link are useless until ``resume``.
     """
 
     def __call__(self, link: ResumableLink, cause: str, *, is_answer: bool) -> None: ...
@@ -51,11 +51,11 @@ class ResumableLink(Link):
     """One session with a peer, over one connection at a time.
 
     Args:
-        connection: A connected socket, or what looks like one; owned from here on.
-        parser: Cuts what arrives into frames.
-        when_full: As of ``Link``.
-        on_break: Told when a connection has ended, once for each.
-        limit_bytes: How much may be kept before those who may block wait.
+        connection: A connected socket, or an equivalent object; owned from here on.
+        parser: Cuts received bytes into frames.
+        when_full: As for ``Link``.
+        on_break: Called once for each connection that ends.
+        limit_bytes: Kept bytes beyond which senders that may block wait.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ResumableLink(Link):
     ) -> None:
         super().__init__(connection, parser, when_full)
         self.resuming = threading.Lock()
-        """Held by who gives it one."""
+        """Held by the thread that gives the link a connection."""
         self.resumption_count = 0
         self._on_break = on_break
         self._limit_bytes = limit_bytes
@@ -121,7 +121,7 @@ class ResumableLink(Link):
         self.write_held()
 
     def _write_queued(self, may_block: bool) -> None:
-        """Writes what waits. This thread has ``_writing``, and gives it up."""
+        """Writes the queue. The caller holds ``_writing``, which is released here."""
         queue, unsent = self._queue, self._unsent
         while True:
             is_full = False
@@ -138,13 +138,13 @@ class ResumableLink(Link):
             if is_full:
                 self._when_full(self)
                 return
-            # Whoever queued something meanwhile has found this thread writing.
+            # A thread that queued something meanwhile has left it to this writer.
             if not queue or not self._writing.acquire(False):
                 return
             may_block = False
 
     def _write_unsent(self, may_block: bool) -> bool:
-        """Writes as much as there is room for; returns whether that was all."""
+        """Writes until done or the socket is full; returns False if it is full."""
         unsent = self._unsent
         while unsent:
             parts = list(islice(unsent, _IOV_LIMIT))
@@ -167,7 +167,7 @@ class ResumableLink(Link):
         return True
 
     def _wait_for_writer(self) -> None:
-        """Waits while another thread writes and too much is kept and queued."""
+        """Waits while another thread writes and kept and queued bytes exceed the limit."""
         limit_s = time.monotonic() + SEND_PATIENCE_S
         while self._writing.locked() and not self._is_closed:
             queued_bytes = sum(map(len, self._queue.copy()))
@@ -178,7 +178,7 @@ class ResumableLink(Link):
             time.sleep(_DRAIN_POLL_S)
 
     def _wait_for_flush(self) -> None:
-        """Waits while too much is kept, as ``_wait_for_room``, but may be interrupted anywhere."""
+        """Waits like ``_wait_for_room``, but may be interrupted anywhere."""
         acknowledged, limit_s = self._outgoing.acknowledged, time.monotonic() + SEND_PATIENCE_S
         while self._outgoing.kept_bytes > self._limit_bytes and not self._is_closed:
             if self._outgoing.acknowledged != acknowledged:
@@ -189,7 +189,7 @@ class ResumableLink(Link):
             time.sleep(_DRAIN_POLL_S)
 
     def _wait_for_room(self) -> None:
-        """Waits while too much is kept, but not for a peer that takes nothing for long."""
+        """Waits while too much is kept, but not for a peer that acknowledges nothing for long."""
         with self._room:
             while self._outgoing.kept_bytes > self._limit_bytes and not self._is_closed:
                 before = self._outgoing.acknowledged
@@ -198,15 +198,15 @@ class ResumableLink(Link):
                     return
 
     def acknowledged(self, position: int) -> None:
-        """Lets go of what the peer has received; raises ProtocolError where it cannot have."""
-        # Not while whoever resumes does the same: the two would let go of too much.
+        """Releases what the peer has received; raises ProtocolError if that was never sent."""
+        # Race: a thread in ``resume`` does the same, and both at once would release too much.
         with self._room:
             self._outgoing.acknowledge(position)
             if self._outgoing.kept_bytes <= self._limit_bytes:
                 self._room.notify_all()
 
     def acknowledge(self) -> None:
-        """Tells the peer how much was received, if that is news. Never blocks."""
+        """Acknowledges received bytes, if enough of them are new. Never blocks."""
         position = self._incoming.acknowledgement()
         if position is not None and not self._is_broken:
             control = encode_ints(position)
@@ -222,7 +222,7 @@ class ResumableLink(Link):
         return self._and_pending(super().receive_spinning(spinning))
 
     def _and_pending(self, frames: list[Frame]) -> list[Frame]:
-        """Adds what a secure connection has received already: no event will tell of it."""
+        """Adds what a secure connection has already received: no event announces it."""
         while getattr(self._socket, "pending", 0):
             size = self._receive_some(_DONTWAIT)
             if not size:
@@ -258,11 +258,11 @@ class ResumableLink(Link):
     # Breaks
 
     def silence_s(self) -> float | None:
-        """Returns for how long the kernel has heard nothing of the peer; None where unknown."""
+        """Returns for how long the kernel has heard nothing from the peer; None if unknown."""
         return None if self._is_broken else silence_s(self._socket)
 
     def break_off(self, cause: str) -> None:
-        """Ends the connection, not the session: the peer says that it has broken."""
+        """Ends the connection, but not the session: the peer reports a break."""
         self._note_break(ConnectionError(cause))
 
     def _note_break(self, error: OSError) -> None:
@@ -271,18 +271,18 @@ class ResumableLink(Link):
                 return
             self._is_broken = True
             self._resumed.clear()
-        # A time that is up comes from this side. And an end that arrives where nothing else is
-        # answered came from a peer that hears nothing: no new connection will be answered, either.
+        # A timeout comes from this side's kernel. An end that arrives while our segments are not
+        # acknowledged is from a peer that hears nothing: it will not answer a new connection.
         is_answer = isinstance(error.__cause__ or error, ConnectionError)
         is_answer = is_answer and not is_unanswered(self._socket)
         _shut(self._socket)
         self._on_break(self, str(error), is_answer=is_answer)
 
     def stop(self) -> int:
-        """Ends the connection, for another one; returns how far this side has received.
+        """Ends the connection to replace it; returns the position that this side has received.
 
-        Nothing more is received until ``resume``; if it does not come to that, ``report_break``
-        is due.
+        Nothing more is received until ``resume``; if the replacement fails, ``report_break`` must
+        follow.
         """
         with self._room:
             self._is_broken = True
@@ -292,22 +292,22 @@ class ResumableLink(Link):
             return self._incoming.position
 
     def report_break(self, cause: str) -> None:
-        """Says that a session that was stopped has no connection."""
+        """Reports the break if a stopped session still has no connection."""
         if self._is_broken and not self._is_closed:
             self._on_break(self, cause, is_answer=True)
 
     def resume(self, connection: socket.socket, peer_position: int) -> None:
-        """Goes on over a new connection.
+        """Continues the session over a new connection.
 
         Args:
-            connection: A connected socket, or what looks like one; owned from here on.
+            connection: A connected socket, or an equivalent object; owned from here on.
             peer_position: How many bytes the peer has received in the session.
 
         Raises:
             LinkClosed: The session has ended meanwhile.
-            ProtocolError: The peer is at a position at which this side cannot go on.
+            ProtocolError: This side cannot continue from the peer's position.
         """
-        _shut(self._socket)  # Whoever reads or writes it comes to an end.
+        _shut(self._socket)  # Makes threads that read or write it return.
         with self._receiving, self._writing, self._room:
             if self._is_closed:
                 connection.close()
@@ -332,14 +332,14 @@ class ResumableLink(Link):
     # The end
 
     def say_goodbye(self, reason: bytes = b"") -> None:
-        """Tells the peer that the end of the connection is not going to be a break."""
-        with contextlib.suppress(LinkClosed):  # It has ended, maybe just now.
+        """Tells the peer that the coming end of the connection is not a break."""
+        with contextlib.suppress(LinkClosed):  # The session has ended, maybe just now.
             self.send(encode_frame(Kind.GOODBYE, 0, 0, reason), may_block=False)
 
     def drain(self, timeout_s: float) -> None:
         """Waits, for a limited time, until the peer has acknowledged everything.
 
-        What may be left is as short as the last acknowledgement of this side.
+        At most the size of this side's last acknowledgement may stay unacknowledged.
         """
         deadline_s = time.monotonic() + timeout_s
         while self._queue or self._outgoing.kept_bytes > LEAST_BYTES:
@@ -374,7 +374,7 @@ class ResumableLink(Link):
 
 
 def position_in(control: Buffer) -> int:
-    """Reads the position in an ``ACKNOWLEDGED``; raises ProtocolError where there is none."""
+    """Returns the position of an ``ACKNOWLEDGED``; raises ProtocolError if it has none."""
     values = decode_ints(control)
     if len(values) != 1 or values[0] < 0:
         raise ProtocolError(f"an acknowledgement has {len(values)} positions")
@@ -385,4 +385,4 @@ def _shut(connection: socket.socket) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # The other side was faster.
+        pass  # The peer ended it first.

@@ -1,15 +1,15 @@
-"""Whether to look again for a moment before a thread goes to sleep.
+"""Decides whether a thread spins for a moment before it sleeps.
 
 Waking a thread on another core takes longer than a whole small call: 20-50 us on a small virtual
-machine, against a look at the socket of 1 us. A thread that spins finds the answer at once, where
-the other side runs on a core of its own. Where it does not, spinning keeps it from running. No
-figure of the machine tells the two apart reliably, so this goes by its own success: each failure
-doubles the time in which waits go straight to sleep, a success lets the next one spin. The rest
-is bounded, so that at worst half a percent of the time is spun away, and what has become
-worthwhile is noticed within a few calls.
+machine, against 1 us for a look at the socket. A spinning thread finds the answer at once if the
+other side runs on a core of its own. Otherwise spinning keeps the other side from running. No
+figure of the machine distinguishes the two cases reliably, so the decision follows its own
+success. Each failure doubles the rest, the time in which waits go straight to sleep; a success
+lets the next wait spin. The rest is bounded, so that at worst half a percent of the time is spent
+spinning, and spinning that has become worthwhile is noticed within a few calls.
 
 Between the messages of a training step the other side computes for some hundred microseconds. A
-thread that has looked in vain for the usual moment goes on for several times as long, if no
+thread that has spun in vain for the usual moment continues for several times as long, if no
 thread on the machine waits for a core meanwhile.
 """
 
@@ -23,11 +23,11 @@ from torchweft.probe import running_threads
 
 _SHORTEST_REST = 10
 _LONGEST_REST = 200
-"""Rests, in times of what was spun in vain."""
+"""Rests, as multiples of the time spun in vain."""
 
 
 class Spinning:
-    """Decides for one kind of wait on one connection whether it spins, and learns from it."""
+    """Decides for one kind of wait on one connection whether to spin; learns from the outcome."""
 
     __slots__ = ("_cores", "_rest", "_rests_until_s", "long_spin_s", "spin_s")
 
@@ -43,25 +43,25 @@ class Spinning:
         return self.spin_s > 0.0 and monotonic() >= self._rests_until_s
 
     def begin(self) -> Look:
-        """Returns the next look, which begins now."""
+        """Returns a ``Look`` that begins now."""
         return Look(self)
 
     def succeeded(self) -> None:
-        """Notes that what was waited for came while spinning."""
+        """Notes that the awaited data arrived while spinning."""
         self._rest = _SHORTEST_REST
 
     def may_go_on(self) -> bool:
-        """Whether to spin for ``long_spin_s`` where ``spin_s`` was not enough."""
+        """Whether to spin for ``long_spin_s`` if ``spin_s`` was not enough."""
         return self.long_spin_s > self.spin_s and 0 < running_threads() <= self._cores
 
     def failed(self, spun_s: float) -> None:
-        """Notes that the thread, having spun for so long, had to go to sleep after all."""
+        """Notes that the thread spun for ``spun_s`` in vain and has to sleep."""
         self._rests_until_s = monotonic() + self._rest * spun_s
         self._rest = min(2 * self._rest, _LONGEST_REST)
 
 
 class Look:
-    """One time of spinning, for a thread that asks after each look whether to go on."""
+    """One period of spinning; the thread asks after each look whether to continue."""
 
     __slots__ = ("_began_s", "_is_usual", "_limit_s", "_spinning")
 

@@ -1,1 +1,1 @@
-"""What travels between workers, as bytes: frames and the messages in them. No I/O, no torch."""
+"""The wire format: frames, and the messages in them, as bytes. No I/O, no torch."""

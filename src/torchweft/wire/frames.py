@@ -7,12 +7,12 @@ A frame is a fixed header, the lengths of its buffers, a control part, and the b
     control part
     buffers, one after the other
 
-The control part says what is wanted; the buffers are the memory of tensors. A frame that fits
-the receive buffer is parsed out of it. Of a larger one, every part is received straight into
-memory of its own, so that a large tensor is copied once, by the kernel. Lengths are checked
-against the limits before any memory is taken for them, and it is taken as the frame comes: a
-header that announces much and is followed by nothing costs little. The receive buffer grows where
-it cannot hold a header and its lengths, which are at most half a megabyte.
+The control part is the message; the buffers are the memory of tensors. A frame that fits the
+receive buffer is parsed out of it. Every part of a larger frame is received straight into its own
+memory, so that a large tensor is copied once, by the kernel. Lengths are checked against the limits
+before memory is allocated, and memory is allocated as the frame arrives: a header that announces
+much and is followed by nothing costs little. The receive buffer grows if it cannot hold a header
+and its lengths, which are at most half a megabyte.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Allocate = Callable[[int], memoryview]
 
 
 class Frame(NamedTuple):
-    """One received frame. Its control part and buffers belong to whoever holds the frame."""
+    """One received frame. Its holder owns the control part and buffers."""
 
     kind: int
     flags: int
@@ -46,14 +46,14 @@ class Frame(NamedTuple):
     buffers: Sequence[Buffer]
 
 
-# The constructor of a named tuple is Python code: most of the cost of a frame.
+# The named tuple's own constructor is Python code, and most of the cost of a frame.
 _new_frame = tuple.__new__
 
 
 def encode_frame(
     kind: int, flags: int, frame_id: int, control: bytes, buffers: Sequence[memoryview] = ()
 ) -> list[Buffer]:
-    """Returns what to write for one frame: header and control in one piece, then the buffers."""
+    """Returns the pieces to write for one frame: header with control, then the buffers."""
     if not buffers:
         return [HEADER.pack(kind, flags, 0, len(control), frame_id) + control]
     count = len(buffers)
@@ -70,16 +70,16 @@ def encode_frame(
 
 
 class FrameParser:
-    """Cuts what a connection delivers into frames, without doing any I/O itself.
+    """Cuts a connection's byte stream into frames, without doing any I/O itself.
 
     The owner receives into ``space()`` and reports the count to ``received()``.
 
     Args:
-        allocate: Gives writable memory of a size in bytes, for the buffers of large frames.
+        allocate: Returns writable memory of a size in bytes, for the parts of large frames.
         receive_bytes: Size of the receive buffer; smaller frames are parsed out of it.
         control_limit_bytes: Largest control part accepted.
         frame_limit_bytes: Largest frame accepted, buffers included.
-        ahead_bytes: Memory is taken for no further buffer while so much of it is not filled yet.
+        ahead_bytes: No further buffer is allocated while this much memory is not filled yet.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class FrameParser:
         self._large: _LargeFrame | None = None
 
     def space(self) -> list[memoryview]:
-        """Returns where the next bytes are to be received, in order; never empty."""
+        """Returns the memory to receive the next bytes into, in order; never empty."""
         if self._large is not None:
             return self._large.missing
         if not self._end:
@@ -111,11 +111,10 @@ class FrameParser:
         return [self._view[self._end :]]
 
     def received(self, size_bytes: int) -> list[Frame]:
-        """Takes note of ``size_bytes`` received into ``space()``; returns the frames now complete.
+        """Notes ``size_bytes`` received into ``space()``; returns the frames now complete.
 
         Raises:
-            ProtocolError: The bytes are no frame, or one beyond the limits. The connection is
-                of no more use then.
+            ProtocolError: A frame exceeds the limits. The connection is then unusable.
         """
         if self._large is not None:
             if not self._large.fill(size_bytes):
@@ -130,7 +129,7 @@ class FrameParser:
             body_start = start + HEADER_BYTES
             body_end = body_start + control_bytes
             if not count and body_end <= end and control_bytes <= limit_bytes:
-                # Small and complete: what nearly all frames are.
+                # Small and complete, as nearly all frames are.
                 control = bytes(view[body_start:body_end])
                 frames.append(_new_frame(Frame, (kind, flags, frame_id, control, ())))
                 start = body_end
@@ -149,13 +148,13 @@ class FrameParser:
         return frames
 
     def idle_space(self) -> memoryview | None:
-        """Returns where to receive the beginning of a frame; None where one has begun."""
+        """Returns the memory to receive the start of a frame into; None if a frame has begun."""
         return None if self._end or self._large is not None else self._view
 
     def whole_frames(self, size_bytes: int) -> list[Frame] | None:
-        """Returns the frames in ``idle_space()``, and changes nothing.
+        """Returns the frames in ``idle_space()``, without changing the parser's state.
 
-        None where they are anything else than whole frames: ``received`` says what they are.
+        Returns None if the bytes are not whole frames: pass them to ``received``.
         """
         frames: list[Frame] = []
         view, start, end = self._view, 0, size_bytes
@@ -231,7 +230,7 @@ class FrameParser:
         return buffers
 
     def _begin_large(self, head: Frame, control_bytes: int, lengths: Sequence[int]) -> int:
-        """Takes memory for the parts of a large frame and moves in what is here already."""
+        """Allocates memory for the parts of a large frame and moves the received bytes there."""
         header_bytes = HEADER_BYTES + 8 * len(lengths)
         sizes = (control_bytes, *lengths)
         large = _LargeFrame(head, sizes, self._allocate, self._ahead_bytes)
@@ -257,9 +256,9 @@ class _LargeFrame:
 
     Args:
         head: The frame without its parts.
-        sizes: Those of the control part and of the buffers.
-        allocate: Gives memory for a part.
-        ahead_bytes: How much of it may be there unfilled before a further part gets its own.
+        sizes: The sizes of the control part and of the buffers.
+        allocate: Returns memory for a part.
+        ahead_bytes: How much unfilled memory there may be before a further part is allocated.
     """
 
     def __init__(
@@ -275,7 +274,7 @@ class _LargeFrame:
         self._take_memory()
 
     def _take_memory(self) -> None:
-        """Takes memory for the parts that are next; for one at least, if there is one."""
+        """Allocates memory for the next parts: for at least one, if any is left."""
         sizes, parts = self._sizes, self._parts
         while len(parts) < len(sizes):
             if self.missing and self._unfilled_bytes >= self._ahead_bytes:
@@ -289,7 +288,7 @@ class _LargeFrame:
                 self._unfilled_bytes += size
 
     def fill(self, size_bytes: int) -> bool:
-        """Takes note of received bytes; returns whether the frame is complete."""
+        """Notes received bytes; returns whether the frame is complete."""
         self._unfilled_bytes -= size_bytes
         while size_bytes:
             part = self.missing[0]

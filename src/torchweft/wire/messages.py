@@ -6,10 +6,10 @@ fixed layout, a pickled payload, and two tables that describe the tensors::
     head length u32 | payload length u32 | tensor table length u32 | channel table length u32
     head | payload | tensor table | channel table
 
-A call or reply of a few small plain values is *compact* instead, and says so in its flags: the
-head's numbers, for a call the function's name, and the values, with no tables and no pickle.
+A call or reply of a few small plain values is *compact* instead, which its flags say: the head's
+numbers, for a call the function's name, and the values, with no tables and no pickle.
 
-Nothing here is pickled or unpickled; a payload is opaque at this layer.
+This layer neither pickles nor unpickles; a payload is opaque here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchweft.wire.frames import Buffer
 
 
 class Kind(enum.IntEnum):
-    """What a frame is for. The number travels."""
+    """The kind of a message; the number is sent."""
 
     HELLO = 1
     WELCOME = 2
@@ -52,7 +52,7 @@ class Kind(enum.IntEnum):
 
 VALUE_REPLY = 0
 ERROR_REPLY = 1
-"""Flags of a ``REPLY``: what it carries."""
+"""Flags of a ``REPLY``: whether it carries a value or an error."""
 
 COMPACT = 2
 """Flag of a ``CALL`` or ``REPLY`` without tables or pickle."""
@@ -62,7 +62,7 @@ _LENGTHS = struct.Struct("<IIII")
 _CALL_HEAD = struct.Struct("<dqQQHI")
 _REPLY_HEAD = struct.Struct("<QQI")
 _REFERENCE = struct.Struct("<qqqq")
-# With the frame's header: one piece is packed faster than two.
+# These include the frame's header: one piece is packed faster than two.
 _CALL, _REPLY = int(Kind.CALL), int(Kind.REPLY)
 _COMPACT_CALL = struct.Struct("<BBHIQ dqQQH")
 _COMPACT_CALL_HEAD = struct.Struct("<dqQQH")
@@ -116,14 +116,14 @@ def decode_parcel(control: Buffer) -> ParcelSections:
 
 
 class HandedReference(NamedTuple):
-    """A reference inside a message: which value, and the token of this handing on."""
+    """A reference inside a message, and the token of this handover."""
 
     reference: ReferenceId
     token: int
 
 
 class CallHead(NamedTuple):
-    """What a ``CALL`` says besides its payload.
+    """The head of a ``CALL``.
 
     Attributes:
         remaining_s: Seconds the caller will still wait; infinity for no limit.
@@ -143,7 +143,7 @@ class CallHead(NamedTuple):
 
 
 class ReplyHead(NamedTuple):
-    """What a ``REPLY`` says besides its payload."""
+    """The head of a ``REPLY``."""
 
     context_id: int
     message_id: int
@@ -162,7 +162,7 @@ def encode_call_head(head: CallHead) -> bytes:
 
 
 def decode_call_head(data: Buffer) -> CallHead:
-    """Reads the head of a ``CALL``; raises ProtocolError where it is malformed."""
+    """Reads the head of a ``CALL``; raises ProtocolError if it is malformed."""
     if len(data) < _CALL_HEAD.size:
         raise ProtocolError(f"the head of a call has {len(data)} bytes, too few")
     remaining_s, creation, context_id, message_id, size, count = _CALL_HEAD.unpack_from(data)
@@ -179,7 +179,7 @@ def encode_reply_head(head: ReplyHead) -> bytes:
 
 
 def decode_reply_head(data: Buffer) -> ReplyHead:
-    """Reads the head of a ``REPLY``; raises ProtocolError where it is malformed."""
+    """Reads the head of a ``REPLY``; raises ProtocolError if it is malformed."""
     if len(data) < _REPLY_HEAD.size:
         raise ProtocolError(f"the head of a reply has {len(data)} bytes, too few")
     context_id, message_id, count = _REPLY_HEAD.unpack_from(data)
@@ -219,7 +219,7 @@ def decode_compact_call(control: Buffer) -> tuple[float, int, int, int, bytes, i
 
     Returns:
         Seconds the caller will wait, number of the reference to create, context, message, name of
-        the function, and where the values begin.
+        the function, and the offset of the values.
 
     Raises:
         ProtocolError: It is cut short.
@@ -243,7 +243,7 @@ def encode_compact_reply(number: int, context_id: int, message_id: int, values: 
 
 
 def decode_compact_reply(control: Buffer) -> tuple[int, int, int]:
-    """Reads the head of a compact ``REPLY``; returns context, message and where values begin."""
+    """Reads the head of a compact ``REPLY``; returns context, message and values' offset."""
     if len(control) < _COMPACT_REPLY_HEAD.size:
         raise ProtocolError(f"a compact reply of {len(control)} bytes is shorter than its own head")
     context_id, message_id = _COMPACT_REPLY_HEAD.unpack_from(control)
@@ -271,14 +271,14 @@ def encode_ints(*values: int) -> bytes:
 
 
 def decode_ints(data: Buffer, least: int = 0) -> tuple[int, ...]:
-    """Reads what ``encode_ints`` wrote.
+    """Reads the output of ``encode_ints``.
 
     Args:
         data: The bytes.
-        least: How many integers there must be at least.
+        least: The minimum number of integers.
 
     Raises:
-        ProtocolError: They are no integers, or too few.
+        ProtocolError: The length is not a multiple of 8, or there are too few integers.
     """
     if len(data) % 8 or len(data) < 8 * least:
         raise ProtocolError(f"{len(data)} bytes are no list of {least} or more 64-bit integers")

@@ -1,8 +1,8 @@
-"""The messages by which workers keep count of remote references, and their encoding.
+"""The messages with which workers count remote references, and their encoding.
 
-Nine kinds, all of them safe to repeat. Most concern one reference, which its owner counts;
-three concern one *handover*, a reference on its way inside a message, which the worker that
-handed it on counts. ``docs/protocols/references.md`` says who sends which, when and why.
+All nine kinds are safe to repeat. Most concern one reference, which its owner counts. Three concern
+one *handover*, a reference in transit inside a message, which its sender counts.
+``docs/protocols/references.md`` says which worker sends each kind, when and why.
 
 A batch of messages is a flat list of signed 64-bit integers, little-endian: for each message its
 kind, then its fields in order, a reference as creator, owner and number.
@@ -25,7 +25,7 @@ NO_TOKEN = 0
 class Hold:
     """User to owner: count me as a user. Version 0 is the hold that a creation implies.
 
-    ``token`` ends the owner's own handover by which the user came to the reference, if any.
+    ``token`` ends the owner's handover that gave the user the reference, if any.
     """
 
     reference: ReferenceId
@@ -35,7 +35,7 @@ class Hold:
 
 @dataclass(slots=True)
 class HoldAck:
-    """Owner to user: the value is made or being made, and you are counted."""
+    """Owner to user: the value is made or being made, and you are counted as a user."""
 
     reference: ReferenceId
     version: int
@@ -43,7 +43,7 @@ class HoldAck:
 
 @dataclass(slots=True)
 class Gone:
-    """Owner to user: you are not counted, for there is no such value and never will be again."""
+    """Owner to user: you are not counted; the value does not exist and never will again."""
 
     reference: ReferenceId
     version: int
@@ -59,7 +59,7 @@ class Drop:
 
 @dataclass(slots=True)
 class DropAck:
-    """Owner to user: you are not counted by anything up to this version."""
+    """Owner to user: no hold up to this version counts any more."""
 
     reference: ReferenceId
     version: int
@@ -74,21 +74,21 @@ class NotCreated:
 
 @dataclass(slots=True)
 class Handed:
-    """Receiver to the worker that handed on: let this handover go."""
+    """Receiver to sender of a handover: let it go."""
 
     token: int
 
 
 @dataclass(slots=True)
 class HandedAck:
-    """The worker that handed on, to the receiver: this handover is let go."""
+    """Sender to receiver of a handover: it is let go."""
 
     token: int
 
 
 @dataclass(slots=True)
 class NotHanded:
-    """The worker that handed on, to the receiver: the message with this handover will not come."""
+    """Sender to receiver of a handover: the message with it will not come."""
 
     token: int
 
@@ -97,7 +97,7 @@ Message = Hold | HoldAck | Gone | Drop | DropAck | NotCreated | Handed | HandedA
 """Every message of the protocol."""
 
 _Reader = Callable[[tuple[int, ...], int], Message]
-"""Makes a message of the integers from a given position on."""
+"""Builds a message from the integers at a given position."""
 
 
 def _reference_at(integers: tuple[int, ...], at: int) -> ReferenceId:
@@ -120,7 +120,7 @@ def _read_not_created(integers: tuple[int, ...], at: int) -> Message:
     return NotCreated(_reference_at(integers, at))
 
 
-# The numbers are the wire format: they are never given to another kind.
+# The numbers are the wire format: never reuse a number for another kind.
 _KINDS: dict[type[Message], int] = {
     Hold: 1,
     HoldAck: 2,
@@ -144,7 +144,7 @@ _READERS: dict[int, tuple[int, _Reader]] = {
     8: (1, _reads_token(HandedAck)),
     9: (1, _reads_token(NotHanded)),
 }
-"""By kind, how many integers follow and what to make of them."""
+"""By kind, how many integers follow and the reader for them."""
 
 
 def encode(messages: Iterable[Message]) -> bytes:

@@ -1,11 +1,11 @@
-"""Sessions: a stream of bytes between two workers that outlives the connections it takes.
+"""Sessions: a stream of bytes between two workers that outlives its connections.
 
 Each side counts the bytes of both directions. The count is the *position*: it numbers every byte,
-and with it every frame. The sender keeps what the receiver has not acknowledged. After a break each
-side says how far it has received, and the other goes on from there, be it in the middle of a
-frame. So what a session carries arrives exactly once and in order, or the session ends.
+and with it every frame. The sender keeps all unacknowledged bytes for retransmission. After a break
+each side tells the position that it has received, and the peer resumes from there, even in the
+middle of a frame. So data arrives exactly once and in order, or the session ends.
 
-Nothing is copied: what is kept are the buffers that were sent. See ``docs/protocols/sessions.md``.
+The sender keeps the buffers themselves, without a copy. See ``docs/protocols/sessions.md``.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from torchweft.errors import ProtocolError
 from torchweft.wire.frames import Buffer
 
 ACKNOWLEDGE_BYTES = 1 << 16
-"""How much may be received before it is acknowledged; what is left is, after a while."""
+"""How much may be received before it is acknowledged; the rest is acknowledged after a while."""
 LEAST_BYTES = 24
-"""What is no more than an acknowledgement is not worth one: two that acknowledge each other's
-would go on for ever."""
+"""Data of at most this size is not acknowledged: it may be a pure acknowledgement, and two idle
+peers would acknowledge each other for ever."""
 
 
 class Outgoing:
-    """What one side has sent, as far as it may have to be sent again.
+    """The retransmission buffer: the sent data that may have to be sent again.
 
-    One thread at a time may ``keep``, and one ``acknowledge`` meanwhile; nothing else may happen
-    during ``since``.
+    One thread at a time may ``keep``, and one may ``acknowledge`` concurrently; no other method may
+    run during ``since``.
     """
 
     __slots__ = ("_kept", "acknowledged", "position")
 
     def __init__(self) -> None:
         self.position = 0
-        """How many bytes were ever given to ``keep``."""
+        """How many bytes were ever passed to ``keep``."""
         self.acknowledged = 0
-        """How many of them the receiver has said that it has."""
+        """How many of them the receiver has acknowledged."""
         # Each buffer with the position of its end.
         self._kept: deque[tuple[int, Buffer]] = deque()
 
     @property
     def kept_bytes(self) -> int:
-        """How many bytes the receiver may not have."""
+        """How many bytes are unacknowledged."""
         return self.position - self.acknowledged
 
     def keep(self, parts: Sequence[Buffer]) -> None:
@@ -54,10 +54,10 @@ class Outgoing:
         self.position = position
 
     def acknowledge(self, position: int) -> None:
-        """Lets go of all before ``position``.
+        """Releases the buffers that end at or before ``position``.
 
         Raises:
-            ProtocolError: So much was never sent.
+            ProtocolError: ``position`` is beyond the sent bytes.
         """
         if position > self.position:
             raise ProtocolError(
@@ -70,10 +70,10 @@ class Outgoing:
                 kept.popleft()
 
     def since(self, position: int) -> list[Buffer]:
-        """Returns what is to be sent, perhaps again, from ``position`` on.
+        """Returns the data to send, perhaps again, from ``position`` on.
 
         Raises:
-            ProtocolError: That is not kept any more, or was never sent.
+            ProtocolError: The data is no longer kept, or was never sent.
         """
         if not self.acknowledged <= position <= self.position:
             raise ProtocolError(
@@ -89,12 +89,12 @@ class Outgoing:
         return rest
 
     def clear(self) -> None:
-        """Lets go of everything: the session has ended."""
+        """Releases all buffers, because the session has ended."""
         self._kept.clear()
 
 
 class Incoming:
-    """How much one side has received, over all connections, and how much of it it has told."""
+    """How much one side has received over all connections, and how much it has acknowledged."""
 
     __slots__ = ("_told", "position")
 
@@ -104,12 +104,12 @@ class Incoming:
         self._told = 0
 
     def received(self, size_bytes: int) -> bool:
-        """Notes received bytes; returns whether they are to be acknowledged now."""
+        """Notes received bytes; returns whether to acknowledge them now."""
         self.position += size_bytes
         return self.position - self._told >= ACKNOWLEDGE_BYTES
 
     def acknowledgement(self) -> int | None:
-        """Returns the position to acknowledge, as told from now on; None if there is no need."""
+        """Returns the position to acknowledge, and notes it as told; None if there is no need."""
         if self.position - self._told <= LEAST_BYTES:
             return None
         self._told = self.position

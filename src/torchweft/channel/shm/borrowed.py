@@ -1,14 +1,14 @@
 """The receiver's side of shared memory: tensors that are another process's slabs.
 
-All views of received memory keep the object that exports it (see ``channel.memory``). Its end is
-noted where the lender will look, by a weak reference's callback: a store of one aligned word,
-and nothing else but forgetting the reference.
+All views of received memory keep the object that exports it alive (see ``channel.memory``). When
+the exporter dies, a weak reference's callback stores one aligned word where the lender will look.
+The callback also forgets the reference, and does nothing else.
 
-The store may not pass what this process did to the slab before. It does not: on the way to it the
-last owner of the memory has counted its references down to zero, atomically.
+The store must not be reordered before this process's accesses to the slab. It is not: before the
+store, the last owner of the memory has atomically decremented its reference count to zero.
 
-A child that is forked has the mapping as well, and drops its copies of this process's tensors
-when it likes. That ends no loan: the child forgets all of them as it begins.
+A forked child has the mapping as well, and drops its copies of this process's tensors at any time.
+That ends no loan: the child forgets all loans when it starts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torchweft.errors import ProtocolError
 
 
 class _Lease(weakref.ref[Bytes]):
-    """Watches the exporter of one loan, and knows what to write when it is gone."""
+    """Watches the exporter of one loan, and knows the tag to write when it is gone."""
 
     __slots__ = ("tag", "words")
     tag: int
     words: Words
 
 
-# Of the process, as tensors outlive the agent that received them.
+# One per process, because tensors outlive the agent that received them.
 _leases: dict[int, _Lease] = {}
 
 if hasattr(os, "register_at_fork"):
@@ -61,7 +61,7 @@ class Borrowed:
         """Returns the memory of a buffer, writable; the loan ends with its last view.
 
         Raises:
-            ProtocolError: There are no slabs there.
+            ProtocolError: The buffer lies outside the slabs.
         """
         start, end = entry.place, entry.place + entry.size_bytes
         if not SLABS_OFFSET <= start < end <= self._area.size_bytes:
@@ -77,16 +77,16 @@ class Borrowed:
         return exporter.data
 
     def refuse(self, entry: BufferEntry) -> None:
-        """Ends the loan of a buffer that nobody will read."""
+        """Ends the loan of a buffer that will not be read."""
         self._area.words[entry.tag & TICKET_MASK] = entry.tag
 
     def forget_pages(self) -> None:
-        """Assumes no longer that pages once mapped are mapped still: the lender may have shrunk."""
+        """Forgets which pages were mapped: the lender may have given some back."""
         with self._lock:
             self._mapped.clear()
 
     def _map(self, start: int, size_bytes: int) -> None:
-        """Maps the pages of a slab that has not come before, faster than touch by touch."""
+        """Maps the pages of a slab that has not come before, faster than by single page faults."""
         with self._lock:
             if self._mapped.get(start, 0) >= size_bytes:
                 return

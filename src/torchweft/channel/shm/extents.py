@@ -1,4 +1,4 @@
-"""Which ranges of a memory are in nobody's use: first fit, neighbours joined."""
+"""Tracks the free ranges of a memory: first fit, neighbours joined."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Extents:
         return None
 
     def give_back(self, start: int, size_bytes: int) -> None:
-        """Makes free again what ``take`` returned, or any part of it."""
+        """Frees a range that ``take`` returned, or any part of it."""
         end = start + size_bytes
         index = bisect.bisect(self._starts, start)
         if index < len(self._starts) and self._starts[index] == end:
@@ -36,5 +36,5 @@ class Extents:
             self._ends.insert(index, end)
 
     def free_bytes(self) -> int:
-        """Returns how much is free in all."""
+        """Returns the total of free bytes."""
         return sum(self._ends) - sum(self._starts)

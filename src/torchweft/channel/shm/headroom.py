@@ -42,7 +42,7 @@ def _within_limits(own_groups: Path, groups: Path) -> Iterator[int]:
 
 
 def _left(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
-    """Yields what is left in a group and in those around it, as far as they are visible."""
+    """Yields the memory left in a control group and in each visible ancestor of it."""
     group = root / path.lstrip("/")
     for each in (group, *group.parents):
         limit_bytes = _number(each / limit)
@@ -63,7 +63,7 @@ def _statistic(group: Path, name: str) -> int:
 
 def _number(path: Path) -> int | None:
     text = _text(path)
-    return int(text) if text.isdecimal() else None  # "max" is none
+    return int(text) if text.isdecimal() else None  # "max" means no limit
 
 
 def _text(path: Path) -> str:

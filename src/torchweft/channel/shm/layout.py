@@ -1,17 +1,17 @@
-"""What is where in a worker's shared memory, and how it is mapped on either side.
+"""The layout of a worker's shared memory, and its mapping on either side.
 
 ::
 
-    0          nonce, by which a peer knows that it was given the right memory
+    0          nonce, by which a peer checks that it was given the right memory
     4096       words, 8 bytes for each ticket
     2 MiB      slabs
 
-A word is written by the borrower alone, in one aligned store, and read by the lender alone: the
-tag of a loan once it has ended. A tag never comes again, so an old one means nothing.
+Only the borrower writes a word, in one aligned store, and only the lender reads it. The word is the
+tag of a loan that has ended. Tags are never reused, so an old tag means nothing.
 
-The file is sealed against a change of its size: to touch what somebody has cut off would end the
-process. It has the size of all that may ever be in use, and takes memory only where that has
-been touched; what is idle is taken back by punching holes into it.
+The file is sealed against a change of its size: touching a truncated part would end the process.
+Its size is the most that may ever be in use, and it takes memory only where it was touched. Idle
+memory is given back by punching holes into it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _F_ADD_SEALS = 1033
 _MFD_CLOEXEC = 1
 _MFD_ALLOW_SEALING = 2
 
-# Not mmap.madvise: that one holds the interpreter lock for all of the milliseconds.
+# Not mmap.madvise, which holds the interpreter lock for the milliseconds that the call takes.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -63,9 +63,9 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class _Mapping:
-    """A shared mapping, ended with the last array made of it.
+    """A shared mapping, unmapped with the last array made of it.
 
-    Not ``mmap.mmap``: that one keeps a descriptor of its own open.
+    Not ``mmap.mmap``, which keeps its own descriptor open.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
@@ -90,7 +90,7 @@ class _Mapping:
 class Area:
     """A worker's shared memory, as mapped in one process.
 
-    The mapping goes with the last array or tensor made of it.
+    The mapping ends with the last array or tensor made of it.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
@@ -103,14 +103,14 @@ class Area:
 
     @property
     def nonce(self) -> bytes:
-        """What the memory begins with."""
+        """The first bytes of the memory."""
         return self.memory[:NONCE_BYTES].tobytes()
 
     def populate(self, offset: int, size_bytes: int) -> None:
-        """Has the kernel back a range with pages, all of them, before anything is written.
+        """Has the kernel back a whole range with pages before anything is written.
 
         Raises:
-            MemoryError: There are none left.
+            MemoryError: No pages are left.
         """
         code = self._advise(offset, size_bytes, _MADV_POPULATE_WRITE)
         if code == errno.EINVAL:  # a kernel before 5.14
@@ -119,7 +119,7 @@ class Area:
             raise MemoryError(f"no shared memory for {size_bytes} bytes: {os.strerror(code)}")
 
     def map_pages(self, offset: int, size_bytes: int) -> None:
-        """Enters pages that are there into this process's page table, several at a time."""
+        """Enters existing pages into this process's page table, several at a time."""
         self._advise(offset, size_bytes, _MADV_POPULATE_READ)
 
     def punch(self, offset: int, size_bytes: int) -> None:
@@ -132,10 +132,10 @@ class Area:
 
 
 def create(size_bytes: int) -> tuple[int, Area]:
-    """Makes shared memory for slabs of ``size_bytes`` in all; returns its descriptor too.
+    """Returns new shared memory for ``size_bytes`` of slabs, and its descriptor.
 
     Raises:
-        OSError: The system has no such thing, or lets this process have none.
+        OSError: The system has no such memory, or denies it to this process.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
@@ -155,11 +155,11 @@ def attach(descriptor: int, nonce: bytes) -> Area:
     """Maps another process's shared memory.
 
     Args:
-        descriptor: What the other process handed over; stays open.
-        nonce: What the other process says that its memory begins with.
+        descriptor: The descriptor that the other process handed over; stays open.
+        nonce: The first bytes of the memory according to the other process.
 
     Raises:
-        OSError: It cannot be mapped, or is not what the other side said.
+        OSError: It cannot be mapped, or is not the memory that the other side described.
     """
     if fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS != _SEALS:
         raise OSError(errno.EPERM, "the memory is not sealed: it could be cut off under a reader")

@@ -1,4 +1,4 @@
-"""One peer as borrower of this worker's shared memory."""
+"""Lends this worker's shared memory to one peer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Lender:
 
     @property
     def has_shared(self) -> bool:
-        """Whether there is any memory that the user shares."""
+        """Whether the user shares any memory."""
         return self._pool.has_shared
 
     def put(self, buffer: memoryview, copier: Copier) -> BufferEntry | None:
-        """Copies a buffer into a slab for the peer; None if there is no slab for it."""
+        """Copies a buffer into a slab for the peer; returns None if there is no slab for it."""
         loan = self._pool.lend(buffer.nbytes, self._borrower)
         if loan is None:
             return None
@@ -40,18 +40,18 @@ class Lender:
         return _entry(loan, buffer)
 
     def pass_on(self, buffer: memoryview) -> BufferEntry | None:
-        """Lends a buffer that the user shares as it is; None if it is no such buffer."""
+        """Lends a buffer that the user shares, without a copy; returns None for other buffers."""
         if not buffer.nbytes or not self._pool.has_shared:
             return None
         loan = self._pool.lend_shared(address_of(buffer), buffer.nbytes, self._borrower)
         return None if loan is None else _entry(loan, buffer)
 
     def take_back(self, entry: BufferEntry) -> None:
-        """Ends the loan of an entry that the peer was never told."""
+        """Ends the loan of an entry that was never sent to the peer."""
         self._pool.take_back(entry.tag)
 
     def lose(self) -> None:
-        """Takes back what the peer has, as soon as it can no longer be in use there."""
+        """Takes back the peer's loans as soon as the peer can no longer use them."""
         self._pool.lose(self._borrower)
 
 

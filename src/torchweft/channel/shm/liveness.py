@@ -1,8 +1,8 @@
-"""Whether a process that once was connected is dead for certain.
+"""Tells whether a process that once was connected is certainly dead.
 
-A connection may end while the process at its other end lives on and still uses memory that it
-was lent. Only a dead process certainly does not. Ids are used again, so the time at which the
-process started is noted as well.
+A connection may end while the process at its other end lives on and still uses borrowed memory.
+Only a dead process certainly does not. Process ids are reused, so the start time is recorded as
+well.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _DEAD = ("Z", "X")
 
 
 class Process(NamedTuple):
-    """A process as this one sees it; ``pid`` is 0 where it does not see it."""
+    """A process as seen from this one; ``pid`` is 0 if it is not visible."""
 
     pid: int
     started: str
 
     def is_dead(self) -> bool:
-        """Whether the process is gone for certain; False also where this cannot be known."""
+        """Whether the process is certainly dead; False also if this cannot be known."""
         if not self.pid:
             return False
         state, started = _state(self.pid)
@@ -46,11 +46,11 @@ def process(pid: int) -> Process:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """Returns the state and the time of start; empty texts if there is no such process."""
+    """Returns the state and the start time; empty texts if there is no such process."""
     try:
         text = (PROCESSES / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return "", ""
-    # The name, in parentheses, may hold anything.
+    # The name, in parentheses, may contain any characters.
     fields = text.rpartition(")")[2].split()
     return fields[0], fields[19]

@@ -1,24 +1,23 @@
 """The sender's side of shared memory: slabs that are lent out and come back without a message.
 
-A loan is a slab, a ticket and a tag. The borrower writes the tag into the ticket's word when it
-is done; whoever next looks for memory here compares all words with the tags outstanding, finds
-the loan ended, and uses ticket and slab again. Tags are never used twice, so nothing that was
-written for an earlier loan of the same ticket or slab can end a later one, and writing twice is
-as good as once.
+A loan is a slab, a ticket and a tag. The borrower writes the tag into the ticket's word when it is
+done. The next search for memory here compares all words with the outstanding tags, finds the loan
+ended, and reuses ticket and slab. Tags are never reused. So a tag written for an earlier loan of
+the same ticket or slab cannot end a later loan, and writing twice has the effect of once.
 
-- Growing costs more than copying: fresh pages have to be found and cleared. A large slab is
-  made when its size is asked for the second time within some seconds; the first one goes by the
-  next best way.
-- Everything is bounded: the memory in all by ``limit_bytes``, every growth also by what machine
-  and container have left. Idle slabs of other sizes go first. Beyond that there is no loan.
-- A borrower that was lost may live on and use what it has. Its loans end by its word, or when
-  its process is dead for certain.
+- Growing costs more than copying: fresh pages have to be found and cleared. So a large slab is made
+  at the second request for its size within some seconds; the first buffer takes the next best
+  channel.
+- Everything is bounded: all memory by ``limit_bytes``, every growth also by the memory left on the
+  machine and in the container. Idle slabs of other sizes go first. Beyond that there is no loan.
+- A lost borrower may live on and use its loans. They end when it writes their words, or when its
+  process is certainly dead.
 - A slab that the user shares (``share``) may be lent many times at once, and is free once its
   tensor has died here and all loans have ended.
 
-A garbage collection inside the lock may run a user's finalizer that sends a tensor. It gets no
-loan, and takes the next best way: so no step under the lock sees the state change. The callback
-of a weak reference only appends to a deque.
+A garbage collection under the lock may run a user's finalizer that sends a tensor. That tensor gets
+no loan and takes the next best channel, so no step under the lock sees the state change. The
+callback of a weak reference only appends to a deque.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ from torchweft.channel.shm.liveness import Process
 from torchweft.errors import ConfigurationError
 from torchweft.serialize import shared
 
-_FEW_LOANS = 16  # Up to here looking one after the other is faster.
+_FEW_LOANS = 16  # Up to this number, checking them one by one is faster.
 AT_ONCE_BYTES = 1 << 20
-"""Slabs up to this size are made when they are first asked for."""
+"""Slabs up to this size are made at the first request."""
 
 
 class SharedStatistics(NamedTuple):
@@ -63,7 +62,7 @@ class SharedStatistics(NamedTuple):
 
 
 class Borrower:
-    """A peer, as far as its loans are concerned."""
+    """A peer as holder of loans."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -71,7 +70,7 @@ class Borrower:
 
 
 class _Slab:
-    """A range of the memory that has its pages."""
+    """A range of the memory that is backed by pages."""
 
     __slots__ = ("idle_since_s", "is_owned", "loan_count", "offset", "size_bytes")
 
@@ -84,7 +83,7 @@ class _Slab:
 
 
 class Loan(NamedTuple):
-    """A slab in a borrower's hands: where it is, and what will be written when it ends."""
+    """A slab lent to a borrower: its offset, and the tag that the borrower writes when done."""
 
     offset: int
     tag: int
@@ -101,10 +100,10 @@ class SharedPool:
     """One worker's shared memory. Thread-safe. Memory in use outlives the pool.
 
     Args:
-        limit_bytes: How much memory it may take in all.
+        limit_bytes: The most memory that it may take.
 
     Raises:
-        OSError: The system has no such memory.
+        OSError: The system provides no such memory.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -130,13 +129,14 @@ class SharedPool:
 
     @property
     def has_shared(self) -> bool:
-        """Whether there is any memory that the user shares."""
+        """Whether the user shares any memory."""
         return bool(self._shared)
 
     def lend(self, size_bytes: int, borrower: Borrower) -> Loan | None:
-        """Lends a slab of at least ``size_bytes``; None if there is none now.
+        """Lends a slab of at least ``size_bytes``; returns None if there is none now.
 
-        Its contents are undefined; they are the lender's to write until the loan is told.
+        Its contents are undefined; the lender may write them until it tells the borrower of the
+        loan.
         """
         if self._is_inside():
             return None
@@ -155,7 +155,7 @@ class SharedPool:
             return self._issue(slab, slab.offset, borrower)
 
     def lend_shared(self, address: int, size_bytes: int, borrower: Borrower) -> Loan | None:
-        """Lends memory that the user shares; None where it is not such memory, or has no ticket."""
+        """Lends memory that the user shares; None for other memory, or if no ticket is left."""
         start = address - self.area.address
         if not 0 <= start < self.area.size_bytes or self._is_inside():
             return None
@@ -166,16 +166,16 @@ class SharedPool:
         return None
 
     def take_back(self, tag: int) -> None:
-        """Ends a loan of which the borrower was not told."""
+        """Ends a loan that the borrower was not told of."""
         ticket = tag & TICKET_MASK
         with self._lock:
             loan = self._loans.get(ticket)
-            # Lost in between, it has ended already.
+            # If the borrower was lost in between, the loan may have ended already.
             if loan is not None and loan[0] == tag:
                 self._end(ticket)
 
     def lose(self, borrower: Borrower) -> None:
-        """Takes back what a lost borrower has as soon as it cannot be in use."""
+        """Takes back a lost borrower's loans as soon as they cannot be in use."""
         borrower.is_lost = True
         with self._lock:
             self._reclaim_from_dead()
@@ -215,7 +215,7 @@ class SharedPool:
     # Sharing with the user
 
     def share(self, size_bytes: int) -> memoryview:
-        """Returns memory that travels without a copy wherever a peer has this memory mapped.
+        """Returns memory that travels without a copy to peers that have this pool's memory mapped.
 
         Raises:
             MemoryError: The pool may not grow that far.
@@ -243,7 +243,7 @@ class SharedPool:
     # Growing and shrinking
 
     def trim(self, idle_s: float = 0.0) -> int:
-        """Gives slabs that were idle for that long back to the system; returns their bytes."""
+        """Gives slabs idle for ``idle_s`` seconds back to the system; returns their bytes."""
         if self._is_inside():
             return 0
         with self._lock:
@@ -263,7 +263,7 @@ class SharedPool:
         return sum(slab.size_bytes for slab in unused)
 
     def statistics(self) -> SharedStatistics:
-        """Returns how much there is now."""
+        """Returns the amounts of memory, loans and tickets now."""
         with self._lock:
             self._collect()
             return SharedStatistics(
@@ -271,12 +271,12 @@ class SharedPool:
             )
 
     def duplicate(self) -> int | None:
-        """Returns a descriptor of the memory, the caller's to close; None once this is closed."""
+        """Returns a descriptor of the memory, for the caller to close; None after ``close``."""
         with self._lock:
             return None if self._is_closed else os.dup(self.descriptor)
 
     def close(self) -> None:
-        """Lends no more, and gives back what is idle. What is lent, or shared, stays as it is."""
+        """Stops lending, and gives back idle slabs. Lent or shared slabs stay as they are."""
         with self._lock:
             if self._is_closed:
                 return
@@ -293,7 +293,7 @@ class SharedPool:
             return None
         slab = _Slab(offset, slab_bytes)
         try:
-            # Half of what is left: others look at the same figure at the same time.
+            # At most half of it: other processes look at the same figure at the same time.
             if slab_bytes > available_bytes() // 2:
                 raise MemoryError("the machine, or a limit, has too little memory left")
             self.area.populate(offset, slab_bytes)
@@ -308,7 +308,7 @@ class SharedPool:
                 return None
             offset = self._extents.take(slab_bytes)
             if offset is None and self._extents.free_bytes() + self._idle_bytes() >= slab_bytes:
-                # What is idle lies in the way. Under the lock, and slow, but rare.
+                # Idle slabs lie in the way. Dropping them under the lock is slow, but rare.
                 self._drop_idle(0.0)
                 offset = self._extents.take(slab_bytes)
             if offset is not None:
@@ -319,7 +319,7 @@ class SharedPool:
         return sum(size_bytes * len(slabs) for size_bytes, slabs in self._idle.items())
 
     def _make_room(self, slab_bytes: int) -> None:
-        """Gives idle slabs back until one more fits, those not asked for the longest first."""
+        """Gives idle slabs back until one more fits, least recently requested sizes first."""
         unused: list[_Slab] = []
         with self._lock:
             missing_bytes = self._resident_bytes + slab_bytes - self._limit_bytes
@@ -331,7 +331,7 @@ class SharedPool:
         self._punch(unused)
 
     def _punch(self, slabs: list[_Slab]) -> None:
-        """Gives back slabs that are nobody's; not under the lock, as it takes its time."""
+        """Gives back unused slabs; slow, so not under the lock, except in ``_reserve``."""
         for slab in slabs:
             self.area.punch(slab.offset, slab.size_bytes)
             with self._lock:
@@ -341,7 +341,7 @@ class SharedPool:
     # Ending loans; all under the lock
 
     def _collect(self) -> None:
-        """Takes back all that has come free."""
+        """Takes back all slabs that have become free."""
         if len(self._loans) <= _FEW_LOANS:
             words = self._words
             ended = [ticket for ticket, loan in self._loans.items() if words[ticket] == loan[0]]
@@ -387,7 +387,7 @@ def default_limit_bytes() -> int:
 
 
 def make_pool(limit_bytes: int) -> SharedPool | None:
-    """Makes a pool of a limit as the knob has it: negative for the default, 0 for no pool."""
+    """Makes a pool with the knob's limit: negative for the default, 0 for no pool."""
     if limit_bytes < 0:
         limit_bytes = default_limit_bytes()
     if limit_bytes >= 1 << 46:

@@ -1,1 +1,1 @@
-"""What a Python process that another one started with Weft installed finds first."""
+"""The folder that a Python process searches first if its parent had Weft installed."""

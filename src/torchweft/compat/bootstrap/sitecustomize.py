@@ -1,10 +1,10 @@
-"""Installs the replacement in a process that was told so by its ``PYTHONPATH``.
+"""Installs the replacement in a process whose ``PYTHONPATH`` says so.
 
-Python runs this when it starts. Importing torch here would cost every process a second, those too
-that never need it; so this only waits for ``import torch``, and installs when that has returned.
+Python runs this file at startup. Importing torch here would cost every process a second, even if
+it never needs torch. So this only waits for ``import torch``, and installs when that has returned.
 
-Other interpreters than the one that Weft is installed in may find this file as well: it needs
-nothing but Python 3.7.
+Interpreters other than the one that Weft is installed in may find this file as well: it needs
+only Python 3.7.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # typing's own would have that module imported by every process
+TYPE_CHECKING = False  # for typing's own, every process would import typing
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class InstallAfterTorch:
-    """A finder that finds nothing new, and installs the replacement when torch has been imported.
+    """A finder that finds no new modules, and installs the replacement after ``import torch``.
 
-    Weft imports torch too, and installing imports most of Weft. So where torch is imported by a
-    module of Weft's, that one has to be complete as well: imports of both are watched, and the last
-    to end installs. Imports of several threads at once are one such group.
+    Weft imports torch too, and installing imports most of Weft. So if a module of Weft's imports
+    torch, that module has to be complete as well. Imports of both are watched, and the last to end
+    installs. Concurrent imports of several threads form one such group.
     """
 
     def __init__(self) -> None:
-        self._executing: list[str] = []  # appended to and removed from: each is atomic
+        self._executing: list[str] = []  # append and remove are atomic
         self._has_torch = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        """Returns what the other finders find; watches it where it is torch's or Weft's."""
+        """Returns the other finders' spec for torch or a Weft module, and watches its import."""
         if fullname != "torch" and not fullname.startswith("torchweft."):
             return None
         others = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
@@ -53,7 +53,7 @@ class InstallAfterTorch:
 
         def exec_module(module: Any) -> None:
             name = module.__name__
-            vars(loader).pop("exec_module", None)  # the loader is kept, as the module's
+            vars(loader).pop("exec_module", None)  # the module keeps its loader
             self._executing.append(name)
             try:
                 execute(module)
@@ -72,7 +72,7 @@ class InstallAfterTorch:
 
 
 def install() -> None:
-    """Installs the replacement; says so where Weft is not to be found."""
+    """Installs the replacement; warns if Weft cannot be found."""
     try:
         import torchweft.compat
     except ModuleNotFoundError as error:
@@ -99,10 +99,10 @@ def arm() -> None:
 
 
 def give_way() -> None:
-    """Runs the ``sitecustomize.py`` that this one hides, as if this one were not there.
+    """Runs the ``sitecustomize.py`` that this file hides, as if this file did not exist.
 
     Raises:
-        ImportError: There is none: Python then goes on as it always does.
+        ImportError: No file is hidden: Python then continues as usual.
     """
     folder = os.path.dirname(__file__)
     sys.path[:] = [entry for entry in sys.path if entry != folder]

@@ -1,6 +1,6 @@
-"""The names of ``torch.distributed.rpc``, meaning Weft.
+"""Provides the names of ``torch.distributed.rpc``, implemented by Weft.
 
-``__all__`` is as short as PyTorch's; programs find the other names here all the same.
+``__all__`` is as short as PyTorch's; programs find the other names here as well.
 """
 
 # ruff: noqa: F401
@@ -91,11 +91,11 @@ __all__ = [
 logger = logging.getLogger("torchweft")
 
 _is_tensorpipe_available = True
-"""Whether there is a back-end of that name, which programs look up before they ask for it."""
+"""Whether there is a back-end of that name; programs check this before they request it."""
 
 globals().update(absent.FUNCTIONS)
 
-# What other modules replace while the program runs is looked up there each time.
+# Other modules rebind these names while the program runs, so they are looked up there each time.
 _ELSEWHERE = {"BackendType": backend_registry, "rendezvous_iterator": joining}
 
 

@@ -1,6 +1,6 @@
-"""Names of PyTorch's that can have no meaning here: a call says so, and what there is instead.
+"""PyTorch names without an equivalent here: calling one raises and names the alternative.
 
-They exist because a module that imports one seldom calls it.
+The names exist because a module that imports such a name seldom calls it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def _absent(name: str, instead: str) -> Callable[..., NoReturn]:
 
 
 FUNCTIONS = {name: _absent(name, instead) for name, instead in _INSTEAD.items()}
-"""By name: a function that raises NotSupported."""
+"""The functions that raise NotSupported, by name."""
 
 
 class RemoteProfilerManager:
-    """Would name what PyTorch's profiler records on other workers."""
+    """In PyTorch, names the profiler's records on other workers; here it raises NotSupported."""
 
     set_current_profiling_key = staticmethod(_absent("RemoteProfilerManager", _PROFILE))
 
 
 def _cleanup_python_rpc_handler() -> None:
-    """Does nothing: PyTorch's frees Python objects that its C++ agent holds, and there is none."""
+    """Does nothing: PyTorch's frees objects of its C++ agent, and Weft has no such agent."""

@@ -1,4 +1,4 @@
-"""The agent as programs see it: this worker, with the methods of PyTorch's agents."""
+"""Presents this worker to programs as an agent, with the methods of PyTorch's agents."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PERIOD_S = 0.005
 
 
 def reference_info() -> dict[str, str]:
-    """Returns how many references this worker has to do with, as text.
+    """Returns the counts of references that involve this worker, as text.
 
-    A value that only this worker refers to counts for nothing.
+    A value that only this worker refers to is not counted.
     """
     census = current_worker().references.census()
     return {
@@ -36,9 +36,9 @@ def reference_info() -> dict[str, str]:
 class LatenessMeter:
     """Measures, from now until it is closed, how late a sleeping thread wakes.
 
-    Its thread sleeps for a fixed time, over and over, and looks how much longer it took until it
-    ran again: it had to be woken by the kernel, and to get the interpreter lock. That is what an
-    arriving call goes through as well, while other threads compute in Python.
+    Its thread repeatedly sleeps for a fixed time, and measures how much later it runs again: the
+    kernel must wake it, and it must get the interpreter lock. An arriving call has the same delay
+    while other threads compute in Python.
 
     Args:
         name: Name of the thread.
@@ -72,7 +72,7 @@ class LatenessMeter:
 
 
 class RpcAgent:
-    """The worker that this process has become by ``torchweft.rpc.init_rpc``.
+    """The worker that ``torchweft.rpc.init_rpc`` has made of this process.
 
     Args:
         options: The options that it was given.
@@ -84,7 +84,7 @@ class RpcAgent:
         self._may_drop_references = False
         self._lateness: LatenessMeter | None = None
         self.held_at_end: list[str] = []
-        """Lines about references that the program had at the end without leave to drop them."""
+        """Lines about references still held at the end without permission to drop them."""
 
     # The group
 
@@ -94,7 +94,7 @@ class RpcAgent:
         return not self._agent.members.is_open
 
     def get_worker_info(self, worker_name: Any = None) -> WorkerInfo:
-        """Returns name and rank of a worker, given by either, or of this one."""
+        """Returns the name and rank of a worker, given by either, or of this worker."""
         return self._agent.info if worker_name is None else self._agent.find(worker_name).info
 
     def get_worker_infos(self) -> list[WorkerInfo]:
@@ -112,10 +112,10 @@ class RpcAgent:
     def _get_device_map(self, dst: WorkerInfo) -> dict[Any, Any]:
         return dict(getattr(self._options, "device_maps", {}).get(dst.name, {}))
 
-    # What it does at present
+    # Current activity
 
     def enable_gil_profiling(self, flag: bool) -> None:
-        """Begins or ends to measure how long threads wait for the interpreter."""
+        """Starts or stops measuring how long threads wait for the interpreter."""
         if flag and self._lateness is None:
             self._lateness = LatenessMeter(f"weft-{self._agent.info.name}-lateness")
         elif not flag and self._lateness is not None:
@@ -125,8 +125,8 @@ class RpcAgent:
     def get_metrics(self) -> dict[str, str]:
         """Returns how busy this worker is, as text.
 
-        ``agent.gil_average_wait_time_us`` is there while ``enable_gil_profiling`` is on: how late
-        a thread goes on that has something to do, see ``LatenessMeter``.
+        ``agent.gil_average_wait_time_us`` is present while ``enable_gil_profiling`` is on: how
+        late a thread that has work continues, see ``LatenessMeter``.
         """
         reactor = self._agent.reactor
         metrics = {
@@ -141,7 +141,7 @@ class RpcAgent:
         return metrics
 
     def get_debug_info(self) -> dict[str, str]:
-        """Returns how busy this worker is, and what it has exchanged, as text."""
+        """Returns how busy this worker is, and the bytes that it has exchanged, as text."""
         traffic = self._agent.traffic()
         return {
             **self.get_metrics(),
@@ -149,28 +149,28 @@ class RpcAgent:
             "agent.bytes_received": str(traffic.bytes_received),
         }
 
-    # The end
+    # Shutdown
 
     def sync(self) -> None:
         """Blocks until all workers have called this."""
         torchweft.rpc.barrier()
 
     def drop_references(self) -> None:
-        """Gives leave to drop what the program still refers to, when nobody needs it any more."""
+        """Permits dropping the program's remaining references, when no worker needs them."""
         self._may_drop_references = True
 
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
         """Blocks until the calls of this worker have ended.
 
         Args:
-            shutdown: Whether to wait for those of the whole group, and to have all references
-                dropped. All workers must ask for that. In an open group it is this worker's calls
-                and references, and it leaves; see ``torchweft.rpc.shutdown``.
+            shutdown: Whether to wait for the calls of the whole group, and to have all references
+                dropped. All workers must request that. In an open group this covers only this
+                worker's calls and references, and it leaves; see ``torchweft.rpc.shutdown``.
             timeout: Seconds to wait at most; 0 for no limit.
 
         Raises:
             CallTimeout: The calls had not ended in time.
-            ShutdownError: Not every worker has taken part; says which and why.
+            ShutdownError: Not every worker has taken part; the message says which and why.
         """
         problem = None
         if not shutdown:

@@ -1,6 +1,6 @@
-"""Calls, references and what goes with them, under the names of ``torch.distributed.rpc.api``.
+"""Provides calls, references and related functions of ``torch.distributed.rpc.api``.
 
-Programs and tests replace names of this module: what is looked up here when it is used stays so.
+Programs and tests replace names of this module, so names looked up here at each use must stay so.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 _ignore_rref_leak = True
-"""Whether ``shutdown`` says nothing of references that nobody gave leave to drop."""
+"""Whether ``shutdown`` ignores remaining references that it has no permission to drop."""
 
 AllGatherStates = Gathering
 
@@ -138,7 +138,7 @@ def rpc_async(
     try:
         future = profiling.call_async(to, func, args, kwargs, timeout)
     except WorkerLost as error:
-        # Programs look for it where they wait, as if the worker had been lost a moment later.
+        # Programs expect the error when they wait, as if the worker had been lost a moment later.
         future = torch.futures.Future()
         fail(future, error)
     note_future(future)
@@ -155,8 +155,8 @@ def remote(
         func: The function.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        timeout: Seconds after which the value counts as not made: using the reference raises
-            that. By default, or with 0, uses of the reference wait without a limit.
+        timeout: Seconds after which the value counts as not made: using the reference then raises
+            an error. By default, or with 0, uses of the reference wait without a limit.
     """
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = pickled_call(_default_pickler, func, args, kwargs)
@@ -184,12 +184,12 @@ def _set_rpc_timeout(timeout: float) -> None:
 
 @_require_initialized
 def get_worker_info(worker_name: Any = None) -> WorkerInfo:
-    """Returns name and rank of a worker, or of this one; see ``torchweft.rpc.get_worker_info``."""
+    """Returns a worker's name and rank; see ``torchweft.rpc.get_worker_info``."""
     return torchweft.rpc.get_worker_info(worker_name)
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Begins or ends to measure how long threads wait for the interpreter.
+    """Starts or stops measuring how long threads wait for the interpreter.
 
     The measurement is in ``get_debug_info`` of the current agent.
     """
@@ -201,7 +201,7 @@ def _rref_context_get_debug_info() -> dict[str, str]:
     return agents.reference_info()
 
 
-# Together with other workers
+# Collectives
 
 
 @_require_initialized
@@ -217,7 +217,7 @@ def _all_gather(
             the worker's limit for each call, and none for waiting.
 
     Raises:
-        CallError: Some workers could not be told; says which.
+        CallError: The values could not be sent to some workers; the message says which.
     """
     ways = Ways("_all_gather", _gather_to_leader, _broadcast_to_followers)
     agent = current_agent.current()
@@ -249,7 +249,7 @@ def _limits(timeout: float, default_s: float) -> Limits:
 
 
 def _error_of(call: Future[None]) -> Exception | None:
-    """Waits for a call; returns its error."""
+    """Waits for a call; returns its error, if any."""
     try:
         call.wait()
     except Exception as error:
@@ -261,13 +261,13 @@ def _error_of(call: Future[None]) -> Exception | None:
 def _gather_to_leader(
     sequence_id: Any, worker_name: str, obj: Any, worker_names: Any = None
 ) -> None:
-    """Notes on the leader that a worker has come, and its value."""
+    """Records on the leader that a worker has arrived, and its value."""
     current_gatherings().led.brought(sequence_id, worker_name, obj)
 
 
 @remotely_callable_unless_strict
 def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
-    """Notes on the others that all have come, and their values."""
+    """Records on a follower that all workers have arrived, and their values."""
     current_gatherings().told(sequence_id, objects_map)
 
 
@@ -282,14 +282,14 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     _all_gather(None, timeout=timeout)
 
 
-# The end
+# Shutdown
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: Any = None) -> None:
-    """Gives leave to drop all references of this worker.
+    """Permits dropping all references of this worker.
 
-    They are dropped when no call of the group can need them any more: by the ``join`` that follows
-    in ``shutdown``, which waits until all owners have heard of it.
+    The ``join`` that follows in ``shutdown`` drops them, when no call of the group can need them
+    any more, and waits until all owners know of it.
     """
     agent = _get_current_rpc_agent()
     if isinstance(agent, RpcAgent):
@@ -301,14 +301,14 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leaves the group; see ``torchweft.rpc.shutdown``.
 
     Args:
-        graceful: Whether to wait for the others. Without, calls that wait for this worker fail.
-        timeout: Seconds to wait at most for all to come here, and again for all calls to end; 0
-            for no limit.
+        graceful: Whether to wait for the others. If not, calls that wait for this worker fail.
+        timeout: Seconds to wait at most for all workers to call this, and again for all calls to
+            end; 0 for no limit.
 
     Raises:
-        ShutdownError: It did not end as it should, a worker was lost, or references were left that
-            may not be dropped; says which. This worker has left all the same.
-        CallTimeout: Some did not come in time. This worker has left all the same.
+        ShutdownError: The shutdown failed, a worker was lost, or references were left that may not
+            be dropped; the message says which. This worker has left nevertheless.
+        CallTimeout: Some workers did not arrive in time. This worker has left nevertheless.
     """
     agent = _get_current_rpc_agent()
     try:
@@ -317,7 +317,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 _await_all(timeout)
                 _delete_all_user_and_unforked_owner_rrefs()
             agent.join(shutdown=True, timeout=timeout)
-        elif graceful and hasattr(agent, "join"):  # of a back-end that the program has added
+        elif graceful and hasattr(agent, "join"):  # a program's own back-end
             agent.join(shutdown=True, timeout=timeout)
         elif graceful:
             torchweft.rpc.shutdown(timeout=timeout)
@@ -339,7 +339,7 @@ def _finalize_shutdown() -> None:
     try:
         if hasattr(agent, "shutdown"):
             agent.shutdown()
-        torchweft.rpc.shutdown(graceful=False)  # Whatever the agent has left.
+        torchweft.rpc.shutdown(graceful=False)  # In case the agent has not done so.
         if not _ignore_rref_leak:
             _check_leaks(getattr(agent, "held_at_end", ()))
     finally:

@@ -36,7 +36,7 @@ _log = logging.getLogger("torchweft")
 
 
 class BackendValue(NamedTuple):
-    """What a back-end can do.
+    """The handlers of a back-end.
 
     Attributes:
         construct_rpc_backend_options_handler: Makes its options.
@@ -48,7 +48,7 @@ class BackendValue(NamedTuple):
 
 
 class Backend(enum.Enum):
-    """What every ``BackendType`` is derived from, before and after a registration."""
+    """The base of every ``BackendType``, before and after a registration."""
 
     def __repr__(self) -> str:
         return f"BackendType.{self.name}"
@@ -64,7 +64,7 @@ def _enumerate(members: dict[str, BackendValue]) -> Any:
 
 
 BackendType: Any = _enumerate({})
-"""An enumeration has its members for good, so each registration puts a new one in its place."""
+"""An enumeration's members are fixed, so each registration replaces the enumeration."""
 
 
 def backend_registered(backend_name: str) -> bool:
@@ -82,7 +82,7 @@ def register_backend(
     Args:
         backend_name: Its name in ``BackendType``.
         construct_rpc_backend_options_handler: Makes its options, from ``rpc_timeout`` and
-            ``init_method`` by position and whatever else is passed by name.
+            ``init_method`` by position and other arguments by name.
         init_backend_handler: Called by ``init_rpc`` with ``store``, ``name``, ``rank``,
             ``world_size`` and ``rpc_backend_options`` by name; returns the agent.
 
@@ -90,14 +90,14 @@ def register_backend(
         The member of the new ``BackendType``.
 
     Raises:
-        AlreadyInitialized: There is one of that name.
+        AlreadyInitialized: A back-end of that name exists.
     """
     global BackendType
     if backend_registered(backend_name):
         raise AlreadyInitialized(f"RPC backend {backend_name}: already registered")
     added = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
     known = {member.name: member.value for member in BackendType}
-    # The newest first: its options may be a subclass of another's, which would take them for its.
+    # The newest first: its options may be a subclass of those of another, which would claim them.
     BackendType = _enumerate({backend_name: added, **known})
     return BackendType[backend_name]
 
@@ -152,7 +152,7 @@ def _tensorpipe_init(
         copy_to_self=True,
         lost_gradients="warn",
     )
-    # Whatever the environment says of a size.
+    # Whatever size the environment names.
     join_group(name, rank, world_size or None, options)
     check_device_maps(rpc_backend_options, world_size or None)
     worker = current_worker()
@@ -164,8 +164,8 @@ def _tensorpipe_init(
 def log_failure(caller: Peer, error: BaseException) -> None:
     """Logs the error of a call that ``caller`` made, unless another worker has done so.
 
-    Programs expect to see it there. Weft itself leaves that to the caller, who gets the error with
-    the traceback of the other side.
+    Programs expect the error in the callee's log. Weft itself leaves logging to the caller, which
+    gets the error with the callee's traceback.
     """
     if not any(map(places_of, chain(error))):
         shorten(error)

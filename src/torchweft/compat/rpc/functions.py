@@ -1,4 +1,4 @@
-"""Marks for functions that are called remotely."""
+"""Decorators for functions that are called remotely."""
 
 from torchweft.rpc.functions import async_execution
 

@@ -1,6 +1,6 @@
-"""Pickling of calls, for programs that look into it.
+"""Pickles calls, for programs that use PyTorch's RPC pickler.
 
-Weft's own calls go another, shorter way; what a program registers here reaches them too.
+Weft's own calls take a shorter path; reducers that a program registers here apply to them too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class PythonUDF(NamedTuple):
-    """A function, and what it is to be called with."""
+    """A function and its arguments."""
 
     func: Any
     args: Any
@@ -35,7 +35,7 @@ class PythonUDF(NamedTuple):
 class _InternalRPCPickler:
     """Turns objects into bytes and a table of the tensors in them, and back.
 
-    Programs derive their own from it, for ``rpc.api._use_rpc_pickler``.
+    Programs derive their own picklers from it, for ``rpc.api._use_rpc_pickler``.
     """
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class _InternalRPCPickler:
         self._dispatch_table: dict[type, Callable[[Any], Any]] = {}
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
-        """Has objects of exactly that class reduced by a function; the first one stays."""
+        """Registers a reducer for objects of exactly that class; the first reducer stays."""
         self._class_reducer_dict.setdefault(obj_class, reducer)
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
         """Returns an object as bytes, and the tensors that were in it.
 
         Raises:
-            SerializationError: Some part cannot be sent; says which.
+            SerializationError: Some part cannot be sent; the message says which.
         """
         own = {**self._dispatch_table, **self._class_reducer_dict}
         packed = pack_with(obj, own) if own else pack(obj, main_by_name=True)
@@ -71,7 +71,7 @@ class _InternalRPCPickler:
 
 
 class _WeftPickler(_InternalRPCPickler):
-    """The pickler that is in use by default: what it knows, all calls know."""
+    """The default pickler; its reducers apply to all calls."""
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
         if obj_class not in self._class_reducer_dict:
@@ -103,9 +103,10 @@ _beside = _Beside()
 
 @contextmanager
 def references_beside(references: list[Any]) -> Iterator[None]:
-    """Has what is pickled in this block leave its references in a list, or take them from it.
+    """Puts references of objects pickled in this block into a list; unpickling takes them from it.
 
-    The list travels in the call, whose protocol counts who has a reference; bytes are not counted.
+    The list travels in the call, whose protocol counts each reference's users; references within
+    the bytes would not be counted.
     """
     before, _beside.references = _beside.references, references
     try:
@@ -115,7 +116,7 @@ def references_beside(references: list[Any]) -> Iterator[None]:
 
 
 def _take_reference(reference: Any) -> Any:
-    """Returns what stands for a reference in the bytes."""
+    """Returns the placeholder of a reference in the bytes."""
     if _beside.references is None:
         return reference._serialize()
     _beside.references.append(reference)

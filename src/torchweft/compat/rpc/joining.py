@@ -27,7 +27,7 @@ _log = logging.getLogger("torchweft")
 _LONGEST_S = 365 * 24 * 3600.0
 
 rendezvous_iterator: Iterator[tuple[Store, int, int]] | None = None
-"""Keeps the store alive that the last group met at."""
+"""Keeps the store of the last group alive."""
 
 _count_lock = threading.Lock()
 _count = 0
@@ -44,7 +44,7 @@ def init_rpc(
 
     Args:
         name: Name of this worker, unique in the group.
-        backend: A member of ``BackendType``; by default what fits the options.
+        backend: A member of ``BackendType``; by default the back-end that fits the options.
         rank: Number of this worker.
         world_size: Number of workers; None for a group that workers may join and leave.
         rpc_backend_options: Options of the back-end.
@@ -65,7 +65,7 @@ def init_rpc(
         backend = _backend_for(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
-    # Before others wait for this worker.
+    # Check before other workers wait for this worker.
     knobs.check_environment()
     torchweft.rpc.RpcBackendOptions().check()
     store = _open_store(rpc_backend_options, rank, world_size)
@@ -96,17 +96,17 @@ def _backend_for(options: Any) -> Any:
 def _options_type(backend: Any) -> type[Any]:
     try:
         return type(backend_registry.construct_rpc_backend_options(backend))
-    except Exception:  # A back-end that cannot make options of defaults: these are not of it.
+    except Exception:  # It cannot make default options, so these options are not its own.
         return type(None)
 
 
 def _open_store(options: Any, rank: int, world_size: int | None) -> Store:
-    """Meets the others by the init method; returns a store with keys of this group only.
+    """Opens the store of the init method, with keys of this group only.
 
-    Waits as long for the other workers as PyTorch does, but not for a host that says nothing.
+    Waits for the other workers as long as PyTorch does, but not for a host that does not answer.
 
     Raises:
-        RendezvousError: The store cannot be reached, or not be hosted here.
+        RendezvousError: The store cannot be reached, or cannot be hosted here.
     """
     global rendezvous_iterator, _count
     check_answers(options.init_method, rank, knobs.INIT_TIMEOUT_S.get())
@@ -178,7 +178,7 @@ def _init_rpc_backend(
 
 @api._require_initialized
 def _get_debug_info() -> dict[str, str]:
-    """Returns what references, agent and autograd of this worker are at."""
+    """Returns the state of references, agent and autograd of this worker, as text."""
     info: dict[str, str] = api._rref_context_get_debug_info()
     info.update(api._get_current_rpc_agent().get_debug_info())
     info.update(dist_autograd._get_debug_info())

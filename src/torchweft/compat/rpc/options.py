@@ -1,4 +1,4 @@
-"""Options of a worker under the names of PyTorch's."""
+"""Options of a worker under PyTorch's names."""
 
 from torchweft.rpc.tensorpipe import BackendOptions as RpcBackendOptions
 from torchweft.rpc.tensorpipe import (

@@ -1,4 +1,4 @@
-"""What references ask of the workers that own their values."""
+"""The requests of references to the workers that own their values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchweft.serialize.registry import remotely_callable_unless_strict
 @remotely_callable_unless_strict
 @async_execution
 def when_made(reference: tuple[int, int, int]) -> torch.futures.Future[None]:
-    """Answers when a value of this worker has been made, or cannot be made."""
+    """Returns a future that is done when a value of this worker has been made, or cannot be."""
     made: torch.futures.Future[None] = torch.futures.Future()
     owned = current_worker().references.value_of(ReferenceId(*reference), is_use=False)
     owned.when_ready(lambda _: made.set_result(None))
@@ -27,7 +27,7 @@ def when_made(reference: tuple[int, int, int]) -> torch.futures.Future[None]:
 
 @remotely_callable_unless_strict
 def _rref_typeof_on_owner(reference: torchweft.rpc.RRef[Any]) -> Any:
-    """Answers with the type of a value of this worker, when it has been made."""
+    """Returns the type of a value of this worker, when the value has been made."""
     owned = current_worker().references.value_of(reference.id)
     return WhenReady(owned, lambda value: (_rref_typeof_on_owner, type(value)), reference)
 

@@ -1,7 +1,7 @@
-"""Calls whose function and arguments are pickled by a program's own pickler.
+"""Makes calls whose function and arguments are pickled by a program's own pickler.
 
-Its bytes and tensors travel as the arguments of a function of this module, which undoes them on
-the other side and runs what comes out. Results go the usual way, as they do in PyTorch.
+The pickler's bytes and tensors travel as the arguments of a function of this module, which
+unpickles and runs the call on the other side. Results travel as usual, as they do in PyTorch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torchweft.rpc.worker import current_worker
 def pickled_call(
     pickler: Any, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...], None]:
-    """Returns the function to call, and its arguments, in place of those of another call.
+    """Returns a function and arguments that replace those of a call.
 
     Args:
         pickler: Has a ``serialize`` whose bytes ``internal.deserialize`` can read.
-        function: What is to run on the other worker.
+        function: The function to run on the other worker.
         args: Its positional arguments, or None.
         kwargs: Its keyword arguments, or None.
     """
@@ -40,7 +40,7 @@ def pickled_call(
 
 @async_execution
 def run_pickled(binary: bytes, tensors: Sequence[Tensor], references: list[Any]) -> Future[Any]:
-    """Runs what ``pickled_call`` wrapped; the result is the future's."""
+    """Runs the call that ``pickled_call`` wrapped; returns a future of its result."""
     worker = current_worker()
     if worker.reader.is_restricted:
         name = worker.agent.info.name
@@ -65,7 +65,7 @@ def run_pickled(binary: bytes, tensors: Sequence[Tensor], references: list[Any])
             done.set_result(value)
         elif isinstance(error, Exception):
             done.set_exception(error)
-        else:  # A future takes no other: the coroutine was cancelled.
+        else:  # A future takes no other kind: the coroutine was cancelled.
             done.set_exception(CallCancelled(f"the coroutine ended with {error!r}"))
 
     worker.coroutines.run(result, current_id(), finish)

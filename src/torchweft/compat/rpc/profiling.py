@@ -1,7 +1,7 @@
-"""Events of calls for PyTorch's profiler, named as PyTorch names them.
+"""Records calls as events of PyTorch's profiler, named as PyTorch names them.
 
-An event lasts until the call has ended. It is this worker's: what the callee does meanwhile is
-for a profiler that runs there.
+An event lasts until the call has ended. It belongs to this worker: only a profiler on the callee
+records what the callee does meanwhile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def call_async(
     timeout: float,
     mode: RPCExecMode = RPCExecMode.ASYNC,
 ) -> torch.futures.Future[Any]:
-    """Does as ``torchweft.rpc.rpc_async``, with an event where a profiler runs."""
+    """Does the same as ``torchweft.rpc.rpc_async``, with an event if a profiler runs."""
     if not is_enabled():
         return torchweft.rpc.rpc_async(to, function, args, kwargs, timeout)
     with record_function(key_of(mode, function, to)) as event:
@@ -54,7 +54,7 @@ def call_async(
 def create(
     to: Any, function: Any, args: Any, kwargs: Any, timeout: float
 ) -> torchweft.rpc.RRef[Any]:
-    """Does as ``torchweft.rpc.remote``, with an event that ends when the value is made."""
+    """Does the same as ``torchweft.rpc.remote``, with an event that ends when the value is made."""
     with record_function(key_of(RPCExecMode.REMOTE, function, to)) as event:
         reference: Any = torchweft.rpc.remote(to, function, args, kwargs, timeout)
         reference._watch_creation(timeout)
@@ -65,7 +65,7 @@ def create(
 def end_with(
     event: record_function, future: torch.futures.Future[Any]
 ) -> torch.futures.Future[Any]:
-    """Ends ``event`` with ``future``; returns a future of the same, done after the event."""
+    """Ends ``event`` with ``future``; returns a future of the same result, done afterwards."""
     ended: torch.futures.Future[None] = torch.futures.Future()
     event._call_end_callbacks_on_future(ended)
     result: torch.futures.Future[Any] = torch.futures.Future()
@@ -82,7 +82,7 @@ def end_with(
 
 
 def key_of(mode: RPCExecMode, function: Any, to: Any) -> str:
-    """Returns the name of the event of a call that this worker makes."""
+    """Returns the event name of a call that this worker makes."""
     here, there = torchweft.rpc.get_worker_info().name, torchweft.rpc.get_worker_info(to).name
     return build_key(mode, name_of(function), here, there)
 

@@ -1,8 +1,8 @@
-"""``RRef`` with what programs for ``torch.distributed.rpc`` use of it beyond the documented API.
+"""``RRef`` with the undocumented methods that ``torch.distributed.rpc`` programs use.
 
-Every reference of a worker that ``torchweft.compat.rpc.init_rpc`` has made is one of these. Nothing
-is asked of the owner unless the program does: only a ``remote`` with a time limit of its own, which
-is the limit for making the value, is watched from the start.
+A worker made by ``torchweft.compat.rpc.init_rpc`` uses this class for all its references. The
+owner is asked only if the program asks, with one exception: a ``remote`` with its own time limit,
+which is the limit for making the value, is watched from the start.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ AnyFuture = torch.futures.Future[Any]
 _POLL_S = 0.001
 _NOT_MADE_HERE = -1
 _local_ids = itertools.count()
-"""Numbers what this process makes: PyTorch shows references by such numbers."""
+"""Numbers the references that this process makes: PyTorch shows such numbers in texts."""
 
 
 class RRef(torchweft.rpc.RRef[T]):
@@ -54,7 +54,7 @@ class RRef(torchweft.rpc.RRef[T]):
     __slots__ = ("_created", "_fork_id", "_local_id", "_profiled", "_type")
 
     _of_creation: ClassVar[tuple[type[CallError], ...]] = (CallTimeout,)
-    """Errors that say that there may be no value; a back-end that injects faults has more."""
+    """Errors after which there may be no value; a back-end that injects faults has more."""
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if not current_agent.is_set():
@@ -81,8 +81,8 @@ class RRef(torchweft.rpc.RRef[T]):
         """Returns a copy of the value; see ``torchweft.rpc.RRef.to_here``.
 
         Raises:
-            CallTimeout: The value was not made within the limit of the ``remote`` that was to
-                make it, or did not arrive within this one.
+            CallTimeout: The value was not made within the limit of its ``remote``, or did not
+                arrive within ``timeout``.
             ReferenceGone: The group has been shut down.
         """
         self._check_current("to_here() on it")
@@ -105,8 +105,8 @@ class RRef(torchweft.rpc.RRef[T]):
         """Whether the owner counts this worker as a user of the value.
 
         PyTorch begins a call when the references among its arguments are confirmed, Weft at once.
-        So that a program finds what it expects, this waits for a reference that came in a
-        message, at most the worker's time limit; one made here is only looked at.
+        To meet programs' expectations, this waits for the confirmation of a reference received in
+        a message, at most the worker's time limit. It does not wait for a reference made here.
         """
         if self._local_id == _NOT_MADE_HERE:
             self._await_confirmation()
@@ -119,14 +119,14 @@ class RRef(torchweft.rpc.RRef[T]):
             self._keeper.check_alive(self.id)
             time.sleep(_POLL_S)
 
-    # How its making goes
+    # Creation
 
     def _get_future(self) -> AnyFuture:
         """Returns a future that is done when the owner has made the value, or failed to.
 
-        An error of the function is for those who use the value. The future's own error is that
-        the time limit of ``remote`` has passed; where that had none of its own, the worker's
-        limit, counted from the first time that this is called.
+        An error of the function is raised to users of the value. The future itself fails if the
+        time limit of ``remote`` has passed. If that call had no limit, the worker's limit applies,
+        counted from the first call of this method.
         """
         if self._created is None:
             self._watch_creation(UNSET_RPC_TIMEOUT)
@@ -134,13 +134,13 @@ class RRef(torchweft.rpc.RRef[T]):
         return self._created
 
     def _watch_creation(self, timeout: float) -> None:
-        """Has the owner say when the value is made."""
+        """Asks the owner to report when the value is made."""
         self._created = torchweft.rpc.rpc_async(
             self.owner(), owners.when_made, ((*self.id,),), None, timeout
         )
 
     def _check_created(self) -> None:
-        """Raises where the value is known not to have been made in time."""
+        """Raises if the value is known not to have been made in time."""
         if self._created is None or not self._created.done():
             return
         try:
@@ -154,7 +154,7 @@ class RRef(torchweft.rpc.RRef[T]):
                 elapsed_s=error.elapsed_s,
             ) from None
         except Exception:
-            return  # Whatever else happened, using the value says it.
+            return  # Using the value reports any other error.
 
     def _get_profiling_future(self) -> AnyFuture:
         """Returns the future that ends the profiler's event of the ``remote``."""
@@ -163,18 +163,18 @@ class RRef(torchweft.rpc.RRef[T]):
     def _set_profiling_future(self, future: AnyFuture) -> None:
         self._profiled = future
 
-    # Its type
+    # Type
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """Returns the type of the value; asks the owner at most once.
 
         Args:
             timeout: Seconds to wait at most; 0 for no limit, and by default that of the worker.
-            blocking: Whether to wait for it; otherwise a future of it is returned.
+            blocking: Whether to wait for the type; otherwise a future of it is returned.
 
         Raises:
             CallTimeout: The value was not made in time.
-            Exception: Whatever the function that was to make the value raised.
+            Exception: The error of the function that was to make the value.
         """
         future = self._type
         if future is None or (future.done() and _has_failed(future)):
@@ -198,16 +198,16 @@ class RRef(torchweft.rpc.RRef[T]):
     def _proxy(self, way: str, timeout: float) -> RRefProxy:
         return RRefProxy(self, way, timeout)
 
-    # Travelling
+    # Serialization
 
     def check_travels(self) -> Agent:
-        """Raises where the reference cannot be handed on; otherwise returns the agent."""
+        """Returns the agent; raises if the reference cannot be passed on."""
         self._check_current("fork an UserRRef")
         self._check_created()
         return self.agent()
 
     def _serialize(self) -> NoReturn:
-        """Raises: a reference travels in calls only, which count it."""
+        """Raises: references travel only in calls, which count them."""
         self.check_travels()
         raise SerializationError(
             "an RRef cannot be serialized by itself: its receiver has to be counted by the owner; "
@@ -231,9 +231,9 @@ class RRef(torchweft.rpc.RRef[T]):
     # Text
 
     def _ids(self, agent: Agent) -> tuple[str, str]:
-        """Returns the numbers of the reference and of this use of it, as PyTorch shows them.
+        """Returns the ids of the reference and of this fork of it, as PyTorch shows them.
 
-        What another worker made shows Weft's number instead, with that of the owner.
+        A reference made by another worker shows Weft's number instead, with the owner's.
         """
         creator, owner, number = self.id
         peer = agent.peers[creator]

@@ -1,4 +1,4 @@
-"""Proxies of references, as PyTorch's behave."""
+"""Proxies of references that behave like PyTorch's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class RRefProxy(Proxy):
     """Calls the methods of a referenced value on the worker that owns it.
 
     PyTorch first asks the owner for the type of the value, and so knows the methods. Here a call
-    for a result goes out at once, and a method that does not exist is its error. A ``remote`` has
-    no result that could say so: for it, the owner is asked too. That costs one more round trip,
-    and the time until the value is made, for the first ``remote`` of each reference.
+    for a result is sent at once, and fails if the method does not exist. A ``remote`` has no
+    result that could report this, so here too the owner is asked first. That costs the first
+    ``remote`` of each reference one more round trip, and the time until the value is made.
 
     Args:
         rref: The reference.
-        rpc_api: ``rpc_sync``, ``rpc_async`` or ``remote``, the function or what Weft calls it:
-            what a method returns.
+        rpc_api: Selects what a method returns: the function ``rpc_sync``, ``rpc_async`` or
+            ``remote``, or Weft's name for it.
         rpc_timeout: Seconds for each call; negative for the default, 0 for no limit.
     """
 
@@ -50,6 +50,6 @@ class RRefProxy(Proxy):
         try:
             value_type = self._rref._get_type(self._timeout)
         except SerializationError:
-            return  # A class that cannot travel; whoever uses the result hears what is wrong.
+            return  # The class cannot be sent; using the result raises the error.
         if not issubclass(value_type, _SCRIPTED):
             getattr(value_type, name)

@@ -1,4 +1,4 @@
-"""Waiting for all calls that a block of the program has started."""
+"""Waits for all calls that a block of the program has started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _thread_local_var = threading.local()
 
 
 def note_future(future: torch.futures.Future[Any]) -> None:
-    """Has the ``_wait_all`` around it, if there is one, wait for a call."""
+    """Adds a call to those that the enclosing ``_wait_all``, if any, waits for."""
     futures = getattr(_thread_local_var, "future_list", None)
     if futures is not None:
         futures.append(future)

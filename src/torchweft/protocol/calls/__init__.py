@@ -1,20 +1,20 @@
-"""Decides about calls: how each ends, whether its function runs, and who is told.
+"""Decides how each call ends, whether its function runs, and which workers are told.
 
-The problem: a call may be answered, be late, be cancelled, and lose its worker or its caller, all
-at the same time and seen by different threads; and what its function calls in turn has to end with
-it. A lock around all of that would cost more than a small call.
+The problem: a call may be answered, time out, be cancelled, and lose its worker or its caller, all
+at the same time on different threads; and its nested calls have to end with it. A lock around all
+of that would cost more than a small call.
 
-The idea: a call is one entry of a table, and the thread that takes the entry out, a single step
-of a function in C, has ended the call. So it ends once, without a lock.
+The idea: a call is one entry of a table. The thread that removes the entry, in one atomic step (a
+single C function), ends the call. So it ends once, without a lock.
 
 Guarantees, see ``docs/protocols/calls.md``: **Once**, a function runs at most once for a call;
 **Bounded**, a call ends by its answer, its timeout, or the loss of its worker; **In vain**, no
-function begins for which nobody waits, and nested calls end with their parent.
+function begins after its caller has stopped waiting, and nested calls end with their parent.
 
-The rules of this package: ``client`` is the side of the caller, ``server`` that of the callee,
-``table`` the entries, ``failures`` the errors. The *hot path* is the data and the few methods that
-say so: each call goes through them, and they return no actions. All other methods are rare events;
-those that have something to be done return actions. Any thread may call any of them at any time.
+The rules of this package: ``client`` is the caller's side, ``server`` the callee's, ``table`` has
+the entries, ``failures`` the errors. Every call takes the *hot path*: the data, and the few methods
+marked so, which return no actions. All other methods are rare events and may return actions. Any
+thread may call any method at any time.
 """
 
 from torchweft.protocol.calls.client import (

@@ -1,4 +1,4 @@
-"""The calls that one worker makes: from request to answer, or to the error that ends them."""
+"""The calls that one worker makes, from request to answer or error."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Call = TypeVar("Call", bound=OpenCall)
 
 @dataclass(slots=True)
 class Complete(Generic[Call]):
-    """An action: ``call`` has ended with its ``error``; tell those that wait for it."""
+    """An action: ``call`` has ended with its ``error``; notify its waiters."""
 
     call: Call
 
 
 class TellCancelled(NamedTuple):
-    """An action: tell ``worker`` that nobody waits for the calls with these numbers any more."""
+    """An action: tell ``worker`` that the calls with these numbers are no longer awaited."""
 
     worker: int
     numbers: tuple[int, ...]
@@ -34,11 +34,11 @@ Action = Complete[Call] | TellCancelled
 
 
 class Completion(Generic[Call]):
-    """How far the main thread has come in completing the future of a call, each part in one step.
+    """The main thread's progress in completing a call's future, noted in atomic steps.
 
     Args:
         call: The call.
-        on_done: Completes the future. Called again where it was interrupted.
+        on_done: Completes the future. Called again if it was interrupted.
     """
 
     __slots__ = ("call", "consumed", "on_done", "taken")
@@ -47,31 +47,31 @@ class Completion(Generic[Call]):
         self.call = call
         self.on_done = on_done
         self.consumed: list[int] = []
-        """The size of the answer, once nobody else will read it."""
+        """The size of the answer, once no other thread will read it."""
         self.taken: list[Call | None] = []
-        """What was in the table of calls under its number."""
+        """The entry taken from the table of calls under its number, or None."""
 
 
 class CallClient(CallTable[Call]):
-    """The open calls of one worker. Thread-safe, by single steps.
+    """The open calls that one worker has made. Thread-safe by atomic steps.
 
     Hot path: ``add``, ``take``, ``pop``, ``answered``, ``completions``.
 
     Attributes:
-        completions: Futures that the main thread completes now, by the numbers of their calls.
+        completions: Futures that the main thread is completing, by call number.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.completions: dict[int, Completion[Call]] = {}
-        # By their numbers, the calls that wait for a connection: they were not sent.
+        # By number, the calls that were not sent because they wait for a connection.
         self._unsent: dict[int, bool] = {}
 
     def answered(self, frame: Frame) -> Call | None:
         """Ends a call with its answer. Hot path.
 
         Returns:
-            The call, which is to be completed; None where the answer comes too late.
+            The call, which is to be completed; None if the answer is late.
         """
         call = self.pop(frame.id, None)
         if call is not None:
@@ -81,7 +81,7 @@ class CallClient(CallTable[Call]):
     # The request
 
     def keep(self, call: Call) -> int:
-        """As ``add``, for a call whose request waits for the first connection.
+        """Does as ``add``, for a call whose request waits for the first connection.
 
         ``sending`` or ``not_sent`` follows.
         """
@@ -92,7 +92,7 @@ class CallClient(CallTable[Call]):
         return number
 
     def sending(self, call: Call) -> None:
-        """There is a connection, and the request is sent next.
+        """Notes that there is a connection and that the request is sent next.
 
         Raises:
             CallCancelled: The call has ended meanwhile, and its callee was not told: do not send.
@@ -101,11 +101,11 @@ class CallClient(CallTable[Call]):
             raise failures.ended_unsent(call)
 
     def not_sent(self, call: Call, error: BaseException) -> list[Action[Call]]:
-        """The request will not be sent: the call ends with ``error``, unless it has ended."""
+        """Ends a call that will not be sent with ``error``, unless it has ended."""
         return self._end(self._taken(call), lambda _, __: error, is_told=False)
 
     def withdraw(self, call: Call) -> bool:
-        """The request could not be made or sent: the maker of the call raises the error.
+        """Removes a call whose request could not be made or sent; its maker raises the error.
 
         Returns:
             Whether the call was open.
@@ -114,11 +114,11 @@ class CallClient(CallTable[Call]):
         return self.take(call.number) is not None
 
     def opened(self, call: Call, *, was_sent: bool) -> list[Action[Call]]:
-        """Looks again, after the request was written, where the call or its parent has ended.
+        """Checks again, after the request was written, whether the call or its parent has ended.
 
-        The thread that cancelled the parent has looked for nested calls, perhaps before this one
-        was there. The thread that ended this call has told the callee of that, perhaps before the
-        request was sent, so the callee did not know the call.
+        Two races: the thread that cancelled the parent may have searched for nested calls before
+        this one was added. The thread that ended this call may have told the callee before the
+        request was sent, when the callee did not know the call.
         """
         parent = call.parent
         if parent is not None and parent.was_cancelled and (taken := self._taken(call)):
@@ -130,7 +130,7 @@ class CallClient(CallTable[Call]):
     # Ends other than by an answer
 
     def expire(self, now_s: float) -> tuple[list[Action[Call]], float]:
-        """Ends the calls whose time is up; also returns when the next one's will be."""
+        """Ends the calls whose time is up; also returns the earliest remaining deadline."""
         expired, earliest_s = self.take_expired(now_s)
         return self._time_out(expired, now_s), earliest_s
 
@@ -139,11 +139,11 @@ class CallClient(CallTable[Call]):
         return self._time_out(self._taken(call), now_s)
 
     def cancelled(self, call: Call, error: BaseException) -> list[Action[Call]]:
-        """Nobody wants a call any more: it ends with ``error``. No actions where it has ended."""
+        """Ends a given-up call with ``error``; returns no actions if it has ended."""
         return self._end(self._taken(call), lambda _, __: error)
 
     def parents_cancelled(self, parents: Set[ServedCall]) -> list[Action[Call]]:
-        """Ends the calls that were made in the course of cancelled ones."""
+        """Ends the calls nested in cancelled calls."""
         return self._end(self.take_where(lambda call: call.parent in parents), _parent_cancelled)
 
     def worker_lost(
@@ -153,7 +153,7 @@ class CallClient(CallTable[Call]):
         return self._end(self.take_of_worker(worker), lambda _, __: make_error(), is_told=False)
 
     def closed(self, error: BaseException) -> list[Action[Call]]:
-        """Ends all calls: this worker has left."""
+        """Ends all calls, because this worker has left."""
         return self._end(self.take_all(), lambda _, __: error, is_told=False)
 
     def _taken(self, call: Call) -> list[Call]:
@@ -169,7 +169,7 @@ class CallClient(CallTable[Call]):
         *,
         is_told: bool = True,
     ) -> list[Action[Call]]:
-        """Ends calls that were taken from the table; tells callees, if they know the calls."""
+        """Ends calls taken from the table; if ``is_told``, tells the callees of sent calls."""
         actions: list[Action[Call]] = []
         sent: defaultdict[int, list[int]] = defaultdict(list)
         for call in calls:
@@ -181,13 +181,13 @@ class CallClient(CallTable[Call]):
         actions += [TellCancelled(worker, tuple(numbers)) for worker, numbers in sent.items()]
         return actions
 
-    # Futures that the main thread completes, wherever it is interrupted
+    # Futures that the main thread completes: an interrupt may come at any point
 
     def interrupted(self, completion: Completion[Call]) -> bool:
-        """The main thread has left a completion, or will not come back to it.
+        """Notes that the main thread has left a completion, or will not return to it.
 
         Returns:
-            Whether another thread has to ``resume`` it: nobody else will read its answer.
+            Whether another thread has to ``resume`` it, since no other will read its answer.
         """
         if completion.consumed:
             return True
@@ -195,9 +195,9 @@ class CallClient(CallTable[Call]):
         return False
 
     def resume(self, completion: Completion[Call]) -> Call | None:
-        """Takes over a completion; returns its call if that is to be completed here.
+        """Takes over a completion; returns its call if this thread is to complete it.
 
-        It was interrupted before it took the call from its table, or after that.
+        The interrupt came before the main thread took the call from the table, or after.
         """
         call = completion.call
         if self.completions.pop(call.number, None) is None:
@@ -215,22 +215,22 @@ def _parent_cancelled(call: OpenCall, _: bool) -> BaseException:
 def nest(
     parent: ServedCall, worker_name: str, function: Named, limit_s: float, now_s: float
 ) -> tuple[ServedCall | None, float]:
-    """Returns the parent of a call that is made now, and how long the call may take.
+    """Returns the parent of a new call, and how long the call may take.
 
     Args:
-        parent: The call that the running code serves. One that has been answered is no parent.
-        worker_name: The callee.
-        function: What is called.
+        parent: The call that the running code serves. An answered call is no parent.
+        worker_name: The callee's name.
+        function: The called function, or its name.
         limit_s: How long the call may take at most.
         now_s: The time.
 
     Raises:
         CallCancelled: The caller of ``parent`` has given up.
-        CallTimeout: It has no time left.
+        CallTimeout: ``parent`` has no time left.
     """
     if parent.has_ended and not parent.was_cancelled:
         return None, limit_s
-    # First: the thread that cancels the parent looks at this after it has set ``was_cancelled``.
+    # Set this first: the cancelling thread sets ``was_cancelled`` before it reads this.
     parent.has_nested = True
     left_s = parent.deadline_s - now_s
     if left_s < 0:

@@ -7,7 +7,7 @@ from torchweft.protocol.calls.server import ServedCall
 from torchweft.protocol.calls.table import Named, OpenCall
 
 _ROUNDING_S = 1e-6
-"""How far a time and the sum that stands for it may differ."""
+"""Rounding tolerance for comparing deadlines."""
 
 
 def timed_out(call: OpenCall, now_s: float, was_sent: bool) -> CallTimeout:
@@ -16,7 +16,7 @@ def timed_out(call: OpenCall, now_s: float, was_sent: bool) -> CallTimeout:
     Args:
         call: The call.
         now_s: The time.
-        was_sent: Whether there was a connection by which to send it.
+        was_sent: Whether there was a connection to send it over.
     """
     name, parent = function_name(call.function), call.parent
     text = (
@@ -76,14 +76,14 @@ def interrupted(call: OpenCall) -> CallCancelled:
 
 
 def ended_unsent(call: OpenCall) -> CallCancelled:
-    """Returns the error of a request that is not sent: its call has ended meanwhile."""
+    """Returns the error of a request that is not sent because its call has ended."""
     name = function_name(call.function)
     text = f"the call of {name} on worker {call.worker_name!r} ended before it was sent"
     return CallCancelled(text, worker=call.worker_name, call=name)
 
 
 def function_name(function: Named) -> str:
-    """Returns a readable name of what is called, for messages."""
+    """Returns a readable name of the called function, for messages."""
     if isinstance(function, tuple):
         describe, *arguments = function
         return str(describe(*arguments))

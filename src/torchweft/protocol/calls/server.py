@@ -1,11 +1,11 @@
-"""The calls of other workers, on the side of the callee: from arrival to end.
+"""The calls of other workers on the callee's side, from arrival to end.
 
-A caller that gives a call up says so, by its number. The call may then wait in its queue, run, or
-have ended. So a call is known by its number from the moment at which it is read until it has ended:
-a ``CANCEL`` finds its call, or the call is over. Nothing has to be remembered for later.
+A caller cancels a call by its number, while the call waits in its queue, runs, or has ended. So a
+call is registered under its number from the moment it is read until it has ended. A ``CANCEL``
+finds its call unless that is over, so no ``CANCEL`` has to be remembered.
 
-Calls that a served function makes are *nested* in the call: they have no more time than is left,
-and end with it.
+Calls that a served function makes are *nested* in the served call: they get no more than its
+remaining time, and end with it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torchweft.wire.messages import NO_CREATION
 
 
 class Caller(Protocol):
-    """A worker that calls this one. It is told of in errors by ``name``."""
+    """A worker that calls this one. Errors name it by ``name``."""
 
     name: str
     served: dict[int, ServedCall]
-    """Its calls that have not ended here, by their numbers."""
+    """Its calls that have not ended here, by number."""
 
     @property
     def lost(self) -> BaseException | None:
-        """The error by which it was lost, if it was."""
+        """The error with which the worker was lost, or None."""
 
 
 class ServedCall:
@@ -46,12 +46,12 @@ class ServedCall:
         ProtocolError: The caller has an open call of that number; this one must not run.
 
     Attributes:
-        function: What is called, or its name; empty until the request has been looked at.
-        number: What the caller knows it by; 0 for one that nobody waits for.
-        deadline_s: How long the caller waits; infinity until the request has been looked at.
+        function: The called function, or its name; empty until the request is decoded.
+        number: The caller's number for it; 0 if the caller does not wait for an answer.
+        deadline_s: When the caller stops waiting; infinity until the request is decoded.
         was_cancelled: Whether the caller has given it up, or is lost.
-        has_ended: Whether it was answered, or is not to be answered.
-        has_nested: Whether a call was made in its course.
+        has_ended: Whether it was answered, or will not be answered.
+        has_nested: Whether a nested call was made.
     """
 
     __slots__ = (
@@ -82,7 +82,7 @@ class ServedCall:
             peer.served[frame.id] = self
 
     def end(self) -> None:
-        """Notes that nothing more comes of it."""
+        """Notes that the call has ended."""
         if self.number and not self.has_ended:
             del self.peer.served[self.number]
         self.has_ended = True
@@ -91,36 +91,36 @@ class ServedCall:
     # Rare events
 
     def cancel(self) -> None:
-        """Notes that nobody waits for it. Runs no user code, and does not block."""
+        """Notes that its caller no longer waits. Runs no user code, and does not block."""
         self.was_cancelled = True
         on_cancel = self._on_cancel
         if on_cancel is not None:
             on_cancel()
 
     def on_cancel(self, callback: Callable[[], object]) -> None:
-        """Has ``callback`` called when it is cancelled, now if it was; perhaps twice."""
+        """Calls ``callback`` on cancellation, at once if already cancelled; perhaps twice."""
         self._on_cancel = callback
         if self.was_cancelled:
             callback()
 
     @property
     def is_current(self) -> bool:
-        """Whether calls that its function makes now are part of it."""
+        """Whether calls that its function makes now are nested in it."""
         return self.was_cancelled or not self.has_ended
 
     def remaining_s(self, now_s: float) -> float:
-        """Returns how long its caller waits still; infinity for as long as the value is wanted."""
+        """Returns how long its caller still waits; infinity for a call that makes a value."""
         return max(self.deadline_s - now_s, 0.0)
 
     def is_unwanted(self, now_s: float) -> bool:
-        """Whether nobody waits for it any more."""
+        """Returns whether its caller no longer waits."""
         return self.was_cancelled or now_s > self.deadline_s or self.peer.lost is not None
 
     def notice_unwanted(self, now_s: float) -> bool:
-        """Whether nobody waits for it any more; if so, it counts as cancelled from here on.
+        """Returns whether its caller no longer waits; if so, marks it as cancelled.
 
-        Its time may be up here a moment before the caller notices. What a function returns that
-        has been told so must not pass for its result.
+        The time may be up here a moment before the caller notices. If the function was told that
+        it is cancelled, its return value must not be sent as a result.
         """
         if not self.is_unwanted(now_s):
             return False
@@ -129,7 +129,7 @@ class ServedCall:
 
 
 class Answering(Protocol):
-    """Tells callers the outcomes of their calls. Both methods may raise anything."""
+    """Sends callers the outcomes of their calls. Both methods may raise any exception."""
 
     def reply(self, peer: Any, number: int, result: Any, context_id: int) -> None:
         """Answers call ``number`` with a result."""
@@ -139,12 +139,12 @@ class Answering(Protocol):
 
 
 class AnsweredCall(ServedCall, ABC):
-    """A call that is told its outcome by being called with it.
+    """A served call that is invoked with its outcome.
 
     Attributes:
-        worker: Sends answers. It is called at once, for an action would cost each call too much.
+        worker: Sends answers. Invoked directly: an action would cost each call too much.
         context_id: The autograd context in which it runs, or 0.
-        owned: The value of this worker that the outcome becomes; None where a caller waits.
+        owned: The owned value that the outcome becomes; None if a caller waits.
     """
 
     __slots__ = ("context_id", "owned", "worker")
@@ -155,62 +155,62 @@ class AnsweredCall(ServedCall, ABC):
 
     @abstractmethod
     def create(self, creation: int) -> bool:
-        """Has the outcome become a value here; ends the call where that is not to be made.
+        """Sets ``owned``, so that the outcome becomes a value; ends the call if it must not.
 
         Returns:
-            Whether the value is to be made: not where it was before, or where nobody wants it.
+            Whether to make the value: not if it was made before, or if it is not wanted.
         """
 
     @abstractmethod
     def keep(self, result: Any, error: BaseException | None) -> None:
-        """Makes the outcome the value ``owned``, which is None afterwards."""
+        """Stores the outcome in ``owned``, which is None afterwards."""
 
     @abstractmethod
     def cannot_tell(self, failure: BaseException) -> None:
-        """Tells, as far as possible, that telling the outcome has failed."""
+        """Reports, as far as possible, that sending the outcome failed."""
 
     @abstractmethod
     def is_referred_to(self) -> bool:
-        """Whether somebody holds a reference to the value that it makes."""
+        """Whether any reference to the value that it makes is held."""
 
     def begins(self, creation: int, remaining_s: float, now_s: float) -> bool:
-        """Decides whether to run it, now that it is its turn; if not, it has ended. Hot path.
+        """Decides, when its turn comes, whether to run it; if not, ends it. Hot path.
 
         Args:
             creation: The number of the value that it makes, or ``NO_CREATION``.
-            remaining_s: How long its caller waited still when the request was made.
+            remaining_s: How long its caller would still wait when the request was made.
             now_s: The time.
         """
         if creation != NO_CREATION:
             return self.create(creation)
         self.deadline_s = self.arrived_s + remaining_s
-        # As ``is_unwanted``, without calling it.
+        # ``is_unwanted``, inlined.
         if self.was_cancelled or now_s > self.deadline_s or self.peer.lost is not None:
             self.end()
             return False
         return True
 
     def __call__(self, result: Any, error: BaseException | None) -> None:
-        """Ends it with its outcome. Hot path."""
+        """Ends the call with its outcome. Hot path."""
         try:
             if self.owned is not None:
                 self.keep(result, error)
             elif self.was_cancelled or self.has_ended:
-                pass  # Nobody waits. What the result refers to was not handed on yet.
+                pass  # No caller waits, and references in the result were not handed on yet.
             elif error is None:
                 self.worker.reply(self.peer, self.number, result, self.context_id)
             else:
                 self.worker.reply_error(self.peer, self.number, error)
         except BaseException as failure:
             self.cannot_tell(failure)
-        # As ``end``, without calling it.
+        # ``end``, inlined.
         if self.number and not self.has_ended:
             del self.peer.served[self.number]
         self.has_ended = True
         self._on_cancel = None
 
     def is_unwanted(self, now_s: float) -> bool:
-        """Whether nobody waits for it; where it makes a value, whether nobody can want that."""
+        """Returns whether its caller no longer waits, or its value can no longer be wanted."""
         if self.number:
             return super().is_unwanted(now_s)
         return self.peer.lost is not None and not self.is_referred_to()
@@ -219,33 +219,33 @@ class AnsweredCall(ServedCall, ABC):
 class CancelNested(NamedTuple):
     """An action: soon, end the calls nested in those of ``take_cancelled_parents``.
 
-    Later, for all that come meanwhile at once: that goes through all open calls.
+    Deferred, so that one scan of all open calls serves several cancelled parents.
     """
 
 
 class CallServer:
-    """Cancels the calls that one worker serves. All of it is rare events."""
+    """Cancels the calls that one worker serves. All methods are rare events."""
 
     def __init__(self) -> None:
         self._cancelled_parents: deque[ServedCall] = deque()
 
     def cancel_received(self, caller: Caller, numbers: Iterable[int]) -> list[CancelNested]:
-        """A caller waits for some of its calls no longer. Those not known have ended."""
+        """Cancels calls of a caller by their numbers; unknown numbers have ended."""
         found = map(caller.served.get, numbers)
         return self.cancel([call for call in found if call is not None])
 
     def caller_lost(self, caller: Caller) -> list[CancelNested]:
-        """A caller is lost, and waits for nothing."""
+        """Cancels all calls of a lost caller."""
         return self.cancel(list(caller.served.copy().values()))
 
     def creations_lost(self, making: Iterable[AnsweredCall], caller: Caller) -> list[CancelNested]:
-        """A lost caller wants none of the values in ``making``; perhaps others refer to them."""
+        """Cancels a lost caller's calls in ``making`` to whose values no reference is held."""
         return self.cancel(
             [call for call in making if call.peer is caller and call.is_unwanted(0.0)]
         )
 
     def cancel(self, calls: Iterable[ServedCall]) -> list[CancelNested]:
-        """Cancels calls, and soon those that are nested in them."""
+        """Cancels calls now, and the calls nested in them soon."""
         for call in calls:
             call.cancel()
             if call.has_nested:
@@ -253,7 +253,7 @@ class CallServer:
         return [CancelNested()] if self._cancelled_parents else []
 
     def take_cancelled_parents(self) -> set[ServedCall]:
-        """Returns the calls, cancelled since the last time, whose nested calls have to end."""
+        """Returns the calls cancelled since the last time whose nested calls have to end."""
         parents = set()
         with contextlib.suppress(IndexError):
             while True:

@@ -1,10 +1,10 @@
-"""Open calls: the table of those that wait for an answer, and its entries.
+"""Open calls: the table of calls that wait for an answer, and its entries.
 
 An entry leaves the table exactly once: answered, expired, cancelled, or failed with its worker.
 The thread that takes it out completes it; every other thread finds it gone. Single operations rely
-on the atomicity of ``dict``, so that a hot path takes no lock. ``copy`` is one of them; going
-through ``items`` is not, for a collection may begin in between and run finalizers, and other
-threads with them.
+on the atomicity of ``dict``, so that a hot path takes no lock. ``copy`` is atomic. Iterating over
+``items`` is not: a garbage collection may start in between, run finalizers, and let other threads
+run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchweft.wire.frames import Frame
 
 
 class Waiting(Protocol):
-    """What the table needs to know of an entry."""
+    """The attributes of an entry that the table needs."""
 
     worker: int
     deadline_s: float
@@ -35,23 +35,23 @@ class CallTable(Generic[Entry]):
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self.pop: Callable[[int, None], Entry | None] = self._entries.pop
-        """As ``take``, in a single step of a function in C."""
+        """Does as ``take``, in one atomic step (a single C function)."""
         self._numbers = itertools.count(1)
         self.total = 0
-        """How many calls there have been: it changes with each, and roughly counts them."""
+        """Roughly how many calls were made; changes with each call."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, entry: Entry) -> int:
-        """Takes up ``entry`` and returns its number."""
+        """Adds ``entry`` and returns its number."""
         number = entry.number = next(self._numbers)
         self._entries[number] = entry
         self.total = number
         return number
 
     def take(self, number: int) -> Entry | None:
-        """Removes and returns an entry; None where it was taken before, or never was."""
+        """Removes and returns an entry; None if it was taken before or never existed."""
         return self._entries.pop(number, None)
 
     def has(self, number: int) -> bool:
@@ -82,32 +82,32 @@ class CallTable(Generic[Entry]):
         return self.take_where(lambda entry: True)
 
     def take_where(self, is_meant: Callable[[Entry], bool]) -> list[Entry]:
-        """Removes and returns the entries that are meant; looks at all."""
+        """Removes and returns the entries that satisfy ``is_meant``; scans the whole table."""
         numbers = [number for number, entry in self._entries.copy().items() if is_meant(entry)]
         taken = [self.take(number) for number in numbers]
         return [entry for entry in taken if entry is not None]
 
 
 Subject = tuple[Any, ...]
-"""A function that returns the name of what is called, and its arguments."""
+"""A function that returns a name for the called function, followed by its own arguments."""
 Named = str | bytes | Subject | Callable[..., Any]
-"""What is called, or its name."""
+"""The called function, or its name."""
 
 
 class OpenCall:
     """One call: the callee, the time limit, and the outcome once there is one.
 
-    The shell derives a class from it that knows the time and how to wait, and sets the attributes.
+    The shell's subclass knows the time and how to wait, and sets the attributes.
 
     Attributes:
         worker: The callee.
-        worker_name: Its name.
-        function: What is called, or its name.
+        worker_name: The callee's name.
+        function: The called function, or its name.
         timeout_s: The time limit.
         started_s: When the call was made.
         deadline_s: When its time is up.
-        parent: The call of another worker in whose course it is made, if it is.
-        number: What the callee knows it by, once it is on its way.
+        parent: The served call that it is nested in, or None.
+        number: Its number at the callee, set by ``add`` or ``keep``.
         frame: The answer.
         error: The error that ended it.
     """
@@ -138,5 +138,5 @@ class OpenCall:
 
     @property
     def has_outcome(self) -> bool:
-        """Whether an answer or an error is here, though perhaps not yet looked at."""
+        """Whether an answer or an error has arrived, even if not read yet."""
         return self.frame is not None or self.error is not None

@@ -1,18 +1,18 @@
-"""Decides about the connection of one worker to another: who dials, who accepts, who is lost.
+"""Decides how two workers connect: which side dials or accepts, and when a peer is lost.
 
 The problem: both sides may dial at once; a greeting may be lost, repeated or overtaken; a peer
-may be dead, stopped, or cut off in one direction. Two wrong answers are expensive: two sides that
-take different connections for *the* connection, and a peer that is declared lost though it lives.
+may be dead, stopped, or cut off in one direction. Two errors are expensive: the two sides keep
+different connections, or a living peer is declared lost.
 
-The idea: one machine for each peer, at either side. The shell reports events with the time, under
-one lock for each peer, and carries out the actions; nothing else decides. A first connection over
-TCP is an *offer*: it has the name of a session, which all attempts of one side have in common. The
-acceptor knows a repeated offer by the name, and a stale one by the number of its attempt. From its
-first ``HELLO`` on, an offer of the worker with the higher id stands until it is answered.
+The idea: each side has one state machine per peer. The shell reports events with the time, under
+one lock per peer, and carries out the actions; only the machine decides. A first connection over
+TCP is an *offer* that names a session; all attempts of one side use the same name. The acceptor
+recognizes a repeated offer by this name, and a stale one by its attempt number. From its first
+``HELLO`` on, the offer of the worker with the higher id stands until it is answered.
 
-``machine`` is the part that the shell sees; ``first_dial`` has the patience of first connections,
-``contact`` that of sessions; ``reaching`` says what failed addresses mean, ``hello`` is the
-greeting. ``docs/protocols/connecting.md`` has the states, events and actions.
+``machine`` is the shell's interface; ``first_dial`` has the retry policy of first connections,
+``contact`` the failure detector of sessions; ``reaching`` classifies failed addresses, ``hello``
+is the greeting. ``docs/protocols/connecting.md`` has the states, events and actions.
 """
 
 from torchweft.protocol.connecting.actions import (

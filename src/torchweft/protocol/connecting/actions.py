@@ -1,4 +1,4 @@
-"""States of a connection, and what the machine asks of the shell around it."""
+"""States of a connection, and the steps, actions and answers that the machine returns."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import NamedTuple
 
 
 class State(enum.Enum):
-    """How far one worker is in connecting to another."""
+    """The state of one worker's connection to another."""
 
     IDLE = "idle"
-    """There is no connection, and nobody needs one yet."""
+    """There is no connection, and no thread needs one."""
     DIALLING = "dialling"
     """This side makes the first connection, or pauses between two attempts."""
     ACCEPTING = "accepting"
-    """The other side makes the first connection, and was told that it is welcome."""
+    """The peer makes the first connection, and this side has accepted its offer."""
     CROSSING = "crossing"
-    """Both sides make one; this side waits for that of the other."""
+    """Both sides dial (simultaneous open); this side waits for the peer's connection."""
     LINKED = "linked"
     """There is a connection."""
     BROKEN = "broken"
     """The connection of a session has ended, and the next attempt is not due yet."""
     RESUMING = "resuming"
-    """This side dials for a session: it resumes it, or asks the other side to."""
+    """This side dials to resume a session, or to ask the peer to resume it."""
     LOST = "lost"
-    """The peer is given up, for good."""
+    """The peer was declared lost, for good."""
     LEFT = "left"
-    """The peer has left the group as it said, or the whole group is leaving."""
+    """The peer has left the group as announced, or the whole group is leaving."""
 
 
 class Terms(NamedTuple):
-    """Of a session: its name, whether this side dialled it, and at which attempt."""
+    """A session's name, whether this side dialled it, and the connection attempt's number."""
 
     name: str
     was_dialled: bool
@@ -38,35 +38,35 @@ class Terms(NamedTuple):
 
 
 class Patience(NamedTuple):
-    """How long contact with another worker may be lost: see ``docs/protocols/sessions.md``."""
+    """How long contact with a peer may be lost; see ``docs/protocols/sessions.md``."""
 
     detection_s: float
     reconnect_s: float
 
 
 class Failure(enum.Enum):
-    """Why an attempt to dial came to nothing."""
+    """Why an attempt to dial failed."""
 
     REFUSED = enum.auto()
-    """Nobody listens there, or the answer is no: another attempt is no use."""
+    """No process listens there, or the peer refuses: another attempt is useless."""
     GONE = enum.auto()
-    """Nobody listens any more where a worker of this host did: its process has ended."""
+    """No process listens any more where a worker of this host did: the worker has ended."""
     BUSY = enum.auto()
-    """The peer's system accepts connections, and the peer does not speak: it lives."""
+    """The peer's system accepts connections but the peer does not speak: it is alive."""
     CROSSED = enum.auto()
-    """The peer answers that it makes a connection itself: it lives."""
+    """The peer answers that it is dialling itself (simultaneous open): it is alive."""
     BROKEN = enum.auto()
-    """The network does not carry that far, or the connection broke."""
+    """The network does not reach the peer, or the connection broke."""
 
 
 # Steps of a thread that needs the first connection
 
 
 class Dial(NamedTuple):
-    """A step: open a connection; if ``offer`` allows it, say ``HELLO`` with these terms.
+    """A step: open a connection; if ``offer`` allows it, send ``HELLO`` with these terms.
 
-    ``adopt`` follows where it is welcome, ``dial_failed`` otherwise. ``limit_s`` is the time at
-    which the attempt has failed.
+    ``adopt`` follows if the peer accepts, ``dial_failed`` if the attempt fails. ``limit_s`` is the
+    attempt's deadline.
     """
 
     terms: Terms
@@ -74,23 +74,23 @@ class Dial(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A step: wait until there is a connection, at most until ``until_s``; then ``go_on``."""
+    """A step: wait for a connection, at most until ``until_s``; then call ``go_on``."""
 
     until_s: float
 
 
 class Done(NamedTuple):
-    """A step: no more to do. There is a connection, or the peer is lost."""
+    """A step: nothing is left to do. There is a connection, or the peer is lost."""
 
 
 class Busy(NamedTuple):
-    """A step: tell the caller that its time is up. The peer may be alive; ``cause`` says more."""
+    """A step: report a timeout to the caller. The peer may be alive; ``cause`` says more."""
 
     cause: str
 
 
 class Lose(NamedTuple):
-    """A step, or an action: the peer is lost. ``failure`` is that of a first connection."""
+    """A step or action: the peer is lost. ``failure`` is set for first connections only."""
 
     cause: str
     failure: Failure | None = None
@@ -104,11 +104,11 @@ Step = Dial | Wait | Done | Busy | Lose
 
 
 class Redial(NamedTuple):
-    """An action: have a thread ask for ``redial``, and carry that out. One at a time."""
+    """An action: have a thread call ``redial`` and carry out its answer. One at a time."""
 
 
 class Resume(NamedTuple):
-    """Make a new connection for a session of this side; ``next_attempt`` numbers it."""
+    """Make a new connection for a session that this side dialled; ``next_attempt`` numbers it."""
 
     limit_s: float
 
@@ -125,32 +125,32 @@ Action = Redial | Lose
 
 
 class Verdict(enum.Enum):
-    """What to do with a connection of the other side, after its greeting."""
+    """What to do with an incoming connection after its greeting."""
 
     ACCEPT = enum.auto()
-    """Answer that it is welcome, and ``adopt`` it as the first; else ``accept_failed``."""
+    """Answer ``WELCOME`` and ``adopt`` it as the first; on failure, ``accept_failed``."""
     WELCOME_AGAIN = enum.auto()
-    """The dialler has not heard the first answer: as RESUME, from the beginning."""
+    """The dialler missed the first answer: do as for RESUME, from the beginning."""
     RESUME = enum.auto()
-    """If ``take_attempt`` allows it, answer, and have the session go on over it."""
+    """If ``take_attempt`` allows it, answer, and resume the session over it."""
     BREAK_OFF = enum.auto()
-    """Confirm, and end the connection that the session has: the other side lost it."""
+    """Confirm, and end the session's connection: it broke at the peer."""
     CONFIRM = enum.auto()
     """Answer without a refusal; for data, keep the connection."""
     REFUSE = enum.auto()
-    """Answer that it is not welcome, and why."""
+    """Answer with a refusal that says why."""
     HANG_UP = enum.auto()
-    """Close it without an answer: the other side may try again."""
+    """Close it without an answer: the peer may retry."""
 
 
 class Answer(NamedTuple):
-    """What to answer to a greeting.
+    """The answer to a greeting.
 
     Attributes:
         verdict: What to do.
-        text: Why it is refused, or hung up on.
-        must_dial: Whether the offer of this side is to be repeated now: its attempt, if there is
-            one, waits for an answer in vain.
+        text: Why the connection is refused or closed.
+        must_dial: Whether to repeat this side's offer now: a pending attempt would wait for its
+            answer in vain.
     """
 
     verdict: Verdict

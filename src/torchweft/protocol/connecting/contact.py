@@ -1,8 +1,8 @@
-"""Whether one side of a session still has contact with the other: when to dial, when to give up.
+"""The failure detector of one side of a session: when to dial, and when to give up.
 
-The shell reports what it notices; the machine says what to do. It makes no difference between
-the two sides of a session, but that only the one which dialled it first resumes it: the other one
-asks it to, see ``docs/protocols/sessions.md``.
+The shell reports events; the machine says what to do. Both sides of a session behave alike, except
+that only the side that dialled it first resumes it. The other side asks for that with a probe; see
+``docs/protocols/sessions.md``.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ class Step(enum.Enum):
 
     NOTHING = enum.auto()
     DIAL = enum.auto()
-    """Try to reach the other side over a new connection, and report ``dial_failed`` if in vain."""
+    """Try to reach the peer over a new connection; report ``dial_failed`` on failure."""
     GIVE_UP = enum.auto()
-    """The other side is lost; ``cause`` says why. Nothing follows."""
+    """The peer is lost; ``cause`` says why. This is the last step."""
 
 
 class Contact:
-    """What one side knows of its contact with the other.
+    """One side's view of its contact with the peer.
 
-    Contact is given up when nothing was heard of the other side for ``detection_s``, or when the
-    other side, or its system, ended the connection and none could be made for ``reconnect_s``.
-    When half of the detection time has passed in silence, a new connection is tried beside the old
-    one, which may be the reason of the silence.
+    The peer is given up after a silence of ``detection_s``. It is also given up when it, or its
+    system, ended the connection and no new one could be made for ``reconnect_s``. After half of the
+    detection time in silence, a new connection is tried beside the old one, which may be the reason
+    for the silence.
 
-    Time in which this side was kept from trying, because its process was stopped or held up, does
-    not count: when the shell asks more than a second later than ``due_s`` said, all limits move on
-    by that. Otherwise a process that was stopped with a dead connection would give up as soon as it
-    goes on. Its system may have heard of the other side meanwhile, which makes the step due later.
-    So what was due and left after the last step counts as well.
+    Time in which this process was stopped or held up does not count: when ``step`` comes more than
+    a second later than ``due_s`` said, all limits move by the delay. Otherwise a process that was
+    stopped with a dead connection would give up as soon as it continues. This side's system may
+    have heard the peer meanwhile, which moves ``due_s`` and hides the delay. So a delay since the
+    due time of the previous step restores the time that was left then.
 
     Args:
         now_s: The time now; contact has just been made.
@@ -58,35 +58,35 @@ class Contact:
         self._is_dialling = self._has_dialled = False
         self._fatal = ""
         self.cause = ""
-        """Why contact was given up."""
+        """Why the peer was given up; empty until then."""
 
     @property
     def is_broken(self) -> bool:
-        """Whether there is no connection now."""
+        """Whether the session has no connection now."""
         return self._is_broken
 
     @property
     def is_dialling(self) -> bool:
-        """Whether somebody was told to dial, has not reported yet, and should do so still."""
+        """Whether the shell was told to dial and still has to report the result."""
         return self._is_dialling
 
     def silence_s(self, now_s: float) -> float:
-        """Returns for how long nothing was heard."""
+        """Returns how long the peer has been silent, in seconds."""
         return now_s - self._heard_s
 
     def heard(self, at_s: float) -> None:
-        """Notes that the other side, or the system that it runs on, answered at ``at_s``."""
+        """Notes that the peer or its operating system answered at ``at_s``."""
         self._heard_s = max(self._heard_s, at_s)
         if not self._is_broken:
             self._limit_s = max(self._limit_s, at_s + self._detection_s)
 
     def broke(self, now_s: float, cause: str, *, is_answer: bool) -> None:
-        """Notes that the connection ended: it is dialled again at once.
+        """Notes that the connection ended, and makes the next dial due at once.
 
         Args:
             now_s: The time now.
-            cause: What was noticed.
-            is_answer: Whether the other side, or its system, has ended it; rather than silence.
+            cause: How it ended.
+            is_answer: Whether the peer or its system ended it, so that this is a sign of life.
         """
         if not self._is_broken:
             if is_answer:
@@ -99,7 +99,7 @@ class Contact:
             self._dial_at_s = now_s
 
     def resumed(self, now_s: float) -> None:
-        """Notes that there is a new connection."""
+        """Notes that the session has a new connection."""
         self._is_broken = self._is_dialling = False
         self._dial_at_s = math.inf
         self._pause_s = FIRST_PAUSE_S
@@ -109,19 +109,19 @@ class Contact:
     def dial_failed(
         self, now_s: float, cause: str, *, is_final: bool = False, is_there: bool = False
     ) -> None:
-        """Notes that dialling was in vain.
+        """Notes that dialling failed.
 
         Args:
             now_s: The time now.
             cause: What went wrong.
-            is_final: Whether the answer shows that the other side is not there any more.
-            is_there: Whether the system of the other side says that it listens, though it does
-                not speak: it may be busy. The time that it has begins anew.
+            is_final: Whether the answer shows that the peer no longer exists.
+            is_there: Whether the peer's system accepts connections although the peer does not
+                speak: it may be busy. Its time limit restarts.
         """
         self._is_dialling, self._has_dialled = False, True
         if is_there:
-            # Also where a connection stands: when its peer does not read what waits for it, the
-            # kernel probes it more and more rarely.
+            # Also while a connection stands: the kernel probes a peer that does not read pending
+            # data ever more rarely.
             self.heard(now_s)
             if self._is_broken:
                 self._limit_s = now_s + self._reconnect_s
@@ -131,12 +131,12 @@ class Contact:
         elif self._is_broken:
             self._break_cause = cause
         self._dial_at_s = now_s + self._pause_s
-        # Several attempts at least must fit into the time that there is.
+        # Several attempts must fit into the time limit.
         longest_s = max(min(self._reconnect_s / 4, LONGEST_PAUSE_S), FIRST_PAUSE_S)
         self._pause_s = min(2 * self._pause_s, longest_s)
 
     def dialled(self, now_s: float) -> None:
-        """Notes that the other side was reached, and is going to resume the session itself."""
+        """Notes that a probe reached the peer, which will resume the session itself."""
         self._is_dialling, self._has_dialled = False, True
         self._dial_at_s = now_s + LONGEST_PAUSE_S
         self.heard(now_s)
@@ -153,7 +153,7 @@ class Contact:
         self._asked_s = now_s
         step = self._next(now_s)
         self._awaited_s = self.due_s()
-        # While somebody dials for the first time there is no limit yet.
+        # During the first dial no limit applies, so the difference may be negative.
         self._left_s = max(self._limit_s - self._awaited_s, 0.0)
         return step
 
@@ -172,12 +172,12 @@ class Contact:
         return Step.NOTHING
 
     def due_s(self) -> float:
-        """Returns when ``step`` has something to say at the latest, if nothing is heard."""
+        """Returns the latest time at which to call ``step``, if nothing is heard."""
         if self.cause:
             return math.inf
         if self._fatal:
             return -math.inf
-        # The limit is none yet for whoever has not dialled: it would be due all the time.
+        # Before the first dial the limit does not apply; once passed, it would always be due.
         due_s = math.inf if self._is_broken and not self._has_dialled else self._limit_s
         if self._is_broken or self._is_dialling or not math.isinf(self._dial_at_s):
             due_s = min(due_s, self._asked_s + LONGEST_PAUSE_S)
@@ -191,10 +191,10 @@ class Contact:
         return self._heard_s + self._detection_s / 2
 
     def _end(self, now_s: float) -> str:
-        """Returns why there is no hope, or nothing."""
+        """Returns why to give up the peer, or an empty string."""
         if self._fatal:
             return self._fatal
-        # Whoever was kept from dialling, by a function that holds the interpreter, dials first.
+        # If a function that holds the interpreter kept this side from dialling, dial first.
         if now_s < self._limit_s or (self._is_broken and not self._has_dialled):
             return ""
         if not self._is_broken:

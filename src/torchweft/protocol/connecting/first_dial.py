@@ -1,4 +1,4 @@
-"""How long and how often one side tries to make the first connection to another."""
+"""How long and how often one side tries to make the first connection to a peer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from torchweft.protocol.connecting.actions import Busy, Failure, Lose, Step, Wai
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
 LATE_S = 1.0
-"""A thread that comes later than this was kept from trying."""
+"""A thread that is later than this was stopped or held up."""
 CROSSING_S = 0.25
-"""How long a connection that the other side makes may take to arrive before this side dials."""
+"""How long to wait for the peer's own connection before this side dials."""
 
 
 class FirstDial:
-    """The patience of one caller that needs the first connection to a peer.
+    """The retry policy of one caller that needs the first connection to a peer.
 
     A peer that cannot be reached is given up after ``timeout_s``. A peer whose system accepts
-    connections, or that answers that it dials itself, lives: its time begins anew, and only the
-    caller's own deadline ends the attempts. Time in which this side was kept from trying, because
-    its process was stopped or held up, does not count.
+    connections, or that answers that it dials itself, is alive: its time limit restarts, and only
+    the caller's own deadline ends the attempts. Time in which this process was stopped or held up
+    does not count.
 
     Args:
         now_s: The time now.
         deadline_s: The time at which the caller gives up waiting; may be infinite.
-        timeout_s: How long one attempt may take, and how long a silent peer is tried.
+        timeout_s: Time limit of one attempt, and of all attempts on a silent peer.
     """
 
     def __init__(self, now_s: float, deadline_s: float, timeout_s: float) -> None:
@@ -37,25 +37,25 @@ class FirstDial:
         self._was_told = self._was_heard = False
 
     def limit_s(self, now_s: float) -> float:
-        """Returns when an attempt that begins now has failed."""
+        """Returns the deadline of an attempt that begins now."""
         self._due_s = min(now_s + self._timeout_s, self._deadline_s)
         return self._due_s
 
     def heard(self) -> None:
-        """The peer has made a connection itself, for whatever purpose: it lives."""
+        """Notes that the peer made a connection, for any purpose, and so is alive."""
         self._was_heard = True
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether the connection that the other side makes is waited for."""
+        """Whether this side waits for the peer's own connection."""
         return self._arrival_s is not None
 
     def await_peer(self, now_s: float, *, was_told: bool) -> Step:
-        """The other side makes a connection: waits for that one.
+        """Returns the step to wait for the connection that the peer is making.
 
         Args:
             now_s: The time now.
-            was_told: Whether the other side has said so, which proves that it lives.
+            was_told: Whether the peer said so, which proves that it is alive.
         """
         self._arrival_s = self.limit_s(now_s)
         self._doubtful_s = min(now_s + CROSSING_S, self._arrival_s)
@@ -63,7 +63,7 @@ class FirstDial:
         return self._wait(now_s + FIRST_PAUSE_S)
 
     def go_on(self, now_s: float, *, is_accepting: bool) -> Step | None:
-        """A wait is over; returns what comes next, or None where it is time to dial."""
+        """Returns the next step after a wait, or None when it is time to dial."""
         self._excuse(now_s)
         if self._arrival_s is None:
             if now_s < self._next_s:
@@ -76,7 +76,7 @@ class FirstDial:
         return self.failed(now_s, failure, "the connection that it announced did not come")
 
     def failed(self, now_s: float, failure: Failure, cause: str) -> Step:
-        """An attempt came to nothing; returns what follows."""
+        """Returns the next step after a failed attempt."""
         self._excuse(now_s)
         if failure in (Failure.REFUSED, Failure.GONE):
             return Lose(cause, failure)
@@ -96,7 +96,7 @@ class FirstDial:
         return Wait(until_s)
 
     def _excuse(self, now_s: float) -> None:
-        """Begins the time of the peer anew where this side comes late."""
+        """Restarts the peer's time limit if this side is late."""
         if now_s - self._due_s > LATE_S:
             self._give_up_s = now_s + self._timeout_s
         self._due_s = max(self._due_s, now_s)

@@ -1,4 +1,4 @@
-"""The greeting of a worker that dials: for which worker and for what the connection is."""
+"""The dialler's greeting: which worker the connection is for, and its purpose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SESSION, POSITION, ATTEMPT, SET = "session", "position", "attempt", "set"
 
 
 class Purpose(enum.Enum):
-    """What a connection is for; the names on the wire."""
+    """The purpose of a connection; the values are the names on the wire."""
 
     LINK = ""
     """The first connection for messages."""
@@ -23,15 +23,15 @@ class Purpose(enum.Enum):
 
 
 class Hello(NamedTuple):
-    """What one side says of a connection that it has dialled.
+    """What the dialler says about its connection.
 
     Attributes:
-        purpose: What it is for.
-        to: The id of the worker that is meant; None where the dialler leaves that open.
-        session: The name of the session; None where there is none.
-        attempt: The number of the attempt to give the session a connection.
+        purpose: What the connection is for.
+        to: The id of the intended worker; None if the dialler leaves it open.
+        session: The session's name; None without a session.
+        attempt: The number of the session's connection attempt.
         position: How many bytes of the session the dialler has received.
-        set_number: The set of data connections that it belongs to.
+        set_number: The set of data connections that the connection belongs to.
     """
 
     purpose: Purpose
@@ -42,7 +42,7 @@ class Hello(NamedTuple):
     set_number: int = 0
 
     def facts(self) -> dict[str, Any]:
-        """Returns what goes into the greeting."""
+        """Returns the fields of the greeting."""
         facts: dict[str, Any] = {TO: self.to}
         if self.purpose is not Purpose.LINK:
             facts[PURPOSE] = self.purpose.value
@@ -56,7 +56,7 @@ class Hello(NamedTuple):
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Hello:
-        """Reads a greeting; raises ProtocolError where a field is missing or wrong."""
+        """Reads a greeting; raises ProtocolError if a field is missing or wrong."""
         try:
             purpose = Purpose(facts.get(PURPOSE, ""))
         except ValueError:
@@ -76,7 +76,7 @@ class Hello(NamedTuple):
 
 
 def position_in(facts: dict[str, Any]) -> int:
-    """Returns the position of the other side in a session; raises ProtocolError if it is none."""
+    """Returns the peer's position in a session; raises ProtocolError if it is malformed."""
     position = facts.get(POSITION)
     if type(position) is not int or position < 0:
         raise ProtocolError(f"a session goes on at byte {position!r}, which is no position")

@@ -1,4 +1,4 @@
-"""The machine of one connection: all events of both sides of a pair come here."""
+"""The state machine of one peer connection, for dialling and accepting alike."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from torchweft.protocol.connecting.first_dial import FirstDial
 from torchweft.protocol.connecting.hello import Hello, Purpose
 
 CROSSED = "crossed"
-"""The refusal of a connection that is not needed: the other one stays."""
+"""The refusal of a redundant connection: the other connection stays."""
 LEFT_CAUSE = "left the group"
 FAREWELL_BYTES = 256
 REDIAL_LIMIT_S = 2.0
-"""How long one attempt may take: the kernel's own patience with a silent network grows too fast."""
+"""Time limit of one attempt: the kernel's own retry intervals on a silent network grow too fast."""
 LEAST_REDIAL_LIMIT_S = 0.1
 _FINAL = frozenset({Failure.REFUSED, Failure.GONE})
 
 
 class Connecting:
-    """One worker's connection to another: what there is, and what has to be done for it.
+    """One worker's connection to another: its state, and the work that it needs.
 
-    Methods take events and the time, and return what the shell has to do. The time is any that
-    does not run backwards. Not thread-safe: the shell reports events under a lock.
+    Methods take events and the time, and return what the shell has to do. The time must be
+    monotonic. Not thread-safe: the shell reports events under a lock.
 
     Args:
         peer: The id of the other worker.
-        name: Its name, for answers to it.
+        name: The other worker's name, for answers.
     """
 
     def __init__(self, peer: int, name: str) -> None:
@@ -58,11 +58,11 @@ class Connecting:
         self._patience = Patience(math.inf, math.inf)
         self._is_ending = self._has_ended = False
         self.session: Terms | None = None
-        """The session that there is, with its latest attempt; None over a Unix socket."""
+        """The current session, with its latest attempt; None over a Unix socket."""
         self.is_departing = False
         """Whether the peer has said that it leaves an open group."""
         self.farewell = ""
-        """Why the peer said that it leaves, where it did."""
+        """The reason that the peer gave for leaving, or empty."""
         self.cause: str | None = None
         """Why the peer is lost; None while it is not."""
 
@@ -89,20 +89,20 @@ class Connecting:
 
     @property
     def is_broken(self) -> bool:
-        """Whether there is a session, and no connection for it."""
+        """Whether there is a session without a connection."""
         return self._contact is not None and self._contact.is_broken
 
     # The first connection: a thread needs one
 
     def want(self, now_s: float, deadline_s: float, timeout_s: float, name: str) -> Step:
-        """A thread needs a connection, and carries out the steps; one thread at a time.
+        """Returns the first step for a thread that needs a connection; one thread at a time.
 
         Args:
             now_s: The time now.
             deadline_s: The time at which the thread gives up; may be infinite.
-            timeout_s: How long an attempt may take, and how long a silent peer is tried.
-            name: A new name for a session. It is not used where this side has one that the peer
-                may have heard of.
+            timeout_s: Time limit of one attempt, and of all attempts on a silent peer.
+            name: A new session name. It is ignored if this side already has one, which the peer
+                may have heard.
         """
         if self._is_decided:
             return Done()
@@ -112,13 +112,13 @@ class Connecting:
         return self._dial_or_wait(now_s)
 
     def want_no_more(self) -> None:
-        """The thread does not carry out steps any more."""
+        """Notes that the thread carries out no more steps."""
         self._first = None
 
     def offer(self) -> bool:
-        """A connection is open: returns whether to say ``HELLO``, or else to close it.
+        """Returns whether to send ``HELLO`` over the open connection; if not, close it.
 
-        From here on the offer stands: the peer may have heard it, whatever this side hears.
+        From then on the offer stands: the peer may have received it even if no answer comes.
         """
         if self._is_decided or self._accepts:
             return False
@@ -126,7 +126,7 @@ class Connecting:
         return True
 
     def dial_failed(self, now_s: float, failure: Failure, cause: str) -> Step:
-        """The connection that ``Dial`` asked for came to nothing."""
+        """Returns the next step after the attempt of ``Dial`` failed."""
         if self._first is None or self._is_decided:
             return Done()
         if failure is Failure.CROSSED:
@@ -134,7 +134,7 @@ class Connecting:
         return self._first.failed(now_s, failure, cause)
 
     def go_on(self, now_s: float) -> Step:
-        """The wait that ``Wait`` asked for is over."""
+        """Returns the next step after the wait of ``Wait``."""
         if self._first is None or self._is_decided:
             return Done()
         step = self._first.go_on(now_s, is_accepting=bool(self._accepts))
@@ -155,11 +155,11 @@ class Connecting:
     # The first connection: it is made
 
     def adopt(self, now_s: float, terms: Terms | None, patience: Patience) -> str:
-        """Makes a connection the one to the peer; returns why that cannot be, or nothing.
+        """Makes a connection the link to the peer; returns why it cannot, or an empty string.
 
         Args:
             now_s: The time now.
-            terms: Those of its session; None where it has none, and ends with the peer.
+            terms: Its session's terms; None without a session: the connection ends with the peer.
             patience: How long contact may be lost.
         """
         if self.cause is not None:
@@ -174,17 +174,17 @@ class Connecting:
         return ""
 
     def accept_failed(self) -> None:
-        """A connection that was to be accepted came to nothing."""
+        """Notes that an accepted connection failed before ``adopt``."""
         self._accepts = max(0, self._accepts - 1)
 
-    # The other side has dialled
+    # The peer has dialled
 
     def hello(self, me: int, said: Hello) -> Answer:
-        """The other side has made a connection, and proved who it is.
+        """Returns the answer to an authenticated greeting of the peer.
 
         Args:
             me: The id of this worker.
-            said: What the other side says.
+            said: The peer's greeting.
         """
         if self._first is not None:
             self._first.heard()
@@ -201,7 +201,7 @@ class Connecting:
         if self.session is None or self.session.name != said.session:
             return Answer(Verdict.REFUSE, "there is no such session")
         if said.purpose is Purpose.PROBE:
-            # An earlier attempt has been replaced since: this side has noticed itself.
+            # A probe for an earlier attempt is stale: this side has replaced it already.
             is_news = self.session.was_dialled and self.session.attempt == said.attempt
             return Answer(Verdict.BREAK_OFF if is_news else Verdict.CONFIRM)
         if self.session.was_dialled:
@@ -209,10 +209,10 @@ class Connecting:
         return Answer(Verdict.RESUME)
 
     def _answer_offer(self, me: int, said: Hello) -> Answer:
-        """Answers to a first connection.
+        """Answers the peer's offer of a first connection.
 
-        The offer of the worker with the higher id stands as soon as it may have been heard: the
-        peer may have accepted it already, and both would have another connection.
+        The offer of the worker with the higher id stands once the peer may have received it. The
+        peer may have accepted it already, and the two sides would keep different connections.
         """
         if self._is_linked:
             session = self.session
@@ -225,10 +225,10 @@ class Connecting:
         return Answer(Verdict.ACCEPT)
 
     def _answer_early(self, said: Hello) -> Answer:
-        """Answers to a session that does not stand here; the other side may be ahead.
+        """Answers a resume or probe of a session that this side does not have yet.
 
-        It has accepted an offer of this side, if it names it, and the answer got lost. An attempt
-        that waits for an answer may do so in vain, and a repeated one does no harm.
+        The peer may be ahead: if it names this side's offer, it accepted that and its answer was
+        lost. A pending attempt may then wait in vain, and a repeated one does no harm.
         """
         offered = self._offer.name if self._is_offered and self._offer is not None else None
         is_own = offered is not None and offered == said.session
@@ -237,35 +237,35 @@ class Connecting:
         return Answer(Verdict.REFUSE, "there is no such session")
 
     def take_attempt(self, attempt: int) -> bool:
-        """Returns whether a connection of the other side may replace that of the session.
+        """Returns whether an incoming connection may replace that of the session.
 
-        Asked when it is its turn, one connection at a time.
+        Called when the connection's turn comes, one connection at a time.
         """
         if self.cause is not None or self.session is None or attempt <= self.session.attempt:
             return False
         self.session = self.session._replace(attempt=attempt)
         return True
 
-    # Sessions break and go on
+    # Sessions break and resume
 
     def broke(self, now_s: float, cause: str, *, is_answer: bool) -> list[Action]:
-        """The connection has ended; ``is_answer`` as of ``Contact.broke``."""
+        """Takes the end of the connection; for ``is_answer`` see ``Contact.broke``."""
         if self._contact is None or self._is_ending:
             return [Lose(cause)]
         self._contact.broke(now_s, cause, is_answer=is_answer)
         return self.step(now_s)
 
     def heard(self, at_s: float) -> None:
-        """The peer, or the system that it runs on, said something at ``at_s``."""
+        """Notes that the peer or its operating system answered at ``at_s``."""
         if self._contact is not None:
             self._contact.heard(at_s)
 
     def silence_s(self, now_s: float) -> float:
-        """Returns for how long nothing was heard; 0 where there is no session."""
+        """Returns how long the peer has been silent, in seconds; 0 without a session."""
         return 0.0 if self._contact is None else max(0.0, self._contact.silence_s(now_s))
 
     def step(self, now_s: float) -> list[Action]:
-        """Time has passed; due at ``due_s`` at the latest."""
+        """Returns what is due now; to be called at ``due_s`` at the latest."""
         step = ContactStep.NOTHING if self._contact is None else self._contact.step(now_s)
         if step is ContactStep.DIAL:
             return [Redial()]
@@ -275,32 +275,32 @@ class Connecting:
         return []
 
     def due_s(self) -> float:
-        """Returns when ``step`` has something to say at the latest; infinite without a session."""
+        """Returns the latest time at which to call ``step``; infinite without a session."""
         return math.inf if self._contact is None else self._contact.due_s()
 
     def redial(self, now_s: float, timeout_s: float) -> Resume | Probe | None:
-        """A thread is ready to dial; returns None where that is not needed any more.
+        """Returns what a thread that is ready to dial has to do; None if no longer needed.
 
-        Only the side that dialled a session resumes it: two that do would exchange connections
-        for ever.
+        Only the side that dialled a session resumes it: if both did, they would replace
+        connections for ever.
 
         Args:
             now_s: The time now.
-            timeout_s: How long a connection may take at most.
+            timeout_s: Upper limit for one connection attempt.
         """
         contact, session = self._contact, self.session
         if contact is None or session is None or not contact.is_dialling:
             return None
-        # A peer that listens and does not speak must be known to do so before it is given up.
+        # An attempt must find that a silent peer still listens before the peer is given up.
         patience_s = self._patience[int(contact.is_broken)]
         limit_s = max(patience_s / 4, LEAST_REDIAL_LIMIT_S)
         limit_s = now_s + min(timeout_s, REDIAL_LIMIT_S, limit_s)
         return Resume(limit_s) if session.was_dialled else Probe(session, limit_s)
 
     def next_attempt(self) -> Terms | None:
-        """A connection is open for a session of this side; returns None if it has ended.
+        """Numbers a new connection for a session of this side; returns None if it has ended.
 
-        The connection before is no more: what comes over it from here on is sent again.
+        The old connection is abandoned: data that still arrives over it is sent again.
         """
         if self._contact is None or self.session is None:
             return None
@@ -308,17 +308,17 @@ class Connecting:
         return self.session
 
     def resumed(self, now_s: float) -> None:
-        """The session goes on over a new connection, whichever side has made it."""
+        """Notes that the session goes on over a new connection, whichever side made it."""
         if self._contact is not None:
             self._contact.resumed(now_s)
 
     def probed(self, now_s: float) -> None:
-        """The other side was reached, and is going to resume the session itself."""
+        """Notes that a probe reached the peer, which will resume the session itself."""
         if self._contact is not None:
             self._contact.dialled(now_s)
 
     def redial_failed(self, now_s: float, failure: Failure, cause: str) -> list[Action]:
-        """What ``redial`` asked for came to nothing."""
+        """Takes the failure of a ``Resume`` or ``Probe``; returns what is due."""
         if self._contact is None:
             return []
         is_final, is_there = failure in _FINAL, failure is Failure.BUSY
@@ -328,30 +328,30 @@ class Connecting:
     # The end
 
     def goodbye(self, reason: bytes) -> None:
-        """The peer says that it ends the connection, and perhaps why; that is no break."""
+        """Notes that the peer ends the connection on purpose, and its reason if it gives one."""
         self._is_ending = True
         text = reason[:FAREWELL_BYTES].decode(errors="replace")
         self.farewell = "".join(each if each.isprintable() else " " for each in text)
 
     def depart(self) -> None:
-        """The peer leaves an open group: its end is expected."""
+        """Notes that the peer leaves an open group: the end of its connection is expected."""
         self.is_departing = True
 
     @property
     def knows_cause(self) -> bool:
-        """Whether ``lose`` has a better cause than any that it is told."""
+        """Whether ``lose`` has a better cause than its argument."""
         return self.cause is not None or self.is_departing or bool(self.farewell)
 
     def end(self) -> None:
-        """The whole group is leaving, or this worker: the end of a connection is no loss."""
+        """Notes that the group or this worker is leaving: a connection's end is no loss."""
         self._has_ended = self._is_linked
         self._contact = None
 
     def lose(self, cause: str) -> str | None:
-        """The peer is lost; returns why, in the words for users, or None if it was before.
+        """Declares the peer lost; returns the cause to show to users, or None if it was before.
 
         Args:
-            cause: What was noticed. The reason that the peer gave itself is the better one.
+            cause: What was noticed. A reason that the peer gave takes precedence.
         """
         if self.cause is not None:
             return None

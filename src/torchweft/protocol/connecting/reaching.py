@@ -1,4 +1,4 @@
-"""What it means that none of the addresses of a worker could be connected to."""
+"""Classifies the failure to connect to any address of a worker."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _LOCAL = "unix:"
 
 
 class Outcome(enum.Enum):
-    """Why one address could not be connected to."""
+    """Why connecting to one address failed."""
 
     REFUSED = enum.auto()
-    """The system there says that nobody listens."""
+    """The remote system says that no process listens there."""
     UNSUITABLE = enum.auto()
-    """This worker may not dial it: its configuration, or the address, does not allow it."""
+    """This worker's configuration, or the address itself, does not allow dialling it."""
     UNANSWERED = enum.auto()
-    """The network does not carry that far now."""
+    """The network does not reach the address now."""
 
 
 class Reaching:
-    """Collects what came of each address.
+    """Collects the outcome for each address.
 
     Args:
-        is_here: Whether the worker runs in this network, so that a refusal speaks for its process.
+        is_here: Whether the worker shares this network stack, so that a refusal shows its death.
     """
 
     def __init__(self, *, is_here: bool) -> None:
@@ -32,12 +32,12 @@ class Reaching:
         self._tried: list[tuple[str, Outcome, str]] = []
 
     def failed(self, address: str, outcome: Outcome, reason: str) -> None:
-        """Notes that one address could not be connected to."""
+        """Notes that connecting to one address failed."""
         self._tried.append((address, outcome, reason))
 
     @property
     def failure(self) -> Failure:
-        """What all of that means; no address at all is a refusal."""
+        """The combined failure; having no address at all counts as a refusal."""
         outcomes = {outcome for _, outcome, _ in self._tried}
         if Outcome.UNANSWERED in outcomes:
             return Failure.BROKEN
@@ -47,10 +47,10 @@ class Reaching:
 
     @property
     def cause(self) -> str:
-        """The same as a text."""
+        """The combined failure as a text."""
         if self.failure is Failure.GONE:
             return "its process has ended: nothing listens at its address any more"
-        # Of another host, whose Unix sockets are not here, only the other addresses tell anything.
+        # Another host's Unix sockets do not exist here: only its other addresses are informative.
         far = [each for each in self._tried if not each[0].startswith(_LOCAL)]
         reasons = [f"{address}: {reason}" for address, _, reason in far or self._tried]
         return "; ".join(reasons) or "none of its addresses can be reached from here"

@@ -1,15 +1,15 @@
-"""Who belongs to a group: how workers join it, how they know each other, and how they leave.
+"""Group membership: how workers join, know each other, and leave.
 
 A *closed* group has a number of workers and a leader, rank 0: all join together and leave together.
-An *open* group has neither: workers come and go one by one. Both are the same machines as far as
-they can be:
+An *open* group has neither: workers come and go one by one. Both kinds share these machines as far
+as possible:
 
 ``registration``
-    What a worker says of itself, and whether workers fit together.
+    A worker's description of itself, and whether workers fit together.
 ``joining``
-    What a worker writes to the rendezvous store, reads and waits for, in which order.
+    The order in which a worker writes, reads and waits for keys of the rendezvous store.
 ``roster``
-    The lives that a worker knows, and by which names programs find them.
+    The lives that a worker knows, and the names by which programs find them.
 ``leaving``
     When a worker may go: alone, or as one of a closed group.
 ``leader``

@@ -1,16 +1,16 @@
 """Joining a group through a store that all its workers reach.
 
 The machines here are generators: they yield requests to the store and to other workers, and are
-sent the answers. Whoever runs them has the store, the clock and the threads; see
-``torchweft.agent.rendezvous.carry_out``. An operation that fails is thrown in, as the error that it
-raised.
+sent the answers. Their shell has the store, the clock and the threads; see
+``torchweft.agent.rendezvous.carry_out``. The error of a failed operation is thrown into the
+generator.
 
 *Closed*: every worker writes its registration; the leader collects them, checks them, and writes
-one directory, or a refusal that says what is wrong. So everybody fails with the same reason, and
-the store answers two questions a worker rather than one for every pair.
+one directory, or a refusal that says what is wrong. So all workers fail with the same reason, and
+the store answers two requests per worker rather than one per pair.
 
-*Open*: the store orders those who come. Each reads who came before it, and introduces itself to
-those. Of two that come at the same time, one reads the other.
+*Open*: the store orders the newcomers. Each reads the registrations of earlier workers, and
+introduces itself to them. Of two that come at the same time, one reads the other's.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from torchweft.protocol.membership.registration import (
 )
 
 GRACE_S = 5.0
-"""How much longer the others wait for the leader, which must tell them who was missing."""
+"""How much longer the others wait for the leader, which must tell them the missing ranks."""
 READ_S = 0.5
-"""How long the leader waits at most until all others have read that there is no group."""
+"""How long the leader waits at most until all others have read the refusal."""
 UNWRITTEN_S = 2.0
-"""How long one that came earlier may take from taking its place to saying who it is."""
+"""How long an earlier worker may take from taking its place to writing its registration."""
 _LEAST_WAIT_S = 0.01
 _OPEN, _CLOSED = "open", "closed"
 _JOINED, _REFUSED = "joined", "refused"
@@ -66,7 +66,7 @@ class Add(NamedTuple):
 
 
 class SetOnce(NamedTuple):
-    """A request: write a value unless there is one. Answered with the one that is there then."""
+    """A request: write a value unless there is one. Answered with the resulting value."""
 
     key: str
     value: str
@@ -82,7 +82,7 @@ class Wait(NamedTuple):
     """A request: wait for a key, ``limit_s`` seconds at most. Answered with whether it is there.
 
     Attributes:
-        awaited: The keys of all that are waited for in the end; what the wait is told of by.
+        awaited: All keys that the caller waits for in the end; if any, a long wait is reported.
     """
 
     key: str
@@ -91,13 +91,13 @@ class Wait(NamedTuple):
 
 
 class Introduce(NamedTuple):
-    """A request: introduce this worker to others, all at a time.
+    """A request: introduce this worker to others, all at the same time.
 
-    Answered with one entry each, in order: None, or the error that says why it is not there. One
-    that has the name or rank of this worker, and lives, raises DuplicateName instead.
+    Answered with one entry each, in order: None, or the error that shows its absence. A living
+    worker with the name or rank of this worker raises DuplicateName instead.
 
     Attributes:
-        others: The others.
+        others: The other workers.
         is_namesake: Whether they have the name or rank of this worker: it must not know them.
     """
 
@@ -106,16 +106,16 @@ class Introduce(NamedTuple):
 
 
 class NoteLeft(NamedTuple):
-    """A request: have those who come later know that the worker of a place is not there any more.
+    """A request: note for later workers that the worker of a place is gone.
 
-    Answered with None, also where that failed: they find out themselves.
+    Answered with None, even if that failed: later workers find out themselves.
     """
 
     place: int
 
 
 class Forget(NamedTuple):
-    """A request: take another worker for lost. Answered with None."""
+    """A request: declare another worker lost. Answered with None."""
 
     other: Registration
     error: Exception
@@ -130,11 +130,11 @@ class Admission(NamedTuple):
     """A worker's place in an open group.
 
     Attributes:
-        token: What names this run; the key of connections is made of it.
+        token: The token of this run; the key of connections is made of it.
         me: This worker's registration.
-        place: Its place in the order of those who came.
-        earlier: Those who came earlier and have not left, by place.
-        unknown: The places of those that never said who they are.
+        place: Its place in the order of arrival.
+        earlier: The workers that came earlier and have not left, by place.
+        unknown: The places of workers that never wrote a registration.
     """
 
     token: str
@@ -150,17 +150,17 @@ class Admission(NamedTuple):
 def join_closed(
     me: Registration, world_size: int, token: str, timeout_s: float, clock: Callable[[], float]
 ) -> Steps[Directory]:
-    """Registers a worker and waits for the directory of the whole group; returns that.
+    """Registers a worker; waits for the directory of the whole group and returns it.
 
     Args:
         me: The worker's registration; its id is its rank.
         world_size: Number of workers of the group.
-        token: What names the run, if this worker leads; 32 hexadecimal digits.
-        timeout_s: How long to wait for all, in seconds.
+        token: The token of the run, if this worker leads; 32 hexadecimal digits.
+        timeout_s: How long to wait for all workers, in seconds.
         clock: Returns the time in seconds.
 
     Raises:
-        RendezvousTimeout: Somebody did not come; says who.
+        RendezvousTimeout: A worker did not come; the error names it.
         DuplicateName: Two workers chose the same name.
         RendezvousError: The leader was told another number of workers, or the group is open.
     """
@@ -181,7 +181,7 @@ def join_closed(
 
 
 def _check_directory(directory: Directory, me: Registration, world_size: int) -> None:
-    """Sees that a directory is of this run: a stranger may have put that of another one there."""
+    """Checks that a directory is of this run: a stranger may have stored that of another run."""
     if len(directory.workers) != world_size:
         raise RendezvousError(
             f"rank {LEADER} has a group of {len(directory.workers)} workers, this rank one of "
@@ -198,14 +198,14 @@ def _check_directory(directory: Directory, me: Registration, world_size: int) ->
 def _lead(
     world_size: int, token: str, timeout_s: float, clock: Callable[[], float]
 ) -> Steps[Directory]:
-    """Makes the directory, or the refusal; writes it, and sees that a refusal is read."""
+    """Makes and writes the directory or the refusal; waits until a refusal is read."""
     mixed = yield from _make_closed()
     if mixed:
         directory = Directory("", (), refusal=mixed)
     else:
         try:
             directory = yield from _collect(world_size, token, timeout_s, clock)
-        except RendezvousError as error:  # What somebody wrote is not signed.
+        except RendezvousError as error:  # A registration is not signed.
             directory = Directory("", (), refusal=str(error))
     yield Set("directory", directory.encode())
     if directory.refusal:
@@ -235,11 +235,11 @@ def _collect(
 def _follow(
     rank: int, world_size: int, timeout_s: float, clock: Callable[[], float]
 ) -> Steps[Directory]:
-    """Waits for the directory, or for the reason why there is none."""
+    """Waits for the directory or the refusal."""
     start_s = clock()
     keys = tuple(map(registration_key, range(world_size)))
     is_written = yield Wait("directory", timeout_s, keys)
-    # Without a leader there is nobody who could still write one.
+    # Without a leader no directory can follow.
     if not is_written and (yield from _is_there(registration_key(LEADER))):
         is_written = yield Wait("directory", GRACE_S)
     if is_written:
@@ -269,7 +269,7 @@ def _follow(
 
 
 def _is_there(key: str) -> Steps[bool]:
-    """Looks for a key; one in a store that has ended is not there."""
+    """Returns whether a key is there; in a store that has ended, no key is."""
     try:
         return bool((yield Check(key)))
     except RendezvousTimeout:
@@ -279,8 +279,8 @@ def _is_there(key: str) -> Steps[bool]:
 
 
 def _make_closed() -> Steps[str]:
-    """Makes the group of a store a closed one; returns what is in the way, or nothing."""
-    # Stores that only closed groups use need not be able to compare.
+    """Marks the group of a store as closed; returns why it cannot, or an empty string."""
+    # Not with SetOnce: stores for closed groups only need not support it.
     if (yield Check("kind")) and (yield Get("kind")).decode() == _OPEN:
         return _mixed(_OPEN)
     yield Set("kind", _CLOSED)
@@ -309,12 +309,12 @@ def _told_key(rank: int) -> str:
 def join_open(
     me: Registration, token: str, timeout_s: float, clock: Callable[[], float]
 ) -> Steps[Admission]:
-    """Registers a worker, which listens already; returns who was there before.
+    """Registers a worker, which listens already; returns its place and the earlier workers.
 
     Args:
         me: The worker's registration; its id is taken for its rank.
-        token: What names the run if nobody was there before; 32 hexadecimal digits.
-        timeout_s: How long all of it may take, in seconds.
+        token: The token of the run if this worker is the first; 32 hexadecimal digits.
+        timeout_s: Time limit of the whole operation, in seconds.
         clock: Returns the time in seconds.
 
     Raises:
@@ -347,18 +347,18 @@ def join_open(
 
 
 def introduce(admission: Admission) -> Steps[None]:
-    """Makes a newcomer and those who came earlier known to each other.
+    """Makes a newcomer and the earlier workers known to each other.
 
-    One that has the newcomer's name or rank is asked first, alone: if it lives, nobody else must
-    hear of the newcomer; if not, it has left for those who come later.
+    An earlier worker with the newcomer's name or rank is asked first, alone. If it lives, no other
+    worker must hear of the newcomer; if not, it is noted as left for later workers.
 
-    Of several earlier ones that have one name or rank, at most one is a member: the first, or a
-    later one that has found the first one dead. ``_confirm`` and ``_is_refused`` decide by one key
-    of the store whether that later one joined before somebody else found the first one alive.
+    Of several earlier workers with one name or rank, at most one is a member: the first, or a later
+    one that has found the first dead. ``_confirm`` and ``_is_refused`` decide by one key of the
+    store whether that later one joined before another worker found the first alive.
 
     Raises:
-        DuplicateName: One of them lives and has the newcomer's name or rank.
-        RendezvousError: One of them is on another host, and they cannot reach each other.
+        DuplicateName: An earlier worker lives and has the newcomer's name or rank.
+        RendezvousError: An earlier worker is on another host, and they cannot reach each other.
     """
     me, others = admission.me, dict[int, Registration]()
     for place, earlier in admission.earlier.items():
@@ -375,7 +375,7 @@ def introduce(admission: Admission) -> Steps[None]:
     members: list[Registration] = []
     while others:
         first, later = _first_of_each_name(others)
-        # All at a time: some may be on hosts that are gone, and do not even refuse.
+        # All at the same time: some may be on hosts that are gone, which do not even refuse.
         errors = yield Introduce(tuple(first.values()))
         for other, error in zip(first.values(), errors, strict=True):
             if error is None:
@@ -392,7 +392,7 @@ def introduce(admission: Admission) -> Steps[None]:
 def _first_of_each_name(
     others: dict[int, Registration],
 ) -> tuple[dict[int, Registration], dict[int, Registration]]:
-    """Returns those that come before all others of their name and rank; and the rest."""
+    """Returns the workers that are first of their name and rank, and the rest."""
     first: dict[int, Registration] = {}
     later: dict[int, Registration] = {}
     for place, other in sorted(others.items()):
@@ -407,7 +407,7 @@ def _are_namesakes(one: Registration, other: Registration) -> bool:
 
 
 def _confirm(place: int) -> Steps[None]:
-    """Joins in the place of former lives, unless a newcomer has met one of them alive."""
+    """Joins in place of former lives, unless a newcomer has found one of them alive."""
     if (yield SetOnce(_fate_key(place), _JOINED)).decode() != _JOINED:
         raise DuplicateName(
             "another worker of this name or rank was alive while this one joined; if it has ended "
@@ -416,12 +416,12 @@ def _confirm(place: int) -> Steps[None]:
 
 
 def _is_refused(place: int) -> Steps[bool]:
-    """Refuses one whose former life lives, unless it has joined since that died."""
+    """Refuses a worker whose former life lives; returns False if it joined after that died."""
     return bool((yield SetOnce(_fate_key(place), _REFUSED)).decode() == _REFUSED)
 
 
 def _with_id(me: Registration) -> Steps[Registration]:
-    """Returns the registration with an id that names this life of the worker alone."""
+    """Returns the registration with an id that is unique to this life of the worker."""
     if (yield Add(f"lives/{me.rank}")) == 1:
         return me
     worker = FIRST_LATER_ID - 1 + (yield Add("later"))
@@ -434,7 +434,7 @@ def _with_id(me: Registration) -> Steps[Registration]:
 
 
 def _member_key(place: int, token: str) -> str:
-    # What was written, and perhaps signed, in another run counts for nothing in this one.
+    # With the token, so that keys written and perhaps signed in another run do not count.
     return f"member/{place}/{token}"
 
 
@@ -443,5 +443,5 @@ def _fate_key(place: int) -> str:
 
 
 def left_key(place: int) -> str:
-    """Returns the key that says that the worker of a place is not there any more."""
+    """Returns the key that notes that the worker of a place is gone."""
     return f"left/{place}"

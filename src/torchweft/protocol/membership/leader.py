@@ -1,11 +1,11 @@
-"""Graceful shutdown: everybody stays until nobody needs anybody.
+"""Graceful shutdown: all workers stay until no worker needs another.
 
 A worker that calls ``shutdown`` says so to rank 0, the leader, and goes on serving. When all
-have said so, the leader finds out whether the group is quiet. One look is not enough, since a
-call may be on its way to a worker that was just seen idle; the leader looks in rounds, and the
-group is quiet when in two rounds in a row everybody was idle and nobody did anything between.
-A message on its way always leaves somebody who is not idle: its sender waits for the answer.
-Then all drop their references, and when the last owner has heard of it, the leader lets go.
+have said so, the leader finds out whether the group is quiet. One probe is not enough, since a
+call may be on its way to a worker that was just seen idle. So the leader probes in rounds: the
+group is quiet when all were idle in two consecutive rounds, without activity in between. While a
+message is on its way, its sender is not idle: it waits for the answer. Then all drop their
+references, and when the last owner has heard of it, the leader closes the group.
 
 A worker that is lost on the way is left out, and named at the end.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Step(enum.IntEnum):
-    """What a shutdown message says. The number travels, before its arguments."""
+    """The step that a shutdown message announces. Its number is sent before the arguments."""
 
     READY = 1
     PROBE = 2
@@ -53,7 +53,7 @@ Action = Send | ProbeLater | Closed
 
 
 class Missing(NamedTuple):
-    """What a shutdown waits for: ``workers``, of whom ``what`` is true."""
+    """The ``workers`` that a shutdown waits for, and ``what`` is true of them."""
 
     what: str
     workers: tuple[int, ...]
@@ -61,7 +61,7 @@ class Missing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How one worker looked when probed: whether it is idle, and how much it has done so far."""
+    """One worker's answer to a probe: whether it is idle, and its activity count so far."""
 
     is_idle: bool
     activity: int
@@ -69,10 +69,10 @@ class Report:
 
 @dataclass(slots=True)
 class Leader:
-    """The leader's part. Its own worker takes part through the same events as the others.
+    """The leader's part. Its own worker takes part through the same events as all others.
 
     Args:
-        workers: Ranks of the group, its own among them.
+        workers: Ranks of the group, including its own.
     """
 
     workers: set[int]
@@ -85,7 +85,7 @@ class Leader:
     _previous: dict[int, Report] = field(default_factory=dict)
 
     def worker_ready(self, worker: int) -> list[Action]:
-        """Takes note that a worker has called ``shutdown``."""
+        """Notes that a worker has called ``shutdown``."""
         self.ready.add(worker)
         return self._advance()
 
@@ -97,12 +97,12 @@ class Leader:
         return self._advance()
 
     def worker_settled(self, worker: int) -> list[Action]:
-        """Takes note that a worker's references are dropped and all owners know."""
+        """Notes that a worker's references are dropped and all owners know."""
         self.settled.add(worker)
         return self._advance()
 
     def worker_lost(self, worker: int) -> list[Action]:
-        """Goes on without a worker."""
+        """Continues without a lost worker."""
         if worker in self.workers:
             self.workers.discard(worker)
             self.lost.add(worker)
@@ -117,7 +117,7 @@ class Leader:
         return self._tell_all(Step.PROBE, self.round)
 
     def missing(self) -> Missing:
-        """Returns for whom, and for what, the shutdown waits now."""
+        """Returns the workers that the shutdown waits for now, and why."""
         if self.phase is Step.READY:
             return Missing("had not called shutdown", tuple(sorted(self.workers - self.ready)))
         if self.phase is Step.PROBE:

@@ -1,14 +1,14 @@
-"""Leaving a group gracefully: a worker goes when nobody needs it any more.
+"""Leaving a group gracefully: a worker leaves when no other worker needs it.
 
-``OpenLeaving``: one worker goes while the others work on. It tells every other member that it
+``OpenLeaving``: one worker leaves while the others work on. It tells every other member that it
 leaves (``LEAVING``) and waits until each has answered (``NOTED``). A member makes no new calls to
 it from then on, and sessions keep order: the answer comes behind all calls that the member had
 sent. The leaver then serves until it is idle, drops its references, and leaves when their owners
 have heard of it.
 
-``ClosedLeaving``: all go together, and the leader says when (``leader``). A worker says that it is
-ready, reports how it is doing when it is asked, drops its references when the group is quiet, and
-leaves when the leader lets it go.
+``ClosedLeaving``: all leave together, and the leader says when (``leader``). A worker says that it
+is ready, answers probes, drops its references when the group is quiet, and leaves when the leader
+says so.
 
 Both take the same events and return the same actions, so one shell serves both
 (``torchweft.rpc.leaving``). See ``docs/protocols/membership.md``.
@@ -33,22 +33,22 @@ from torchweft.protocol.membership.registration import LEADER
 
 
 class Stage(enum.Enum):
-    """How far a worker is in leaving its group."""
+    """The stages of leaving a group."""
 
     MEMBER = enum.auto()
     ANNOUNCING = enum.auto()
-    """It waits until the others know that it wants to leave."""
+    """The worker waits until the others know that it wants to leave."""
     SERVING = enum.auto()
-    """It serves until nobody needs it."""
+    """It serves until no other worker needs it."""
     SETTLING = enum.auto()
     """It drops its references, and waits until their owners know."""
     SETTLED = enum.auto()
-    """It waits until all of its closed group have settled."""
+    """It waits until all workers of its closed group have settled."""
     LEFT = enum.auto()
 
 
 class Retire(NamedTuple):
-    """An action: make no new calls to ``worker``, which leaves, and free its name and rank."""
+    """An action: make no new calls to ``worker``, which is leaving; free its name and rank."""
 
     worker: int
 
@@ -62,7 +62,7 @@ class Look(NamedTuple):
 
 
 class ExpectEnds(NamedTuple):
-    """An action: connections may end from here on, without the loss of a worker."""
+    """An action: from now on, the end of a connection is no loss of a worker."""
 
 
 class BeginSettling(NamedTuple):
@@ -70,7 +70,7 @@ class BeginSettling(NamedTuple):
 
 
 class Lose(NamedTuple):
-    """An action: take ``worker``, whose connection has ended, for lost."""
+    """An action: declare ``worker``, whose connection has ended, lost."""
 
     worker: int
 
@@ -97,37 +97,36 @@ class Leaving(Protocol):
 
     @property
     def is_watched(self) -> bool:
-        """Whether ``observed`` is to be called again and again: the next stage depends on it."""
+        """Whether to call ``observed`` repeatedly: the next stage depends on it."""
 
     def begin(self) -> list[Action]:
-        """This worker wants to leave."""
+        """Begins to leave."""
 
     def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
-        """A member has said something. Raises ProtocolError where that makes no sense."""
+        """Takes a member's message; raises ProtocolError if it is malformed or misplaced."""
 
     def member_present(self, member: int) -> list[Action]:
-        """Another member is there when this worker wants to leave, or has just joined."""
+        """Takes a member that is present when this worker leaves, or that has just joined."""
 
     def member_lost(self, member: int) -> list[Action]:
-        """A member has left or is lost: it answers nothing any more."""
+        """Takes the departure or loss of a member, which will send no more answers."""
 
     def connection_ended(self, member: int) -> list[Action]:
-        """A connection has ended after the group had gone quiet: the member left, or died."""
+        """Takes a connection's end after the group went quiet: the member left or died."""
 
     def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
-        """Goes on as far as the state of this worker allows.
+        """Advances as far as the state of this worker allows.
 
         Args:
-            report: Whether it runs no call of others and waits for none of its own, and how much
-                it has done so far.
+            report: Whether it neither serves calls nor waits for its own, and its activity so far.
             is_settled: Whether the owners of all references that it dropped have heard of it.
         """
 
     def probe_again(self) -> list[Action]:
-        """The pause of ``ProbeLater`` is over."""
+        """Takes the end of the pause of ``ProbeLater``."""
 
     def missing(self) -> Missing:
-        """Returns for whom, and for what, this worker waits now."""
+        """Returns the workers that this worker waits for now, and why."""
 
 
 class OpenLeaving:
@@ -154,7 +153,7 @@ class OpenLeaving:
         return [Retire(member), Send(member, Step.NOTED)]
 
     def member_present(self, member: int) -> list[Action]:
-        # Also one that is leaving itself: it serves others until it goes, and calls on for them.
+        # Also to a member that is leaving: it serves, and calls others for that, until it leaves.
         is_leaving = self.stage not in (Stage.MEMBER, Stage.LEFT)
         if not is_leaving or member in self._unanswered:
             return []
@@ -174,7 +173,7 @@ class OpenLeaving:
         if self.stage is Stage.ANNOUNCING:
             self.stage = Stage.SERVING
         if not report.is_idle:
-            return []  # Also while it settles: one that joined meanwhile may have called it.
+            return []  # Also while settling: a new member may have called this one meanwhile.
         if self.stage is Stage.SERVING:
             self.stage = Stage.SETTLING
             return [BeginSettling()]
@@ -226,7 +225,7 @@ class ClosedLeaving:
             self.stage = Stage.SETTLING
             return [ExpectEnds(), BeginSettling()]
         if step == Step.CLOSE:
-            # The leader has others to tell first: it is done when it has told all.
+            # The leader has to tell the others first: it leaves on ``Closed``.
             return [] if self.leader is not None else self._leave(tuple(arguments))
         return self._lead(member, step, arguments)
 
@@ -244,7 +243,7 @@ class ClosedLeaving:
         raise ProtocolError(f"no shutdown message has step {step} and arguments {arguments}")
 
     def member_present(self, member: int) -> list[Action]:
-        return []  # All are there from the start.
+        return []  # All members are present from the start.
 
     def member_lost(self, member: int) -> list[Action]:
         if self.leader is not None:
@@ -252,8 +251,8 @@ class ClosedLeaving:
         return self._leave((LEADER,)) if member == LEADER else []
 
     def connection_ended(self, member: int) -> list[Action]:
-        # Nobody leaves before the leader has told all that everybody has settled: one that is gone
-        # earlier has died.
+        # No worker leaves before the leader has told all that every worker has settled: a worker
+        # that is gone earlier has died.
         has_settled = self.stage in (Stage.SETTLED, Stage.LEFT)
         if self.leader is None:
             is_needed = member == LEADER and self.stage is not Stage.LEFT

@@ -1,4 +1,4 @@
-"""Who belongs to a group: the registrations of all workers, checked and put together."""
+"""The registrations of a group's workers, checked and assembled."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from torchweft.ids import WorkerInfo
 LEADER = 0
 """The rank that collects the registrations of a closed group, and leads its shutdown."""
 FIRST_LATER_ID = 1 << 14
-"""In an open group: ids below are those of the first lives of ranks."""
+"""In an open group, lower ids are those of the first lives of ranks."""
 ID_LIMIT = 1 << 15
 
 STRICT = "strict"
-"""The fact that a worker reads no pickles."""
+"""Fact: whether the worker refuses pickles."""
 
 HOST, NETWORK, IS_FAR, HAS_SECRET = "host", "network", "is_far", "has_secret"
-"""Facts: the name of the host, for messages; what names the network stack, empty where it is not
-known; whether other hosts reach the worker; and whether it has a secret."""
+"""Facts: the host's name, for messages; an identifier of the network stack, empty if unknown;
+whether other hosts can reach the worker; and whether it has a secret."""
 
 VERSIONS, PYTHON = "versions", "Python"
-"""The fact what a worker runs; and in it, the version of Python, like 3.11."""
+"""Fact: the versions that a worker runs; and in it, the version of Python, like 3.11."""
 
 _VERSION_LIMIT = 32
 _NAMED = 8
 """How many workers an error names."""
 _HOST_LIMIT = 64
-"""Characters of the name of a host that it shows."""
+"""How many characters of a host's name an error shows."""
 
-# What comes of JSON that is none, or of another shape, or nested without end.
+# Raised by malformed JSON, an unexpected shape, or endless nesting.
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a worker tells the group when it joins.
+    """A worker's description of itself when it joins.
 
     Attributes:
         name: Its name, unique in the group.
-        id: What the protocols name it by; in a closed group its rank.
+        id: Its id in the protocols; in a closed group its rank.
         addresses: Where it listens, best first.
-        main: What its ``__main__`` is, or empty where no other worker can have the same.
-        facts: What its channels can do, and whether it reads pickles.
-        later_rank: Its rank where that is not its id: in an open group, once the rank was used.
+        main: The identity of its ``__main__``, or empty if no other worker can have the same.
+        facts: Its channels' capabilities, and whether it reads pickles.
+        later_rank: Its rank if that is not its id: in an open group, once the rank was used.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Registration:
 
     @property
     def rank(self) -> int:
-        """Its number for programs."""
+        """Its rank, the number that programs use."""
         return self.id if self.later_rank is None else self.later_rank
 
     @property
     def is_strict(self) -> bool:
-        """Whether it reads no pickles."""
+        """Whether it refuses pickles."""
         return self.facts.get(STRICT) is True
 
     @property
@@ -72,7 +72,7 @@ class Registration:
         return WorkerInfo(self.name, self.rank)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what JSON can hold; ``decode`` reads it."""
+        """Returns a JSON-compatible form; ``decode`` reads it."""
         return asdict(self)
 
     def encode(self) -> bytes:
@@ -81,7 +81,7 @@ class Registration:
 
     @staticmethod
     def decode(data: bytes | dict[str, Any]) -> Registration:
-        """Reads what ``encode`` wrote; raises ProtocolError where it makes no sense."""
+        """Reads the output of ``encode``; raises ProtocolError if it is malformed."""
         try:
             fields = data if isinstance(data, dict) else json.loads(data)
             registration = Registration(**{**fields, "addresses": tuple(fields["addresses"])})
@@ -102,11 +102,11 @@ class Directory:
     """All workers of a group.
 
     Attributes:
-        token: What names this run: the key of connections is made of it.
-        workers: One registration a rank, in order.
-        refusal: Why there is no group, where there is none; empty otherwise.
-        missing: Ranks that never came, where that is the reason.
-        has_duplicates: Whether two workers chose the same name, where that is the reason.
+        token: The token of this run; the key of connections is made of it.
+        workers: One registration per rank, in order.
+        refusal: Why there is no group; empty if there is one.
+        missing: Ranks that never came, if that is the reason.
+        has_duplicates: Whether the reason is that two workers chose the same name.
     """
 
     token: str
@@ -121,7 +121,7 @@ class Directory:
 
     @staticmethod
     def decode(data: bytes) -> Directory:
-        """Reads what ``encode`` wrote; raises ProtocolError where it makes no sense."""
+        """Reads the output of ``encode``; raises ProtocolError if it is malformed."""
         try:
             fields = json.loads(data)
             workers = tuple(Registration.decode(worker) for worker in fields.pop("workers"))
@@ -154,7 +154,7 @@ def _check_number(value: int) -> None:
 def assemble(
     registrations: dict[int, Registration], world_size: int, token: str, waited_s: float
 ) -> Directory:
-    """Puts a group together out of those who came, or says why there is none."""
+    """Returns the group of the given workers, or a refusal that says why there is none."""
     missing = tuple(rank for rank in range(world_size) if rank not in registrations)
     if missing:
         came = ", ".join(f"{r.name!r} (rank {r.id})" for r in registrations.values()) or "nobody"
@@ -181,7 +181,7 @@ def assemble(
 
 
 def why_apart(registrations: Iterable[Registration]) -> str:
-    """Returns why some of these workers cannot reach each other, with what helps; or nothing."""
+    """Returns why some workers cannot reach each other, and the remedy, or an empty string."""
     known = [each for each in registrations if _network(each)]
     near = [each for each in known if not each.facts.get(IS_FAR)]
     if not near or len({_network(each) for each in known}) == 1:
@@ -204,7 +204,7 @@ def why_apart(registrations: Iterable[Registration]) -> str:
 
 
 def versions_of(registration: Registration) -> dict[str, str]:
-    """Returns the versions that a worker has told of Python, torch and Weft, as far as it has."""
+    """Returns the versions of Python, torch and Weft that a worker has told."""
     told = registration.facts.get(VERSIONS)
     if not isinstance(told, dict):
         return {}
@@ -216,7 +216,7 @@ def versions_of(registration: Registration) -> dict[str, str]:
 
 
 def differences(me: Registration, other: Registration) -> str:
-    """Returns in which versions another worker differs from this one, or nothing."""
+    """Returns the versions in which another worker differs, or an empty string."""
     mine, theirs = versions_of(me), versions_of(other)
     return ", ".join(
         f"{name} {theirs[name]} (here {mine[name]})"
@@ -226,9 +226,9 @@ def differences(me: Registration, other: Registration) -> str:
 
 
 def why_not_by_value(me: Registration, other: Registration) -> str:
-    """Returns why functions cannot travel by value between two workers, or nothing.
+    """Returns why functions cannot travel by value between two workers, or an empty string.
 
-    What a function is compiled to is another language in each minor version of Python.
+    The bytecode of functions differs between minor versions of Python.
     """
     mine, theirs = versions_of(me).get(PYTHON, ""), versions_of(other).get(PYTHON, "")
     if not mine or not theirs or mine == theirs:
@@ -240,7 +240,7 @@ def why_not_by_value(me: Registration, other: Registration) -> str:
 
 
 def _public(version: str) -> str:
-    # Builds of one version for other devices work together.
+    # Builds of one version for different devices work together.
     return version.partition("+")[0]
 
 

@@ -1,4 +1,4 @@
-"""The workers of a group as one of them knows them: lives, and the names that programs use."""
+"""One worker's view of its group: the lives, and the names that programs use."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torchweft.protocol.membership.registration import ID_LIMIT, Registration
 
 
 class Life(Protocol):
-    """What the roster needs to know of a worker."""
+    """The part of a worker that the roster needs."""
 
     @property
     def registration(self) -> Registration:
-        """What it said of itself when it joined."""
+        """The worker's registration."""
 
 
 L = TypeVar("L", bound=Life)
 
 
 class Roster(Generic[L]):
-    """Who belongs to a group: by id, which names one life, and by the names of programs.
+    """The members of a group by id, which names one life, and by the names that programs use.
 
-    One that was lost is still found by name, so that a call to it says so, until another life takes
-    its name. One that has left is not. Lookups in the tables are safe in any thread; everything
-    else is not.
+    Lost workers are still found by name, so that calls to them raise WorkerLost, until another life
+    takes the name. Departed workers are not. Lookups in the tables are thread-safe; all other
+    methods are not.
 
     Args:
         me: This worker.
-        others: All others, as far as they are known.
+        others: All other workers known so far.
         is_open: Whether workers may join and leave later.
 
     Attributes:
@@ -49,15 +49,15 @@ class Roster(Generic[L]):
             self.admit(life)
 
     def arrival(self, registration: Registration) -> tuple[L | None, tuple[L, ...]]:
-        """Returns what a registration means; a new life is to be given to ``admit``.
+        """Looks up the life of a registration; a new life is to be given to ``admit``.
 
         Returns:
-            The life that has registered so before, or None for a new one; and the lives that had
-            the name or the rank of a new one before, and are over.
+            The known life with this id, or None for a new life; and the former lives with the name
+            or rank of a new life, which are over.
 
         Raises:
             ProtocolError: The group is closed, or there is no such id.
-            DuplicateName: It has the name or rank of this worker.
+            DuplicateName: The registration has the name or rank of this worker.
         """
         known = self.by_id.get(registration.id)
         if known is not None:
@@ -79,8 +79,8 @@ class Roster(Generic[L]):
     def is_replaced(self, registration: Registration) -> bool:
         """Returns whether a later life of its name or rank has introduced itself meanwhile.
 
-        For a registration that was read from the store: its life is over then, as the later one has
-        asked it.
+        For registrations read from the store: the life is then over, since the later life asked it
+        and got no answer.
         """
         return any(
             life.registration.id in self._introduced
@@ -89,11 +89,11 @@ class Roster(Generic[L]):
         )
 
     def admit(self, life: L, *, is_introduced: bool = False) -> None:
-        """Takes up a new life, in the place of a former one of its name or rank.
+        """Adds a new life in place of former lives of its name or rank.
 
         Args:
             life: The life.
-            is_introduced: Whether it said itself that it has joined.
+            is_introduced: Whether the life itself said that it has joined.
         """
         registration = life.registration
         if is_introduced:
@@ -105,11 +105,11 @@ class Roster(Generic[L]):
         self.by_rank[registration.rank] = life
 
     def may_have_been(self, worker: int) -> bool:
-        """Returns whether there can have been a life of an id that this worker never knew."""
+        """Returns whether an id may be of a life that this worker never knew."""
         return self.is_open and 0 <= worker < ID_LIMIT
 
     def retire(self, life: L) -> None:
-        """Has a life that leaves, or is over, not be found by name or rank any more."""
+        """Stops a life that leaves, or is over, from being found by name or rank."""
         registration = life.registration
         self._introduced.discard(registration.id)
         if self.by_name.get(registration.name) is life:

@@ -1,4 +1,4 @@
-"""What the machine asks of the shell around it."""
+"""The actions and reports that the machine gives to its shell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchweft.wire.references import Message
 
 @dataclass(slots=True)
 class Send:
-    """Send ``message`` to worker ``to``; soon, but messages may wait for one another."""
+    """Send ``message`` to worker ``to`` soon; messages may be batched."""
 
     to: int
     message: Message
@@ -19,7 +19,7 @@ class Send:
 
 @dataclass(slots=True)
 class ReleaseValue:
-    """Forget the value that this worker owns: nobody can ask for it any more."""
+    """Forget a value that this worker owns: no reference to it is left."""
 
     reference: ReferenceId
 
@@ -33,14 +33,14 @@ class Confirmed:
 
 @dataclass(slots=True)
 class ValueGone:
-    """There is no value behind the reference, nor will there be; handles are of no use."""
+    """The reference has no value and never will have; handles are useless."""
 
     reference: ReferenceId
 
 
 @dataclass(slots=True)
 class OwnerLost:
-    """The owner is lost, and the value with it; handles are of no use."""
+    """The owner is lost, and the value with it; handles are useless."""
 
     reference: ReferenceId
 
@@ -50,14 +50,14 @@ Action = Send | ReleaseValue | Confirmed | ValueGone | OwnerLost
 
 
 class Census(NamedTuple):
-    """Says how many references one worker has to do with, and how far they have come.
+    """Counts the references that concern one worker, by their state.
 
     Attributes:
         shared: Values of this worker that others use or are being handed.
-        users: How many other workers use them, added up.
-        unconfirmed: Values of others that are used here, and of which their owners do not know yet.
-        handovers: References in messages of this worker that are not yet answered for.
-        unanswered: Messages about references to which the answers have not come.
+        users: The number of other workers that use them, summed over the values.
+        unconfirmed: Values of others that are used here but whose owners do not know of it yet.
+        handovers: References in messages of this worker that are not acknowledged yet.
+        unanswered: Requests about references that are not answered yet.
     """
 
     shared: int
@@ -68,13 +68,13 @@ class Census(NamedTuple):
 
 
 class Leak(NamedTuple):
-    """Says what keeps one reference from being forgotten.
+    """Lists what keeps one reference alive.
 
     Attributes:
         reference: The reference.
         handles: Handles to it on this worker.
-        handovers: Messages of this worker that carry it, not yet answered for.
-        users: Other workers that hold it, where this worker is its owner.
+        handovers: Messages of this worker that carry it and are not acknowledged yet.
+        users: Other workers that hold it, if this worker is its owner.
     """
 
     reference: ReferenceId

@@ -1,4 +1,4 @@
-"""The references on their way inside messages: those sent, and those already received."""
+"""The references in transit inside messages, and the handovers already received."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torchweft.protocol.references.seen import SeenNumbers
 
 
 class Handovers:
-    """Numbers the handovers to each peer, and remembers which have come from each.
+    """Numbers the handovers to each peer, and remembers those received from each.
 
-    Tokens count from 1 for every pair of sender and receiver, without gaps: that is what lets the
-    receiver remember them in little memory.
+    Tokens count from 1 for every pair of sender and receiver, without gaps, so that the receiver
+    can remember them in little memory.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Handovers:
         return (to, token) in self._outstanding
 
     def close(self, to: int, token: int) -> ReferenceId | None:
-        """Ends a handover; returns its reference, None where it has ended before."""
+        """Ends a handover; returns its reference, or None if it has ended before."""
         return self._outstanding.pop((to, token), None)
 
     def tokens_to(self, peer: int) -> list[int]:
@@ -39,7 +39,7 @@ class Handovers:
         return [token for to, token in self._outstanding if to == peer]
 
     def is_new(self, sender: int, token: int) -> bool:
-        """Notes a handover that came from ``sender``; returns whether it is its first time."""
+        """Notes a handover from ``sender``; returns whether it comes for the first time."""
         seen = self._seen.get(sender)
         if seen is None:
             seen = self._seen[sender] = SeenNumbers(first=1)

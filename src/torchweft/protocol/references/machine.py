@@ -1,4 +1,4 @@
-"""The machine of one worker: events in, actions out."""
+"""The state machine of one worker: events in, actions out."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from torchweft.wire.references import (
 class References:
     """Keeps count of the remote references of one worker: those it holds and those it owns.
 
-    Every method is an event that the shell reports; what is to be done in answer is collected
-    until ``take_actions``. A handle is whatever the shell gives to its user, counted one by one:
-    ``creating``, ``owned`` and ``received`` count one each, ``handle_added`` one more, and each
-    ends by one ``handle_dropped``. Not thread-safe: the shell has one lock around all of it.
+    Every method is an event that the shell reports; the resulting actions are collected until
+    ``take_actions``. A handle is an object that the shell gives to its user. ``creating``,
+    ``owned``, ``received`` and ``handle_added`` count one handle each, and ``handle_dropped`` ends
+    one. Not thread-safe: the shell has one lock around all of it.
 
     Args:
-        worker: The id of this worker. An id names one life of a worker: who comes back after it
-            was lost has another.
+        worker: The id of this worker. An id names one life of a worker: a worker that comes back
+            after it was lost has another id.
         resend_s: Seconds after which a request that has no answer is sent again.
     """
 
@@ -61,7 +61,7 @@ class References:
         }
 
     def take_actions(self) -> list[Action]:
-        """Returns what is to be done since the last call, in order."""
+        """Returns the actions collected since the last call, in order."""
         return self._outbox.take()
 
     # Values come into being.
@@ -86,25 +86,25 @@ class References:
         return reference
 
     def not_created(self, reference: ReferenceId) -> None:
-        """Takes back a ``creating`` whose call was not sent, or perhaps not; its handle stays."""
+        """Takes back a ``creating`` whose call may not have been sent; its handle stays."""
         self._held.not_created(reference)
 
     def created(self, reference: ReferenceId) -> bool:
         """Notes that the call which makes a value here has arrived.
 
         Returns:
-            Whether to make the value. False where the call was seen before or taken back.
+            Whether to make the value. False if the call was seen before or taken back.
         """
         return self._owned.created(reference)
 
     def is_awaited(self, reference: ReferenceId) -> bool:
-        """Whether a value of this worker is not made yet, but the call that makes it may come."""
+        """Whether a value of this worker is not made yet and its creating call may still come."""
         return self._owned.is_awaited(reference)
 
     # Handles come and go.
 
     def handle_added(self, reference: ReferenceId) -> None:
-        """Counts one more handle, made from one that is there; none after ``drop_all``."""
+        """Counts one more handle, copied from an existing one; none after ``drop_all``."""
         if not self._is_closed:
             self._half(reference).change(reference, handles=1)
 
@@ -119,9 +119,9 @@ class References:
         """Begins to hand a reference, of which there is a handle here, to worker ``to``.
 
         Returns:
-            The token that has to travel with the reference. Whatever becomes of the message, it
-            ends in ``received`` or ``refused`` at ``to``, or ``undeliverable`` here. After
-            ``drop_all`` nothing is handed on: the receiver will not count what it receives.
+            The token that has to travel with the reference. Every such message must end in
+            ``received`` or ``refused`` at ``to``, or in ``undeliverable`` here. After
+            ``drop_all`` no reference is handed on: the receiver will not count it.
         """
         if to == self._worker:
             self.handle_added(reference)  # the handle that the message will become
@@ -135,7 +135,7 @@ class References:
         """Notes a reference that came in a message, and counts one handle.
 
         Returns:
-            Whether a handle was counted. False where this handover was received, refused or taken
+            Whether a handle was counted. False if this handover was received, refused or taken
             back before, or after ``drop_all``: then no handle may be made.
         """
         if sender == self._worker:
@@ -155,8 +155,8 @@ class References:
     def came_home(self, reference: ReferenceId) -> bool:
         """Notes a reference to a value of this worker in a call whose caller keeps its own handle.
 
-        Nothing is handed on: the caller's handle outlives the call, so the value is there. If it
-        is not (the caller has given the call up), whoever uses the handle is told so.
+        This is no handover: the caller's handle outlives the call, so the value exists. If it does
+        not (the caller gave the call up), users of the handle are told that it is gone.
 
         Returns:
             Whether a handle was counted. False after ``drop_all``: then none may be made.
@@ -171,40 +171,40 @@ class References:
         return not self._is_closed
 
     def refused(self, reference: ReferenceId, token: int, sender: int) -> None:
-        """Notes a reference that came in a message which nobody will read."""
+        """Notes a reference that came in a message that will not be read."""
         if sender == self._worker:
             self.handle_dropped(reference)
         elif self._handovers.is_new(sender, token):
             self._held.handed(sender, token)
 
     def undeliverable(self, reference: ReferenceId, token: int, to: int) -> None:
-        """Takes back a handover whose message was not sent, or perhaps not.
+        """Takes back a handover whose message may not have been sent.
 
         The receiver decides: it keeps the reference if the message came first, and refuses the
-        message otherwise. Until its answer the reference counts as handed on.
+        message otherwise. Until it answers, the reference counts as handed on.
         """
         if to == self._worker:
             self.handle_dropped(reference)
         elif self._handovers.is_open(to, token):
             self._outbox.request((NotHanded, to, token), to, NotHanded(token))
 
-    # The world outside.
+    # Messages, time and losses.
 
     def message(self, sender: int, message: Message) -> None:
         """Takes a message of this protocol.
 
         Raises:
-            ProtocolError: The sender has no say in what the message is about.
+            ProtocolError: The sender is not entitled to send this message.
         """
         if sender not in self._outbox.lost:
             self._handlers[type(message)](sender, message)
 
     def tick(self, now_s: float) -> None:
-        """Sends again what has waited too long; may be called as often as is convenient."""
+        """Resends overdue requests; may be called as often as is convenient."""
         self._outbox.tick(now_s)
 
     def peer_lost(self, peer: int) -> None:
-        """Drops all that a lost worker held here, and gives up all that it owned."""
+        """Drops all holds of a lost worker, and gives up all values that it owned."""
         self._outbox.lose(peer)
         self._held.peer_lost(peer)
         self._owned.peer_lost(peer)
@@ -224,11 +224,11 @@ class References:
         return self._outbox.is_answered() and not self._handovers
 
     def leaks(self) -> list[Leak]:
-        """Returns what this worker still holds, and what it owns and somebody still holds."""
+        """Returns the references that this worker holds, and its own that any worker holds."""
         return self._owned.leaks() + self._held.leaks()
 
     def census(self) -> Census:
-        """Returns how many references there are, and how far they have come."""
+        """Returns how many references there are, by their state."""
         shared, users = self._owned.shared()
         unconfirmed = self._held.unconfirmed()
         return Census(shared, users, unconfirmed, len(self._handovers), len(self._outbox))
@@ -237,7 +237,7 @@ class References:
         return self._owned if reference.owner == self._worker else self._held
 
     def _uncount(self, reference: ReferenceId) -> None:
-        """Takes the first handle off a new reference: after ``drop_all`` none counts."""
+        """Drops the first handle of a new reference: after ``drop_all`` no handle counts."""
         self._half(reference).change(reference, handles=-1)
 
     def _close_handover(self, to: int, token: int) -> None:
@@ -251,7 +251,7 @@ class References:
     def _on_hold(self, sender: int, message: Hold) -> None:
         self._check(message.reference.owner == self._worker, sender, message)
         self._owned.hold(sender, message)
-        # Only now: what the handover kept alive, the hold has to keep alive first.
+        # Only now: the hold must keep the value alive before the handover ends.
         self._close_handover(sender, message.token)
 
     def _on_drop(self, sender: int, message: Drop) -> None:
@@ -287,7 +287,7 @@ class References:
         self._outbox.answered((Handed, sender, message.token))
 
     def _on_not_handed(self, sender: int, message: NotHanded) -> None:
-        # Not new: the message was received, and its own answer is given or will be.
+        # If not new, the message was received and is answered separately.
         if self._handovers.is_new(sender, message.token):
             self._held.handed(sender, message.token)
 

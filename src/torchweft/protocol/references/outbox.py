@@ -1,4 +1,4 @@
-"""Collects what the machine wants done, and repeats what is not answered."""
+"""Collects the machine's actions, and repeats unanswered requests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torchweft.wire.references import Message
 
 
 class Outbox:
-    """The actions to be taken next, and the requests that still lack their answer.
+    """The actions to be taken next, and the requests that are not answered yet.
 
-    Unanswered requests are kept in two generations. At the end of each interval the old ones are
-    sent again and the young ones become old, so a request is repeated one to two intervals after
-    it was made, no request carries a time, and making one costs one entry in a ``dict``.
+    Unanswered requests are kept in two generations. At the end of each interval the old requests
+    are sent again and the young ones become old. So a request is repeated one to two intervals
+    after it was made, carries no time, and costs one entry in a ``dict``.
 
     Args:
         resend_s: The interval, in seconds.
@@ -42,23 +42,23 @@ class Outbox:
             self._actions.append(Send(to, message))
 
     def request(self, key: Hashable, to: int, message: Message) -> None:
-        """Sends ``message`` until ``key`` is answered, in place of what ``key`` asked before."""
+        """Sends ``message`` until ``key`` is answered; replaces the earlier request of ``key``."""
         self.expect(key, to, message)
         self.send(to, message)
 
     def expect(self, key: Hashable, to: int, message: Message) -> None:
-        """Does as ``request``, but leaves the first sending out: something else asks the same."""
+        """Does as ``request``, but does not send at once: another message asks the same."""
         if to not in self.lost:
             self._old.pop(key, None)
             self._young[key] = Send(to, message)
 
     def answered(self, key: Hashable) -> None:
-        """Ends a request; does nothing where it has ended before."""
+        """Ends a request; does nothing if it has ended before."""
         if self._young.pop(key, None) is None:
             self._old.pop(key, None)
 
     def tick(self, now_s: float) -> None:
-        """Repeats what has waited for an interval or more."""
+        """Repeats requests that have waited for an interval or more."""
         if self._resend_at_s is not None:
             if now_s < self._resend_at_s:
                 return
@@ -68,16 +68,16 @@ class Outbox:
         self._resend_at_s = now_s + self._resend_s
 
     def lose(self, peer: int) -> None:
-        """Ends all requests to ``peer``, and sends it nothing from now on."""
+        """Ends all requests to ``peer``, and sends no more messages to it."""
         self.lost.add(peer)
         for requests in (self._young, self._old):
             for key in [key for key, request in requests.items() if request.to == peer]:
                 del requests[key]
 
     def __len__(self) -> int:
-        """Returns how many requests lack their answer."""
+        """Returns how many requests are unanswered."""
         return len(self._young) + len(self._old)
 
     def is_answered(self) -> bool:
-        """Returns whether no request lacks its answer."""
+        """Returns whether all requests are answered."""
         return not self._young and not self._old

@@ -1,4 +1,4 @@
-"""The owner's half: which workers use the values that live here."""
+"""The owner's half: the users of the values that live here."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torchweft.wire.references import Drop, DropAck, Gone, Hold, HoldAck, NotCre
 
 
 class Stage(enum.Enum):
-    """How far an owned value has come."""
+    """The stage of an owned value."""
 
     AWAITED = enum.auto()
-    """Somebody asked for it before the call that makes it arrived."""
+    """A hold or a reference arrived before the call that makes it."""
     CREATED = enum.auto()
     """It is made or being made."""
     GONE = enum.auto()
-    """It was never made and will not be, or was released; only handles here are left of it."""
+    """It was never made and will not be, or was released; only handles here are left."""
 
 
 @dataclass(slots=True)
 class Owned:
-    """What the owner knows of one value.
+    """The owner's entry for one value.
 
-    ``users`` has the version by which each user holds it, ``dropped`` that by which each former
-    user let it go: a late hold of a smaller version must not count.
+    ``users`` has each user's version of its hold, ``dropped`` each former user's version of its
+    drop: a late hold of a smaller version must not count.
     """
 
     stage: Stage
@@ -39,7 +39,7 @@ class Owned:
 
 
 class OwnedValues:
-    """The values that this worker owns and somebody refers to."""
+    """The values that this worker owns and to which references exist."""
 
     def __init__(self, worker: int, outbox: Outbox) -> None:
         self._worker = worker
@@ -49,17 +49,17 @@ class OwnedValues:
         self._created: dict[int, SeenNumbers] = {}
 
     def make(self) -> ReferenceId:
-        """Takes up a value made by this worker itself, with one handle."""
+        """Registers a value made by this worker itself, with one handle."""
         reference = ReferenceId(self._worker, self._worker, self._next_number)
         self._next_number += 1
         self._entries[reference] = Owned(Stage.CREATED, handles=1)
         return reference
 
     def created(self, reference: ReferenceId) -> bool:
-        """Takes up a value that another worker asks for; returns False where that is known."""
+        """Registers a value that another worker's call makes; returns False if not new."""
         creator = reference.creator
         if creator == self._worker:
-            return True  # a worker's calls to itself come once, and `make` took the value up
+            return True  # a worker's calls to itself come once, and `make` registered the value
         if creator in self._outbox.lost or not self._numbers_of(creator).add(reference.number):
             return False
         entry = self._entries.get(reference)
@@ -81,7 +81,7 @@ class OwnedValues:
         )
 
     def received(self, reference: ReferenceId) -> None:
-        """Counts a handle made from a reference that came home."""
+        """Counts a handle made from a reference that came back to its owner."""
         entry = self._find_or_await(reference)
         if entry is None:
             entry = self._entries[reference] = Owned(Stage.GONE)
@@ -89,7 +89,7 @@ class OwnedValues:
         self.remind(reference)
 
     def remind(self, reference: ReferenceId) -> None:
-        """Tells a new handle what the others have been told: that there is no value."""
+        """Tells a new handle, as earlier ones were told, that the value is gone."""
         if self._entries[reference].stage is Stage.GONE:
             self._outbox.tell(ValueGone(reference))
 
@@ -121,11 +121,11 @@ class OwnedValues:
         entry = self._entries.get(reference)
         if entry is None or entry.stage is Stage.GONE:
             self._outbox.send(creator, Gone(reference, 0))
-        else:  # it did come, before this message
+        else:  # the call came before this message
             self._outbox.send(creator, HoldAck(reference, 0))
 
     def change(self, reference: ReferenceId, handles: int = 0, handovers: int = 0) -> None:
-        """Adds to what keeps a value alive here, or takes away."""
+        """Changes the counts that keep a value alive here."""
         entry = self._entries[reference]
         entry.handles += handles
         entry.handovers += handovers
@@ -137,7 +137,7 @@ class OwnedValues:
             self._release_unused(reference, entry)
 
     def peer_lost(self, peer: int) -> None:
-        """Drops what ``peer`` held, and gives up what it was going to have made."""
+        """Drops the holds of ``peer``, and gives up values that its calls were to make."""
         self._created.pop(peer, None)
         for reference, entry in list(self._entries.items()):
             entry.users.pop(peer, None)
@@ -154,7 +154,7 @@ class OwnedValues:
         ]
 
     def shared(self) -> tuple[int, int]:
-        """Returns how many values others use or are being handed, and how many users they have."""
+        """Returns how many values others use or are being handed, and the sum of their users."""
         entries = [entry for entry in self._entries.values() if entry.users or entry.handovers]
         return len(entries), sum(len(entry.users) for entry in entries)
 
@@ -165,7 +165,7 @@ class OwnedValues:
         return numbers
 
     def _find_or_await(self, reference: ReferenceId) -> Owned | None:
-        """Returns the entry, a new one where the creation may still come; None for what is gone."""
+        """Returns the entry, a new one if the creation may still come; None if it is gone."""
         entry = self._entries.get(reference)
         if entry is None and self._may_come(reference):
             entry = self._entries[reference] = Owned(Stage.AWAITED)
@@ -178,7 +178,7 @@ class OwnedValues:
         return reference.number not in self._numbers_of(creator)
 
     def _will_not_come(self, reference: ReferenceId) -> None:
-        # Told also where no handle is left here: somebody may be waiting for the value to be made.
+        # Also without a handle here: a thread may be waiting for the value to be made.
         self._outbox.tell(ValueGone(reference))
         entry = self._entries.get(reference)
         if entry is None:

@@ -1,4 +1,4 @@
-"""Remembers which numbers of a gapless sequence have been seen, in little memory."""
+"""Remembers the numbers seen of a gapless sequence, in little memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 class SeenNumbers:
     """The numbers seen so far: all below a watermark, and a few above it.
 
-    Numbers arrive out of order, but every one arrives in the end, so the few above the watermark
-    are those that overtook another: as many as are under way, however long the worker lives.
+    Numbers arrive out of order, but every number arrives in the end. So those above the watermark
+    overtook another: there are as many as are under way, however long the worker lives.
 
     Args:
         first: The number that the sequence begins with; smaller ones count as seen.
@@ -33,5 +33,5 @@ class SeenNumbers:
         return True
 
     def count_above(self) -> int:
-        """Returns how many numbers are remembered one by one."""
+        """Returns how many numbers are remembered individually."""
         return len(self._above)

@@ -1,4 +1,4 @@
-"""The user's half: what this worker holds of values that live on other workers."""
+"""The user's half: this worker's references to values on other workers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from torchweft.wire.references import (
 
 
 class State(enum.Enum):
-    """Where a user stands with the owner of a reference."""
+    """The state of a user's reference towards its owner."""
 
     CREATING = enum.auto()
-    """The call that makes the value is on its way, and asks for the first hold."""
+    """The call that makes the value is on its way, and implies the first hold."""
     HOLDING = enum.auto()
     """A hold is on its way."""
     HELD = enum.auto()
@@ -32,15 +32,15 @@ class State(enum.Enum):
     DROPPING = enum.auto()
     """A drop is on its way."""
     GONE = enum.auto()
-    """There is no value any more; what is left is waited for, and no message sent."""
+    """The value is gone. The entry sends nothing and waits for its handles and handovers."""
 
 
 @dataclass(slots=True)
 class Held:
-    """What a user knows of one reference.
+    """A user's entry for one reference.
 
-    ``version`` numbers the last hold or drop. ``owed`` are the handovers, as pairs of sender and
-    token, that end when the owner has confirmed.
+    ``version`` numbers the last hold or drop. ``owed`` has the handovers, as pairs of sender and
+    token, to acknowledge when the owner has answered.
     """
 
     state: State
@@ -53,8 +53,8 @@ class Held:
 class HeldReferences:
     """The references of this worker to values on other workers.
 
-    A reference has at most one request to its owner under way, and so has the outbox: a drop
-    waits until the hold before it is confirmed, and a new hold takes the place of a drop.
+    A reference has at most one request to its owner under way, also in the outbox: a drop waits
+    until the hold before it is answered, and a new hold replaces a drop.
     """
 
     def __init__(self, worker: int, outbox: Outbox) -> None:
@@ -77,7 +77,7 @@ class HeldReferences:
         return reference
 
     def not_created(self, reference: ReferenceId) -> None:
-        """Tells the owner not to wait for a creation, unless that has arrived."""
+        """Tells the owner not to wait for a creation, unless the call has arrived."""
         entry = self._entries.get(reference)
         if entry is not None and entry.state is State.CREATING:
             self._outbox.request(reference, reference.owner, NotCreated(reference))
@@ -93,14 +93,14 @@ class HeldReferences:
         if entry.state is State.DROPPING:
             self._hold(reference, entry, sender, token)
         elif entry.state in (State.CREATING, State.HOLDING):
-            # The first sender alone would keep the value alive, but it may be lost.
+            # The first sender's handover would suffice, but the first sender may be lost.
             entry.owed += ((sender, token),)
         else:
             self.handed(sender, token)
             self.remind(reference)
 
     def remind(self, reference: ReferenceId) -> None:
-        """Tells a new handle what those before it were told: confirmed, or no value."""
+        """Tells a new handle, as earlier ones, that the value is confirmed or gone."""
         state = self._entries[reference].state
         if state is State.GONE:
             self._tell_end(reference)
@@ -108,7 +108,7 @@ class HeldReferences:
             self._outbox.tell(Confirmed(reference))
 
     def handed(self, sender: int, token: int) -> None:
-        """Lets the sender of a handover know that it may let go."""
+        """Tells the sender of a handover that it may let the reference go."""
         self._outbox.request((Handed, sender, token), sender, Handed(token))
 
     def hold_ack(self, message: HoldAck) -> None:
@@ -127,12 +127,12 @@ class HeldReferences:
         reference = message.reference
         entry = self._entries.get(reference)
         if entry is None or entry.state is not State.DROPPING or entry.version != message.version:
-            return  # an answer to a drop that a later hold has overtaken, or a repeated one
+            return  # a repeated answer, or an answer to a drop that a later hold has replaced
         self._outbox.answered(reference)
         del self._entries[reference]
 
     def change(self, reference: ReferenceId, handles: int = 0, handovers: int = 0) -> None:
-        """Adds to what makes this worker need a reference, or takes away."""
+        """Changes the counts that make this worker need a reference."""
         entry = self._entries[reference]
         entry.handles += handles
         entry.handovers += handovers
@@ -144,7 +144,7 @@ class HeldReferences:
             self._drop_unused(reference, entry)
 
     def peer_lost(self, peer: int) -> None:
-        """Gives up what ``peer`` owned."""
+        """Gives up the values that ``peer`` owned."""
         for reference, entry in list(self._entries.items()):
             if reference.owner == peer and entry.state is not State.GONE:
                 self._end(reference, entry)
@@ -156,7 +156,7 @@ class HeldReferences:
         ]
 
     def unconfirmed(self) -> int:
-        """Returns how many references the owner has not confirmed yet."""
+        """Returns how many references their owners have not confirmed yet."""
         waiting = (State.CREATING, State.HOLDING)
         return sum(entry.state in waiting for entry in self._entries.values())
 
@@ -170,7 +170,7 @@ class HeldReferences:
         self._outbox.request(reference, reference.owner, Hold(reference, entry.version, token))
 
     def _find_waiting(self, message: HoldAck | Gone) -> Held | None:
-        """Returns the entry whose hold ``message`` answers; None where it answers none."""
+        """Returns the entry whose hold ``message`` answers, or None."""
         entry = self._entries.get(message.reference)
         if entry is None or entry.version != message.version:
             return None
@@ -187,7 +187,7 @@ class HeldReferences:
         self._outbox.tell(OwnerLost(reference) if is_lost else ValueGone(reference))
 
     def _settle(self, reference: ReferenceId, entry: Held) -> None:
-        """Does what waited for the owner's answer."""
+        """Carries out what waited for the owner's answer."""
         self._outbox.answered(reference)
         for sender, token in entry.owed:
             self.handed(sender, token)

@@ -1,17 +1,17 @@
-"""Gatherings: every one of some workers brings a value, and goes on when all have come.
+"""Gatherings: each of several workers brings a value, and continues when all have arrived.
 
-The worker of the lowest id leads: the others bring it their values, and when all are there it
-tells everyone. So it takes two calls a worker, however many they are.
+The worker of the lowest id leads: the others send it their values, and when all have arrived it
+sends the values to every worker. That takes two calls per worker, for any number of workers.
 
 The rules of this folder:
 
-* A gathering is named by its workers, its kind and a number that each of them counts for itself.
-  So the same workers can gather again and again, also from several threads at once.
-* A worker that cannot come (it is lost, its value cannot travel, the leader gave up) ends the
-  gathering: all that have come or still come are told why.
-* The leader (``leading``) remembers a gathering until every worker has come, or is lost. The
-  others (``following``) do for as long as they wait: who is told of one that he does not know has
-  given up, and ignores it.
+* A gathering is named by its workers, its kind and a number that each worker counts for itself.
+  So the same workers can gather repeatedly, also from several threads at once.
+* A failure (a worker is lost, a value cannot be serialized, the leader gave up) ends the
+  gathering: all workers that have arrived or still arrive are told the reason.
+* The leader (``leading``) remembers a gathering until every worker has arrived or is lost. The
+  followers (``following``) remember it while they wait: a follower that is told of an unknown
+  gathering has given up, and ignores the message.
 """
 
 from torchweft.rpc.gathering.following import Gatherings

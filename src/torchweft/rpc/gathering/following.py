@@ -1,4 +1,4 @@
-"""What a worker does in a gathering: it brings its value to the leader, and waits to be told."""
+"""A follower's part in a gathering: it sends its value to the leader, and waits for the values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torchweft.serialize.registry import remotely_callable
 
 
 class Gatherings:
-    """All gatherings of one worker, those that it leads and the others. Thread-safe.
+    """All gatherings of one worker, as leader and as follower. Thread-safe.
 
     Args:
         agent: The worker's agent.
@@ -50,12 +50,12 @@ class Gatherings:
         return len(self._awaited) + len(self.led)
 
     def gather(self, value: Any, workers: Iterable[Peer], ways: Ways, limits: Limits) -> Outcome:
-        """Brings ``value`` and waits until all ``workers``, this one among them, have brought one.
+        """Brings ``value`` and waits until all ``workers``, including this one, have brought one.
 
         Raises:
-            CallTimeout: Not all came in time; on the leader it says who is missing.
-            WorkerLost: A worker was lost before it came.
-            CallError: The value of another worker cannot travel; says whose.
+            CallTimeout: Not all arrived in time; the leader's error names the missing workers.
+            WorkerLost: A worker was lost before it arrived.
+            CallError: Another worker's value cannot be serialized; names that worker.
         """
         peers = {peer.id: peer for peer in workers}
         me = self._agent.me
@@ -84,8 +84,9 @@ class Gatherings:
             self._awaited[key] = gathering
         try:
             self._bring(key, value, leader, ways, limits)
+            # Race: the loss may have been reported before this gathering was registered.
             if leader.lost is not None:
-                gathering.fail(leader.lost_error())  # Perhaps nobody was there to be told of it.
+                gathering.fail(leader.lost_error())
             if not gathering.wait(self._agent, limits.all_s):
                 raise CallTimeout(
                     f"timed out in {ways.name} after {limits.all_s:.2f} seconds: worker "
@@ -104,7 +105,7 @@ class Gatherings:
         try:
             rpc_sync(leader.info, ways.bring, args=(key, name, value), timeout=limits.call_s)
         except (CallTimeout, WorkerLost, NotInitialized):
-            raise  # It may have come; or nobody is there.
+            raise  # The value may have arrived; or there is no leader to tell.
         except Exception as error:
             with contextlib.suppress(WorkerLost, NotInitialized), detached():
                 reason = failure(error, ways, name)
@@ -124,17 +125,17 @@ class Gatherings:
         leader = self._agent.peers[key.workers[0]].name
         return f"in {key.kind} for worker {leader!r}, which has not said that all have come"
 
-    # What the leader says
+    # Messages from the leader
 
     def told(self, key: Key, values: dict[str, Any]) -> None:
-        """Notes that all have come, and what they brought."""
+        """Records that all workers have arrived, and their values."""
         with self._lock:
             gathering = self._awaited.get(key)
         if gathering is not None:
             gathering.end(values)
 
     def failed(self, key: Key, error: Exception) -> None:
-        """Notes that not all can come."""
+        """Records that not all workers can arrive."""
         with self._lock:
             gathering = self._awaited.get(key)
         if gathering is not None:
@@ -149,7 +150,7 @@ class Gatherings:
             gathering.fail(peer.lost_error())
 
     def close(self) -> None:
-        """Fails all that wait: this worker leaves."""
+        """Fails all gatherings, because this worker leaves."""
         gone = _gone(self._agent)
         self.led.close(gone)
         with self._lock:
@@ -170,24 +171,24 @@ def current_gatherings() -> Gatherings:
     """Returns the gatherings of this process's worker.
 
     Raises:
-        NotInitialized: This process is no worker.
+        NotInitialized: This process is not a worker.
     """
     return current().slots[GATHERINGS]
 
 
-# What workers call on one another: see ``Ways`` for the others.
+# Functions that workers call on one another; ``Ways`` has the rest.
 
 
 @remotely_callable
 def failed(key: Key, error: Exception) -> None:
-    """Notes on a worker that a gathering has failed."""
+    """Records, on a follower, that a gathering has failed."""
     _check(key, None, error)
     current_gatherings().failed(key, error)
 
 
 @remotely_callable
 def withdrawn(key: Key, name: str, error: Exception) -> None:
-    """Notes on the leader that a worker cannot bring its value."""
+    """Records, on the leader, that a worker cannot bring its value."""
     _check(key, name, error)
     current_gatherings().led.withdrawn(key, name, error)
 

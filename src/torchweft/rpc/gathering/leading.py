@@ -1,4 +1,4 @@
-"""The leader's part of a gathering: it collects the values, and tells everybody."""
+"""The leader's part of a gathering: it collects the values, and sends them to all workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Led:
 
     Args:
         agent: The worker's agent.
-        failed: Called on others, with the key and an error, when a gathering has failed.
+        failed: Called on other workers, with the key and an error, when a gathering has failed.
     """
 
     def __init__(self, agent: Agent, failed: Callable[[Key, Exception], None]) -> None:
@@ -37,7 +37,7 @@ class Led:
         return len(self._open)
 
     def gather(self, key: Key, value: Any, ways: Ways, limits: Limits) -> Outcome:
-        """Brings this worker's own value and waits for the others; then tells them."""
+        """Brings this worker's value, waits for the others, then sends the values to them."""
         gathering = self.brought(key, self._agent.me.name, value)
         if not gathering.wait(self._agent, limits.all_s):
             late = (
@@ -63,7 +63,7 @@ class Led:
         problem: Exception | None = None
         for peer in others:
             try:
-                with detached():  # They are to know, whoever this worker does it for.
+                with detached():  # Sent even if the caller of the served call has given up.
                     call = rpc_async(peer.info, ways.tell, (key, values), None, limits.call_s)
             except Exception as error:
                 problem = problem or error
@@ -76,20 +76,20 @@ class Led:
         return calls
 
     def _noting(self, key: Key, peer: Peer, ways: Ways) -> Callable[[Any], None]:
-        """Returns what tells a worker that it will not get the values, if that is so."""
+        """Returns a callback that tells a worker if it will not get the values."""
 
         def note(call: Any) -> None:
             try:
                 call.value()
             except (CallTimeout, WorkerLost, NotInitialized):
-                return  # They may still get there; or nobody is there.
+                return  # The values may still arrive; or there is no worker to tell.
             except Exception as error:
                 self._tell_failure(key, peer, failure(error, ways, peer.name))
 
         return note
 
     def open_waits(self) -> list[OpenWait]:
-        """Returns the gatherings to which this worker has come, and others have not."""
+        """Returns the gatherings in which this worker has arrived, and others have not."""
         with self._lock:
             mine = [
                 (key, gathering)
@@ -104,10 +104,10 @@ class Led:
     def _awaited(self, key: Key, gathering: Gathering) -> str:
         return f"in {key.kind} for {self._missing(gathering)}"
 
-    # What the others say
+    # Messages from the others
 
     def brought(self, key: Key, name: str, value: Any) -> Gathering:
-        """Notes that a worker has come, and what it brings."""
+        """Records that a worker has arrived, and its value."""
         peer = self._agent.find(name)
         with self._lock:
             gathering, is_new = self._find(key)
@@ -121,7 +121,7 @@ class Led:
         return gathering
 
     def withdrawn(self, key: Key, name: str, error: Exception) -> None:
-        """Notes that a worker has come, but cannot bring its value."""
+        """Records that a worker has arrived, but cannot bring its value."""
         with self._lock:
             gathering, _ = self._find(key)
         self._fail(key, gathering, error)
@@ -129,7 +129,7 @@ class Led:
             self._count(key, gathering, self._agent.find(name))
 
     def lost(self, peer: Peer) -> None:
-        """Fails the gatherings to which a lost worker will not come."""
+        """Fails the gatherings in which a lost worker has not arrived."""
         with self._lock:
             awaiting = [
                 (key, gathering)
@@ -142,7 +142,7 @@ class Led:
                 self._count(key, gathering, peer)
 
     def _find(self, key: Key) -> tuple[Gathering, bool]:
-        """Returns a gathering, and whether it was not known before."""
+        """Returns a gathering, and whether it is new."""
         if self._is_closed:
             raise NotInitialized(f"worker {self._agent.info.name!r} is shutting down")
         gathering = self._open.get(key)
@@ -157,7 +157,7 @@ class Led:
         return gathering, True
 
     def _count(self, key: Key, gathering: Gathering, peer: Peer) -> None:
-        """Notes that a worker need not be waited for any more."""
+        """Stops waiting for a worker."""
         gathering.missing.discard(peer.id)
         if not gathering.missing:
             self._open.pop(key, None)
@@ -166,10 +166,10 @@ class Led:
     # Failure
 
     def _fail(self, key: Key, gathering: Gathering, error: Exception) -> None:
-        """Ends a gathering: those that have come are told now, the others when they come."""
+        """Fails a gathering: tells the workers that have arrived now, the others on arrival."""
         with self._lock:
             if gathering.has_ended:
-                return  # All came at the last moment, or it has failed already.
+                return  # Race: all have just arrived, or the gathering has failed already.
             gathering.fail(error)
             come = [worker for worker in key.workers if worker not in gathering.missing]
         for worker in come:
@@ -181,12 +181,12 @@ class Led:
                 ignore_errors(rpc_async(peer.info, self._failed, args=(key, error)))
 
     def _watch(self, workers: tuple[int, ...], _: object) -> None:
-        """Connects to those who have not come: if one of them dies, that is noticed then."""
+        """Connects to the workers, so that the death of a missing one is noticed."""
         with self._agent.reactor.idling():
             self._agent.connect_all(self._agent.peers[worker] for worker in workers)
 
     def close(self, error: NotInitialized) -> None:
-        """Fails all, and refuses new ones: this worker leaves."""
+        """Fails all gatherings and refuses new ones, because this worker leaves."""
         with self._lock:
             self._is_closed = True
             for gathering in self._open.values():

@@ -1,4 +1,4 @@
-"""What the leader of a gathering and the others have in common."""
+"""Types that the leader and the followers of a gathering share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchweft.serialize.registry import rebuilds_plain
 
 @rebuilds_plain
 class Key(NamedTuple):
-    """What names a gathering.
+    """Names a gathering.
 
     Attributes:
-        workers: The ids of those who take part, lowest first.
-        kind: How such gatherings are called.
-        number: How many of that kind they had before.
+        workers: The ids of the participants, lowest first.
+        kind: The name of the operation; see ``Ways``.
+        number: How many gatherings of that kind the workers had before.
     """
 
     workers: tuple[int, ...]
@@ -33,12 +33,12 @@ class Key(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """How a gathering is called, and the functions that are called on others in its course.
+    """The name of a gathering, and the functions that it calls on other workers.
 
     Attributes:
-        name: What messages call it.
+        name: Its name in messages.
         bring: Called on the leader with the key, the name of the caller and its value.
-        tell: Called on everyone else with the key and all values.
+        tell: Called on all other workers with the key and all values.
     """
 
     name: str
@@ -47,19 +47,19 @@ class Ways(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """How long to wait, in seconds: for each call (0 for no limit), and for all to come."""
+    """Limits in seconds: for each call (0 for no limit), and for all workers to arrive."""
 
     call_s: float
     all_s: float
 
 
 class Outcome(NamedTuple):
-    """What a gathering has brought.
+    """The result of a gathering.
 
     Attributes:
-        values: The values by name of worker.
-        calls: On the leader, the calls by which the others are told, by name of worker. Until they
-            have ended, the values must not be changed.
+        values: The values by worker name.
+        calls: On the leader, the calls that send the values to the others, by worker name. Until
+            they have ended, the values must not be changed.
     """
 
     values: dict[str, Any]
@@ -70,10 +70,10 @@ class Gathering:
     """One gathering, as one of its workers knows it.
 
     Attributes:
-        gathered_objects: The values by name of worker: on the leader those that have come.
-        proceed_signal: Set when it has ended.
-        error: Why it has failed, if it has.
-        missing: On the leader, ids of the workers that have not come and are not lost.
+        gathered_objects: The values by worker name; on the leader, those that have arrived.
+        proceed_signal: Set when the gathering has ended.
+        error: The reason if the gathering has failed, else None.
+        missing: On the leader, ids of the workers that have not arrived and are not lost.
         began_s: When this worker first knew of it, by ``time.monotonic``.
     """
 
@@ -87,18 +87,18 @@ class Gathering:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all have come, or it has failed."""
+        """Whether all workers have arrived, or the gathering has failed."""
         return self.proceed_signal.is_set()
 
     def end(self, values: dict[str, Any]) -> None:
-        """Ends it: all have come. Does nothing where it has ended."""
+        """Ends the gathering with all values; does nothing if it has ended."""
         with self._lock:
             if not self.has_ended:
                 self.gathered_objects = values
                 self.proceed_signal.set()
 
     def fail(self, error: Exception) -> None:
-        """Ends it without a result, and drops its values. Does nothing where it has ended."""
+        """Fails the gathering and drops its values; does nothing if it has ended."""
         with self._lock:
             if not self.has_ended:
                 self.error = error
@@ -106,7 +106,7 @@ class Gathering:
                 self.proceed_signal.set()
 
     def wait(self, agent: Agent, limit_s: float) -> bool:
-        """Blocks until it has ended, at most ``limit_s``; returns whether it has."""
+        """Blocks until the gathering has ended, at most ``limit_s``; returns whether it has."""
         is_counted = agent.reactor.begin_wait()
         try:
             return self.proceed_signal.wait(None if math.isinf(limit_s) else limit_s)
@@ -115,24 +115,24 @@ class Gathering:
                 agent.reactor.end_wait()
 
     def values(self) -> dict[str, Any]:
-        """Returns the values of one that has ended, or raises why it failed."""
+        """Returns the values of an ended gathering, or raises its error."""
         if self.error is not None:
-            raise copy.copy(self.error)  # Several may raise it; tracebacks must not mix.
+            raise copy.copy(self.error)  # Several threads may raise it: keep tracebacks apart.
         return self.gathered_objects
 
 
 def check_key(key: Any, agent: Agent, caller: Peer, name: str | None = None) -> None:
-    """Raises where a worker names a gathering that it cannot take part in.
+    """Raises if a worker names a gathering in which it cannot take part.
 
     Args:
-        key: What it calls the gathering.
+        key: The key that the worker sent.
         agent: This worker's agent.
         caller: The worker.
-        name: Who it says it is, where it speaks to the leader; the leader itself says nothing.
+        name: The name that the caller claims in a message to the leader; None from the leader.
 
     Raises:
-        ArgumentTypeError: This is no name of a gathering.
-        NotAllowed: It is one that the caller, or this worker, does not belong to in this way.
+        ArgumentTypeError: ``key`` is malformed.
+        NotAllowed: The caller, or this worker, has no such part in the gathering.
     """
     check_types(key=(key, Key))
     check_types(workers=(key.workers, tuple), kind=(key.kind, str), number=(key.number, int))
@@ -147,7 +147,7 @@ def check_key(key: Any, agent: Agent, caller: Peer, name: str | None = None) -> 
 
 
 def failure(error: Exception, ways: Ways, worker: str) -> CallError:
-    """Returns an error for the others: it can travel, which the original perhaps cannot."""
+    """Returns an error for the other workers; the original may not be serializable."""
     reason = f"{type(error).__name__}: {error}"
     return CallError(
         f"worker {worker!r} failed in {ways.name}: {reason}", worker=worker, call=ways.name

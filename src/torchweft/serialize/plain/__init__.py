@@ -1,4 +1,4 @@
-"""Values to bytes and back without pickle: what a strict worker takes.
+"""Converts values to bytes and back without pickle, for strict workers.
 
 ``tags`` has the format, ``encoding`` writes it and ``decoding`` reads it.
 """

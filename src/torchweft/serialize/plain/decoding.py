@@ -1,4 +1,4 @@
-"""Plain payloads to values."""
+"""Decodes plain payloads."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def decode(
     """Returns the value that an ``Encoder`` was given on another worker.
 
     Args:
-        payload: What ``Encoder.encode`` returned; it begins with ``tags.MARK``.
+        payload: The bytes that ``Encoder.encode`` returned; they begin with ``tags.MARK``.
         tensors: The encoder's tensors, as they arrived.
         externals: The encoder's externals, as they arrived.
         resolve: Returns the function or class with a name, or raises.
 
     Raises:
-        ProtocolError: These bytes are no such value.
-        WeftError: A name leads nowhere here, or may not be followed.
+        ProtocolError: The bytes are malformed.
+        WeftError: A name does not exist here, or may not be followed.
     """
     decoder = _Decoder(bytes(payload), tensors, externals, resolve)
     try:
@@ -109,7 +109,7 @@ class _Decoder:
         return self._take(self._number())
 
     def _values(self) -> list[Any]:
-        # No more values than bytes: a count that lies ends with the data.
+        # Each value takes at least a byte, so a false count ends with the data.
         return [self.read() for _ in range(self._number())]
 
     def _tuple(self) -> tuple[Any, ...]:
@@ -120,7 +120,7 @@ class _Decoder:
 
     def _list(self) -> list[Any]:
         made: list[Any] = []
-        self._containers.append(made)  # Before its content, which may lead back to it.
+        self._containers.append(made)  # Before its content, which may refer back to it.
         for _ in range(self._number()):
             made.append(self.read())
         return made

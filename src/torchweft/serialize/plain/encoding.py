@@ -1,4 +1,4 @@
-"""Values to plain payloads."""
+"""Encodes values as plain payloads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SCRIPT_FUNCTION: Any = torch.jit.ScriptFunction
 
 
 class Encoder:
-    """Makes one value plain, and keeps what stays outside.
+    """Encodes one value, and keeps the objects that stay outside the payload.
 
     Args:
         main_by_name: Whether the receiver runs the same main program.
@@ -47,7 +47,7 @@ class Encoder:
         self._parts: list[bytes] = [bytes((tags.MARK,))]
         self._containers: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
-        self._kept: list[object] = []  # An id is one's own for as long as one lives.
+        self._kept: list[object] = []  # An id is unique only while its object lives.
         self._depth = 0
         self.tensors: list[Tensor] = []
         self.externals: list[object] = []
@@ -115,7 +115,7 @@ class Encoder:
             self._add(dict(vars(value)))
 
     def _is_again(self, value: object) -> bool:
-        """Whether a container came before; says so if it did, and takes note of it otherwise."""
+        """Whether a container came before; if so, writes AGAIN, otherwise records the container."""
         number = self._containers.get(id(value))
         if number is not None:
             self._parts.append(tags.NUMBER.pack(tags.AGAIN, number))
@@ -171,7 +171,7 @@ class Encoder:
             self._add(dict(attributes))
 
     def _add_made(self, value: Any) -> None:
-        """Adds an object of Weft's own as the call that makes it again."""
+        """Adds an object of Weft's own as the call that rebuilds it."""
         kind = type(value)
         if rebuilds_plain.has(_name(kind)):
             self._add_call(kind, tuple(getattr(value, each) for each in kind.__match_args__))
@@ -179,7 +179,7 @@ class Encoder:
         if kind.__module__.startswith("torchweft.") or isinstance(value, WeftError):
             reduced = value.__reduce__()
             if isinstance(value, WeftError):
-                reduced = reduced[:2]  # Notes and attributes of the program stay behind.
+                reduced = reduced[:2]  # Notes and attributes of the program are left out.
             if _is_rebuilt(reduced):
                 self._add_call(*reduced)
                 return

@@ -1,13 +1,13 @@
-"""The bytes of a plain payload.
+"""The format of a plain payload.
 
-The payload of a message is either a pickle or plain, and its first byte says which: every pickle
-of Weft begins with 0x80, a plain payload with ``MARK``. What can be plain is a closed list, and
-reading it makes these values and nothing else: no class is asked how, and what a NAME says is
+The payload of a message is either a pickle or plain, and its first byte says which: every pickle of
+Weft begins with 0x80, a plain payload with ``MARK``. The kinds of plain values are a closed list,
+and decoding makes these values and nothing else. No class defines how it is read, and a NAME is
 looked up by the rules of the worker, as for a call. Tensors and references stay outside, as they do
-for a pickle, and leave a number behind; so large tensors travel by the same channels, and views of
-one memory go on sharing it. Tensors are dense; a sparse one of coordinates is MADE of dense ones,
-and checked. An attribute never takes the place of something that a class has: the code that uses
-the value would call it.
+for a pickle, and a number replaces each. So large tensors travel by the same channels, and views of
+one memory go on sharing it. Tensors are dense; a sparse tensor of coordinates is MADE of dense
+tensors, and checked. An attribute never hides a member of its class: the code that uses the value
+would call it.
 
 Layout, little-endian: ``MARK``, then one value as a tag (u8) and what follows it::
 
@@ -50,7 +50,7 @@ COMPLEX_VALUE = struct.Struct("<Bdd")
 
 
 def check_attributes(kind: type, attributes: Mapping[str, object]) -> None:
-    """Raises ProtocolError where attributes of an object would hide something of its class."""
+    """Raises ProtocolError if attributes of an object would hide members of its class."""
     for name in attributes:
         if type(name) is not str or hasattr(kind, name) or name.startswith("__"):
             raise ProtocolError(

@@ -1,16 +1,16 @@
-"""A TCP connection under TLS, to be used like a connected socket.
+"""A TCP connection under TLS, with the interface of a connected socket.
 
-What differs from a socket:
+Differences from a socket:
 
 - *Held back*. Once encrypted, bytes cannot be taken back; but the socket may have no room for all
-  of the ciphertext. The writer must then come again, or the end of it would never be sent. So its
-  last byte is reported as not sent until all of the ciphertext is out. That asks of the writer
-  what every writer of a stream does: to go on with the byte behind the last reported one.
-- *Pending*. Ciphertext is received in larger pieces than what the reader has room for. A reader
-  that waits for the descriptor must look at ``pending`` first: of what is in memory already, no
-  ``epoll`` tells.
-- Without waiting, and with ``SO_RCVTIMEO`` set, a receive asks the socket once. It finds nothing,
-  as if nothing had come, where that does not complete a record.
+  of the ciphertext. The writer must then call again, or the end of the ciphertext would never be
+  sent. So the last byte of the plaintext is reported as not sent until all ciphertext is out. The
+  writer, like every writer of a stream, continues with the byte behind the last reported one.
+- *Pending*. Ciphertext is received in larger pieces than the reader has room for. A reader that
+  waits for the descriptor must check ``pending`` first: ``epoll`` does not report what is already
+  in memory.
+- A receive that does not wait, or has ``SO_RCVTIMEO`` set, asks the socket once. If that does not
+  complete a record, it finds nothing, as if nothing had arrived.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchweft.wire.frames import Buffer
 _DONTWAIT = socket.MSG_DONTWAIT
 _RECORD_BYTES = 16 << 10
 _PIECE_BYTES = 8 * _RECORD_BYTES
-"""How much is encrypted at once: other threads cannot decrypt meanwhile."""
+"""Bytes encrypted at once; other threads cannot decrypt meanwhile."""
 _RECEIVE_BYTES = 128 << 10
 _NOTHING = memoryview(b"")
 
@@ -37,11 +37,11 @@ CUT_OFF = "the connection was cut off: it ended without the other side's farewel
 
 
 class SecureConnection:
-    """A TLS connection. Thread-safe for one reader and one writer at a time, and who ends it.
+    """A TLS connection. Thread-safe for one reader, one writer and a thread that ends it.
 
     Args:
         connection: The connected socket; owned from here on.
-        stream: Its TLS, with the handshake done.
+        stream: The TLS stream, with the handshake done.
     """
 
     def __init__(self, connection: socket.socket, stream: TlsStream) -> None:
@@ -59,25 +59,25 @@ class SecureConnection:
     # Writing
 
     def send(self, data: Buffer, flags: int = 0) -> int:
-        """Encrypts and sends; returns how many bytes are out, see the head of this file."""
+        """Encrypts and sends; returns how many bytes are out (see *held back* above)."""
         return self.sendmsg((data,), (), flags)
 
     def sendmsg(
         self, parts: Iterable[Buffer], ancillary: Sequence[Any] = (), flags: int = 0
     ) -> int:
-        """Like ``send``, for several buffers in order; each made of bytes.
+        """Like ``send``, for several byte buffers in order.
 
         Raises:
             BlockingIOError: Nothing could be sent without waiting.
             TimeoutError: Nothing could be sent within the timeout.
-            ConnectionError: The connection is no more.
+            ConnectionError: The connection has ended.
         """
         _check(flags, ancillary)
         with self._writing:
             return self._send(parts, flags, self._deadline(flags))
 
     def sendall(self, data: Buffer, flags: int = 0) -> None:
-        """Sends all of ``data``, within the timeout in all."""
+        """Sends all of ``data``; the timeout bounds the whole call."""
         _check(flags)
         rest = memoryview(data)
         with self._writing:
@@ -104,7 +104,7 @@ class SecureConnection:
         return taken
 
     def _behind_held_back(self, parts: Iterable[Buffer]) -> list[Buffer]:
-        """Returns what follows the byte that has been sent already."""
+        """Returns ``parts`` without the held-back byte, which has been sent."""
         rest = [part for part in parts if len(part)]
         if not rest or rest[0][0] != self._held_back:
             raise BrokenPipeError("the writer did not go on where it had stopped")
@@ -113,7 +113,7 @@ class SecureConnection:
         return rest
 
     def _push(self, flags: int, deadline_s: float | None) -> bool:
-        """Sends all ciphertext that there is; returns False where it did not get rid of it."""
+        """Sends all pending ciphertext; returns False if some is left."""
         while True:
             if not self._unsent:
                 self._unsent = memoryview(self._stream.take())
@@ -128,12 +128,12 @@ class SecureConnection:
             self._unsent = self._unsent[size:]
 
     def _push_aside(self) -> None:
-        """Sends what reading has given rise to, if that is possible now; else a write does."""
+        """Sends output that reading has caused, if possible now; otherwise a later write does."""
         if self._writing.acquire(False):
             try:
                 self._push(_DONTWAIT, None)
             except OSError:
-                pass  # Whoever reads or writes next finds out.
+                pass  # The next read or write reports it.
             finally:
                 self._writing.release()
 
@@ -145,7 +145,7 @@ class SecureConnection:
         return not self._stream.is_dry
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Receives and decrypts at most ``size`` bytes; none at the end."""
+        """Receives and decrypts at most ``size`` bytes; returns none at the end."""
         space = bytearray(size)
         return bytes(memoryview(space)[: self.recv_into(space, 0, flags)])
 
@@ -153,9 +153,9 @@ class SecureConnection:
         """Receives into ``buffer``; returns how many bytes, 0 at the end.
 
         Raises:
-            BlockingIOError: Nothing is there without waiting.
-            TimeoutError: Nothing came within the timeout.
-            ConnectionError: The connection is no more, or was cut off.
+            BlockingIOError: Nothing can be received without waiting.
+            TimeoutError: Nothing arrived within the timeout.
+            ConnectionError: The connection has ended, or was cut off.
         """
         space = memoryview(buffer)
         return self._receive((space[:size] if size else space,), flags)
@@ -189,7 +189,7 @@ class SecureConnection:
             is_asked = True
 
     def _receive_ciphertext(self, flags: int, deadline_s: float | None) -> None:
-        # Not only where nothing is there: records may be empty, and come for ever.
+        # Checked even if data arrives: empty records may keep arriving for ever.
         if deadline_s is not None and time.monotonic() >= deadline_s:
             raise TimeoutError("timed out")
         try:
@@ -207,17 +207,17 @@ class SecureConnection:
     # Waiting
 
     def settimeout(self, timeout_s: float | None) -> None:
-        """Bounds each call that follows; None for no bound, 0 for calls that never wait."""
-        # With a bound the socket itself does not wait: two threads may wait for it, each its time.
+        """Bounds each later call; None for no bound, 0 for calls that never wait."""
+        # With a bound the socket itself is non-blocking: two threads may wait, each its own time.
         self._socket.setblocking(timeout_s is None)
         self._timeout_s = timeout_s
 
     def gettimeout(self) -> float | None:
-        """Returns what ``settimeout`` was told."""
+        """Returns the value from ``settimeout``."""
         return self._timeout_s
 
     def setblocking(self, blocks: bool) -> None:
-        """Has calls wait without bound, or not at all."""
+        """Makes later calls wait without bound, or not at all."""
         self.settimeout(None if blocks else 0.0)
 
     def _deadline(self, flags: int) -> float | None:
@@ -277,7 +277,7 @@ class SecureConnection:
         self._socket.shutdown(how)
 
     def close(self) -> None:
-        """Ends the connection and frees its descriptor. Only when nobody uses it any more."""
+        """Ends the connection and frees its descriptor. Only when no thread uses it any more."""
         self._say_farewell()
         self._socket.close()
 
@@ -288,14 +288,14 @@ class SecureConnection:
         self.close()
 
     def _say_farewell(self) -> None:
-        """Tells the other side, if there is room now, that it has got all."""
+        """Tells the peer that it has received everything, if the socket has room now."""
         if self._held_back < 0 and self._writing.acquire(False):
             try:
                 if self._push(_DONTWAIT, None):
                     self._stream.say_farewell()
                     self._push(_DONTWAIT, None)
             except OSError:
-                pass  # The other side was faster.
+                pass  # The peer ended it first.
             finally:
                 self._writing.release()
 
@@ -315,7 +315,7 @@ def _nothing_done(deadline_s: float | None) -> OSError:
 
 
 def _pieces(parts: Iterable[Buffer]) -> Iterator[Buffer]:
-    """Yields all bytes in order: small parts together, large ones cut, none of them empty."""
+    """Yields all bytes in order: small parts joined, large parts cut, no piece empty."""
     together: list[Buffer] = []
     together_bytes = 0
     for part in parts:

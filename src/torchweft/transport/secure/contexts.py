@@ -1,9 +1,9 @@
-"""OpenSSL's settings for one worker, made of three files.
+"""The OpenSSL contexts of one worker, made from three files.
 
 Certificates that live for days are renewed while a training job runs for weeks, and a worker that
-has lost a connection dials again. So before each handshake the files are looked at, and read
-again if they have changed. Those already made stay in force while the new ones do not fit
-together: whoever renews them writes one file after the other.
+has lost a connection dials again. So before each handshake the files are checked, and read again
+if they have changed. The previous contexts stay in force while the new files do not fit together:
+a renewal writes one file after the other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torchweft.transport.secure.stream import TlsStream
 _log = logging.getLogger("torchweft")
 
 PROTOCOL = "weft"
-"""What both sides say they speak: a certificate's key may serve other protocols, too."""
+"""The protocol that both sides announce: a certificate's key may serve other protocols, too."""
 
 _IGNORE_CUT_OFF = getattr(ssl, "OP_IGNORE_UNEXPECTED_EOF", 0)
 
 
 class Files(NamedTuple):
-    """Paths of files in PEM."""
+    """Paths of PEM files."""
 
     certificate: str
     key: str
@@ -35,18 +35,18 @@ class Files(NamedTuple):
 
 
 class ContextPair(NamedTuple):
-    """Settings for connecting and for being connected to."""
+    """The contexts for dialling and for accepting."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext
 
 
 class Contexts:
-    """The settings that are in force. Thread-safe.
+    """The contexts that are in force. Thread-safe.
 
     Args:
-        files: What they are made of, when first asked for.
-        is_mutual: Whether whoever connects must have a certificate.
+        files: The files, read when the contexts are first used.
+        is_mutual: Whether a dialler must have a certificate.
     """
 
     def __init__(self, files: Files, *, is_mutual: bool) -> None:
@@ -57,7 +57,7 @@ class Contexts:
         self._made_from: list[tuple[int, ...]] = []
 
     def current(self) -> ContextPair:
-        """Returns settings made of the files as they are now.
+        """Returns the contexts, remade if the files have changed.
 
         Raises:
             ConfigurationError: A file is missing or wrong, and was so from the beginning.
@@ -75,7 +75,7 @@ class Contexts:
             return self._made
 
     def check(self, name: str) -> None:
-        """Has both settings shake hands in memory; raises ConfigurationError if they do not."""
+        """Performs a handshake in memory; raises ConfigurationError if it fails."""
         made = self.current()
         try:
             for stream in _shake_hands(made):
@@ -95,15 +95,15 @@ class Contexts:
 
     def _make_client(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # Workers are known by their authority; a name, where one is expected, is checked later,
-        # the same way on both sides.
+        # Workers are trusted by their authority; an expected name is checked later, the same way
+        # on both sides.
         context.check_hostname = False
         return self._load(context)
 
     def _make_server(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED if self._is_mutual else ssl.CERT_NONE
-        context.num_tickets = 0  # Nobody resumes TLS; nothing is to be sent but what is written.
+        context.num_tickets = 0  # TLS is never resumed; only written data may be sent.
         return self._load(context)
 
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
@@ -112,7 +112,7 @@ class Contexts:
         context.set_alpn_protocols([PROTOCOL])
         files = self._files
         try:
-            # Without an answer at hand OpenSSL would ask for it at the terminal.
+            # Without a password callback OpenSSL would ask for one at the terminal.
             context.load_cert_chain(files.certificate, files.key, password=lambda: b"")
         except (ssl.SSLError, ValueError) as error:
             raise ConfigurationError(_load_problem(error, files)) from error
@@ -162,7 +162,7 @@ def _state(path: str) -> tuple[int, ...]:
 
 
 def _shake_hands(contexts: ContextPair) -> tuple[TlsStream, TlsStream]:
-    """Returns both sides of a connection in memory."""
+    """Returns both sides of a connection in memory, after the handshake."""
     client = TlsStream(contexts.client, is_server=False)
     server = TlsStream(contexts.server, is_server=True)
     client_is_done = server_is_done = False

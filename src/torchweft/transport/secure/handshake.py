@@ -1,8 +1,8 @@
-"""How a TLS connection begins: both sides prove who they are, within a time limit.
+"""The TLS handshake: both sides prove who they are, within a time limit.
 
-In TLS 1.3 the client is done before the server has looked at its certificate; it would learn at
-some later read that it was turned away. So the server's first byte says that it is not: a
-connection that ``secure_client`` returns has been accepted.
+In TLS 1.3 the client is done before the server has checked its certificate; it would learn of a
+refusal only at some later read. So the server's first byte confirms acceptance: a connection that
+``secure_client`` returns has been accepted.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _ACCEPTED = b"\1"
 
 
 def looks_like_tls(data: bytes) -> bool:
-    """Whether the first bytes that somebody sent, one at least, may begin a TLS handshake.
+    """Whether the first bytes from a peer, at least one, may begin a TLS handshake.
 
-    No message of Weft's own protocol begins like that, so a worker without TLS can tell whoever
-    has it what is wrong.
+    No message of Weft's own protocol begins like that, so a worker without TLS can tell a peer
+    with TLS what is wrong.
     """
     return data[:1] == bytes([_HANDSHAKE_RECORD]) and data[1:2] in (b"", b"\3")
 
@@ -40,7 +40,7 @@ def looks_like_tls(data: bytes) -> bool:
 def secure_client(
     connection: socket.socket, options: TlsOptions, timeout_s: float
 ) -> socket.socket:
-    """Does the handshake as the side that has connected.
+    """Performs the handshake as the dialler.
 
     Args:
         connection: A connected TCP socket. The result owns it; after an error, the caller does.
@@ -48,11 +48,11 @@ def secure_client(
         timeout_s: Bound of the whole handshake, in seconds.
 
     Returns:
-        The connection, accepted by the other side, with the timeout that the socket had: a
-        ``SecureConnection``, which can be used where a socket can.
+        The connection, accepted by the other side, with the socket's previous timeout: a
+        ``SecureConnection``, which can be used like a socket.
 
     Raises:
-        TlsError: One side does not trust the other, or the other one speaks no TLS.
+        TlsError: One side does not trust the other, or the peer does not speak TLS.
         TimeoutError: The handshake took too long.
         ConfigurationError: A file is missing or wrong.
     """
@@ -64,14 +64,14 @@ def secure_client(
 def secure_server(
     connection: socket.socket, options: TlsOptions, timeout_s: float
 ) -> socket.socket:
-    """Does the handshake as the side that was connected to; else like ``secure_client``."""
+    """Performs the handshake as the acceptor; otherwise like ``secure_client``."""
     stream = TlsStream(options.server_context(), is_server=True)
     name = options.name if options.mutual else ""
     return cast(socket.socket, _Handshake(connection, stream, name, timeout_s).run(_accept))
 
 
 class _Handshake:
-    """One handshake. Every wait in it ends at the same moment."""
+    """One handshake. All its waits share one deadline."""
 
     def __init__(
         self, connection: socket.socket, stream: TlsStream, name: str, timeout_s: float
@@ -143,7 +143,7 @@ class _Handshake:
             ) from None
 
     def _send_alert(self) -> None:
-        """Tells the other side why, if there is room now."""
+        """Sends the alert with the cause, if the socket has room now."""
         with contextlib.suppress(OSError):
             self._connection.settimeout(0)
             self._connection.send(self.stream.take())

@@ -1,4 +1,4 @@
-"""Whether a certificate is made out to a name."""
+"""Checks whether a certificate is issued to a name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 def check_name(names: Sequence[str], expected: str) -> None:
     """Raises ValueError unless ``expected`` is empty or one of ``names``.
 
-    Only the same name will do: no wildcards, and an address in whatever way it is written.
+    Only the same name matches: no wildcards, and an address in any notation.
     """
     if expected and _normal(expected) not in map(_normal, names):
         told = ", ".join(names) or "nobody"

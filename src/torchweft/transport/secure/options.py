@@ -1,4 +1,4 @@
-"""What a worker is told about TLS."""
+"""The TLS options of a worker."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torchweft.transport.secure.contexts import Contexts, Files
 class TlsOptions:
     """TLS for the TCP connections of one worker.
 
-    Every worker both listens and connects, so each has a certificate. Who may connect is who has
-    one that was signed by an authority in ``ca``: use an authority of your own, for this purpose
-    only. With a public one, anybody with a web site would be let in, unless there is a ``name``.
+    Every worker both listens and connects, so each has a certificate. A certificate signed by an
+    authority in ``ca`` admits its holder: use an authority of your own, for this purpose only.
+    With a public authority, any owner of a web site would be admitted, unless ``name`` is set.
 
     Attributes:
-        certificate: File with this worker's certificate, then any between it and the authority's,
-            in PEM.
+        certificate: File with this worker's certificate, then any intermediate certificates, in
+            PEM.
         ca: File with the authorities that sign the certificates of all workers, in PEM.
-        key: File with the certificate's key, in PEM, without a passphrase; empty where it is in
-            the certificate's file.
-        mutual: Whether whoever connects to this worker must have a certificate, too.
-        name: Name or IP address for which the other side's certificate must be made out, as
-            subject alternative name and without wildcards; empty if any signed one will do.
+        key: File with the certificate's key, in PEM, without a passphrase; empty if the
+            certificate's file contains it.
+        mutual: Whether a worker that connects to this worker must have a certificate, too.
+        name: Name or IP address that the peer's certificate must be issued to, as subject
+            alternative name and without wildcards; empty to accept any signed certificate.
     """
 
     certificate: str
@@ -38,10 +38,10 @@ class TlsOptions:
 
     @classmethod
     def from_environment(cls) -> TlsOptions | None:
-        """Returns what the ``WEFT_TLS_...`` variables say; None if they name no certificate.
+        """Returns the options from the ``WEFT_TLS_...`` variables; None without a file or name.
 
         Raises:
-            ConfigurationError: They name some of the files only.
+            ConfigurationError: They set some, but not both certificate and authorities.
         """
         certificate, ca = knobs.TLS_CERT.get(), knobs.TLS_CA.get()
         key, name = knobs.TLS_KEY.get(), knobs.TLS_NAME.get()
@@ -56,28 +56,28 @@ class TlsOptions:
         return cls(certificate, ca, key, bool(knobs.TLS_MUTUAL.get()), name)
 
     def check(self) -> None:
-        """Sees whether a worker with the same options would let this one in.
+        """Checks that a worker with the same options would admit this worker.
 
         Raises:
-            ConfigurationError: A file is missing or wrong, or the certificate has expired, is of
-                another authority, or of another name.
+            ConfigurationError: A file is missing or wrong, or the certificate has expired, is from
+                another authority, or for another name.
         """
         self.contexts.check(self.name)
 
     def client_context(self) -> ssl.SSLContext:
-        """Returns OpenSSL's settings for connecting; made again when a file has changed."""
+        """Returns the OpenSSL context for dialling, remade when a file has changed."""
         return self.contexts.current().client
 
     def server_context(self) -> ssl.SSLContext:
-        """Returns OpenSSL's settings for being connected to; made again when a file has changed."""
+        """Returns the OpenSSL context for accepting, remade when a file has changed."""
         return self.contexts.current().server
 
     @functools.cached_property
     def contexts(self) -> Contexts:
-        """OpenSSL's settings, not made before they are asked for."""
+        """The OpenSSL contexts, made when first used."""
         files = Files(self.certificate, self.key or self.certificate, self.ca)
         return Contexts(files, is_mutual=self.mutual)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The settings of OpenSSL stay in their process.
+        # OpenSSL contexts stay in their process.
         return type(self), tuple(getattr(self, field.name) for field in fields(self))

@@ -1,4 +1,4 @@
-"""What went wrong with TLS, in words, and what would help."""
+"""Turns TLS failures into messages that name the cause and a remedy."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _BRING_ONE = "give every worker a certificate (WEFT_TLS_CERT), or set WEFT_TLS_M
 
 
 def refusal(error: ssl.SSLError, peer: str) -> TlsError:
-    """Returns what a failed handshake is raised as."""
+    """Returns the error for a failed handshake."""
     reason, advice = _explain(error)
     return tls_error(peer, reason, advice)
 
 
 def tls_error(peer: str, reason: str, advice: str) -> TlsError:
-    """Returns the error of a handshake that failed for ``reason``."""
+    """Returns the error for a handshake that failed for ``reason``."""
     return TlsError(f"no TLS connection with {peer}: {reason}; {advice}", peer=peer, reason=reason)
 
 
 def broken(error: ssl.SSLError) -> ConnectionError:
-    """Returns what an established connection's failure is raised as."""
+    """Returns the error for a failure of an established connection."""
     reason = _reason_of(error)
     if reason == "PROTOCOL_IS_SHUTDOWN":
         return BrokenPipeError(ENDED_HERE)
@@ -65,7 +65,7 @@ def _explain(error: ssl.SSLError) -> tuple[str, str]:
 
 
 def _reason_of(error: ssl.SSLError) -> str:
-    """Returns OpenSSL's name for what went wrong; nothing where it has none."""
+    """Returns OpenSSL's name for the failure; empty if it has none."""
     return getattr(error, "reason", None) or ""
 
 

@@ -12,20 +12,20 @@ from torchweft.wire.frames import Buffer
 
 
 class TlsStream:
-    """The TLS of one connection. Thread-safe: no call waits for anything but another one.
+    """The TLS state of one connection. Thread-safe: a call waits for nothing but other calls.
 
     Args:
-        context: Settings of this side.
-        is_server: Whether this side was connected to.
+        context: This side's OpenSSL context.
+        is_server: Whether this side is the acceptor.
     """
 
     def __init__(self, context: ssl.SSLContext, *, is_server: bool) -> None:
         self.has_ended = False
-        """Whether the other side has said that nothing more comes."""
+        """Whether the peer has announced that it sends nothing more."""
         self.is_dry = True
-        """Whether nothing can be decrypted before more has been fed."""
+        """Whether nothing can be decrypted before more is fed."""
         self.has_output = False
-        """Whether reading has given rise to something to be sent."""
+        """Whether reading has caused output that must be sent."""
         self._lock = allocate_lock()
         self._arrived = ssl.MemoryBIO()
         self._leaving = ssl.MemoryBIO()
@@ -34,45 +34,45 @@ class TlsStream:
         self._has_said_farewell = False
 
     def shake_hands(self) -> bool:
-        """Goes on with the handshake; returns whether it is done, else needs more of the other's.
+        """Continues the handshake; returns False if it needs more input from the peer.
 
         Raises:
-            ssl.SSLError: It failed; what is to be sent may tell the other side why.
+            ssl.SSLError: It failed; the output to be sent may tell the peer why.
         """
         with self._lock:
             try:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
                 return False
-            # What came along with the last message of the handshake.
+            # Data may have arrived along with the last message of the handshake.
             self.is_dry = not self._arrived.pending
             return True
 
     @property
     def protocol(self) -> str | None:
-        """What both sides have agreed to speak over TLS."""
+        """The protocol over TLS that both sides have agreed on."""
         return self._tls.selected_alpn_protocol()
 
     def certificate_names(self) -> list[str]:
-        """Returns the names and addresses that the other side's verified certificate is for."""
+        """Returns the names and addresses in the peer's verified certificate."""
         certificate: dict[str, Any] = self._tls.getpeercert() or {}
         names = certificate.get("subjectAltName", ())
         return [name for kind, name in names if kind in ("DNS", "IP Address")]
 
     def feed(self, ciphertext: Buffer) -> None:
-        """Takes what has arrived."""
+        """Adds received ciphertext."""
         with self._lock:
             self._arrived.write(ciphertext)
             self.is_dry = False
 
     def take(self) -> bytes:
-        """Returns what is to be sent; nothing if there is none."""
+        """Returns the ciphertext to be sent; empty if there is none."""
         with self._lock:
             self.has_output = False
             return self._leaving.read()
 
     def encrypt(self, plaintext: Buffer) -> None:
-        """Makes ciphertext, for ``take``, of all of ``plaintext``, which must not be empty.
+        """Encrypts all of ``plaintext``, which must not be empty, for ``take``.
 
         Raises:
             ConnectionError: This side has said farewell, or the connection broke.
@@ -89,7 +89,7 @@ class TlsStream:
         """Fills ``spaces`` with plaintext, in order; returns how many bytes, 0 if there are none.
 
         Raises:
-            ConnectionError: What has arrived is not what the other side sent.
+            ConnectionError: The received data is not what the peer sent.
         """
         with self._lock:
             total = 0
@@ -107,28 +107,28 @@ class TlsStream:
         size, wanted = 0, len(space)
         try:
             while size < wanted and not self.is_dry:
-                # One record at most. With a buffer, it returns how much is in it.
+                # Reads one record at most. With a buffer, it returns the number of bytes.
                 rest = space[size:] if size else space
                 count: int = self._tls.read(wanted - size, rest)  # type: ignore[assignment, arg-type, unused-ignore]
                 size += count
                 if not count:
                     self.has_ended = self.is_dry = True
                 elif not self._tls.pending() and not self._arrived.pending:
-                    self.is_dry = True  # Sooner said than by an exception.
+                    self.is_dry = True  # Cheaper than waiting for the exception.
         except ssl.SSLWantReadError:
             self.is_dry = True
         except ssl.SSLZeroReturnError:
             self.has_ended = self.is_dry = True
         except ssl.SSLError as error:
-            # What was decrypted before is good, and comes first.
+            # Data decrypted before the failure is valid, and is returned first.
             self._failure = ENDED_HERE if self._has_said_farewell else str(broken(error))
         return size
 
     def say_farewell(self) -> None:
-        """Makes the message that nothing more comes of this side."""
+        """Makes the message that this side sends nothing more."""
         with self._lock:
             self._has_said_farewell = True
             try:
                 self._tls.unwrap()
             except ssl.SSLError:
-                pass  # It waits for the other side's farewell, or there is nobody to tell.
+                pass  # It waits for the peer's farewell, or there is no peer to tell.

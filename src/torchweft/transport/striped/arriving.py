@@ -1,8 +1,8 @@
 """The receiver's side: transfers that are under way, and the connections that read their stripes.
 
-A transfer is known from its first stripe, or from when somebody waits for it, whichever comes
-first; its memory is taken then. It is forgotten when it was taken, or, where nobody will take it,
-when all of it is here.
+A transfer becomes known with its first stripe or the first wait for it, whichever comes first;
+its memory is allocated then. It is forgotten when it is taken or, if it was discarded, when it is
+complete.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NOWHERE = memoryview(b"")
 
 
 class NotComing(Exception):
-    """The connection that was to bring a transfer has broken: it is to be asked for."""
+    """The connection that carried a transfer has broken: the receiver must ask for the transfer."""
 
 
 class _Arrival:
-    """One transfer: its memory, and how much of it is missing."""
+    """One transfer: its memory, and the number of missing bytes."""
 
     __slots__ = (
         "_memory",
@@ -52,7 +52,7 @@ class _Arrival:
         self._memory_lock = allocate_lock()
 
     def memory(self, allocate: Allocate) -> memoryview:
-        """Returns the memory, taken now if this is the first to ask."""
+        """Returns the memory; the first call allocates it."""
         with self._memory_lock:
             if self._memory is None:
                 self._memory = allocate(self.size_bytes)
@@ -63,7 +63,7 @@ class Arrivals:
     """The transfers from one peer. Thread-safe.
 
     Args:
-        allocate: Gives writable memory of a size in bytes.
+        allocate: Returns writable memory of a given size in bytes.
         limit_bytes: Largest transfer accepted.
     """
 
@@ -78,18 +78,18 @@ class Arrivals:
         self.bytes_received = 0
 
     def wait(self, key: TransferKey, size_bytes: int, stall_s: float) -> memoryview:
-        """Blocks until all of a transfer is here; returns its memory, which the caller owns.
+        """Blocks until a transfer is complete; returns its memory, which the caller owns.
 
         Args:
             key: The transfer.
-            size_bytes: Its size, as the message says.
+            size_bytes: Its size according to the message.
             stall_s: Seconds without a single byte of any transfer after which to give up.
 
         Raises:
-            TimeoutError: The peer has sent nothing for so long.
-            ProtocolError: Its stripes announce another size.
-            NotComing: It was given up.
-            Exception: What ``fail`` was given.
+            TimeoutError: No byte of any transfer has arrived for ``stall_s``.
+            ProtocolError: The stripes announce another size.
+            NotComing: The transfer was given up.
+            Exception: The error from ``fail``.
         """
         arrival = self._arrival(key, size_bytes)
         memory = arrival.memory(self._allocate)
@@ -103,7 +103,7 @@ class Arrivals:
             error = self._error if arrival.missing_bytes else None
             is_coming = not arrival.missing_bytes
         if not is_coming:
-            del arrival, memory  # The error's traceback would keep them.
+            del arrival, memory  # The error's traceback would keep them alive.
             raise (
                 NotComing(f"the connection broke before all of {key} had come")
                 if (error is None)
@@ -117,11 +117,11 @@ class Arrivals:
         return self._error is not None or (arrival is not None and not arrival.missing_bytes)
 
     def discard(self, key: TransferKey, size_bytes: int) -> None:
-        """Notes that nobody will wait for a transfer: it is dropped when it is here."""
+        """Notes that no thread will wait for a transfer: it is dropped when it is complete."""
         try:
             arrival = self._arrival(key, size_bytes)
         except Exception:
-            return  # Lost, or nonsense: then the connection that brings it ends.
+            return  # The peer is lost, or the size is invalid: then the data connection ends.
         with self._lock:
             arrival.is_wanted = False
             self._taken.add(key.token)
@@ -130,9 +130,9 @@ class Arrivals:
                 self._given_up.discard(key.token)
 
     def give_up(self, tokens: Iterable[int]) -> None:
-        """Notes that of some messages nothing comes any more: who waits is told ``NotComing``.
+        """Gives up the incomplete transfers of some messages: waits for them raise ``NotComing``.
 
-        What is here in full stays. The connections that brought them are closed by now.
+        Complete transfers stay. The connections that carried the messages are closed by now.
         """
         with self._lock:
             given_up = {token for token in tokens if token not in self._taken}
@@ -150,7 +150,7 @@ class Arrivals:
             arrival.done.release()
 
     def forget(self, keys: Iterable[TransferKey]) -> None:
-        """Forgets the transfers of a message: they were taken, or are asked for another way."""
+        """Forgets the transfers of a message, which were taken or are requested another way."""
         with self._lock:
             for key in keys:
                 self._under_way.pop(key, None)
@@ -158,7 +158,7 @@ class Arrivals:
                 self._taken.add(key.token)
 
     def fail(self, error: Callable[[], Exception]) -> None:
-        """Has all who wait, now and in future, raise what ``error`` returns; drops the rest."""
+        """Makes present and future waits raise what ``error`` returns; drops other transfers."""
         with self._lock:
             if self._error is not None:
                 return
@@ -170,23 +170,23 @@ class Arrivals:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether some transfer has begun, or is waited for, and is not all here."""
+        """Whether some transfer has begun, or is waited for, and is not complete."""
         with self._lock:
             return any(arrival.missing_bytes for arrival in self._under_way.values())
 
     @property
     def count(self) -> int:
-        """How many transfers are under way, or here and not yet taken."""
+        """Number of transfers that are under way, or complete and not yet taken."""
         return len(self._under_way)
 
     def begin(self, stripe: Stripe) -> tuple[_Arrival, memoryview]:
-        """Returns where the bytes of a stripe belong."""
+        """Returns the transfer of a stripe, and the memory for the stripe's bytes."""
         arrival = self._arrival(stripe.key, stripe.size_bytes)
         memory = arrival.memory(self._allocate)
         return arrival, memory[stripe.offset : stripe.offset + stripe.length_bytes]
 
     def complete(self, stripe: Stripe, arrival: _Arrival) -> None:
-        """Notes that all bytes of a stripe are here."""
+        """Notes that all bytes of a stripe have arrived."""
         with self._lock:
             is_late = arrival.missing_bytes < stripe.length_bytes
             arrival.missing_bytes -= stripe.length_bytes
@@ -214,18 +214,18 @@ class Arrivals:
         return arrival
 
     def read_header(self, data: memoryview) -> Stripe:
-        """Reads the header of a stripe; raises ProtocolError where it makes no sense."""
+        """Reads the header of a stripe; raises ProtocolError if it is invalid."""
         return decode_stripe(data, self._limit_bytes)
 
 
 class ReceivingConnection:
-    """One connection that a peer sends stripes over.
+    """One connection over which a peer sends stripes.
 
     Args:
         connection: A connected socket; owned from here on.
-        arrivals: Where they belong.
-        on_end: Called when the connection ends: with the cause where what came over it makes no
-            sense, or has no room; with nothing where it only ended.
+        arrivals: The peer's transfers.
+        on_end: Called when the connection ends: with the cause if the data was invalid or there
+            was no memory for it, with an empty string if the connection only ended.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class ReceivingConnection:
         self.fd = connection.fileno()
 
     def read(self) -> int:
-        """Receives what is here, at most a turn's share; returns what to wait for then."""
+        """Receives what has arrived, up to a turn's share; returns the next event to await."""
         with self._lock:
             if self._is_closed:
                 return NOTHING
@@ -258,13 +258,13 @@ class ReceivingConnection:
                 cause = f"a data connection carried malformed data: {error}"
             except MemoryError:
                 cause = "there is no memory for a tensor of it"
-            except Exception as error:  # what those who wait are told: the peer was lost
+            except Exception as error:  # the error from ``Arrivals.fail``: the peer was lost
                 cause = str(error)
         self._on_end(cause)
         return NOTHING
 
     def _read(self, turn_bytes: int) -> None:
-        # Of what a secure connection has received already, no event tells.
+        # No event announces bytes that a secure connection has already received.
         while turn_bytes > 0 or getattr(self._socket, "pending", False):
             # The end of one stripe and the header of the next in one call.
             parts = [self._header[self._header_end :]]
@@ -280,7 +280,7 @@ class ReceivingConnection:
             self._fill(size)
 
     def _fill(self, size: int) -> None:
-        """Takes note of received bytes."""
+        """Accounts for received bytes."""
         if self._arrival is not None:
             taken = min(size, self._missing.nbytes)
             self._arrivals.bytes_received += taken
@@ -288,7 +288,7 @@ class ReceivingConnection:
             size -= taken
             if self._missing.nbytes:
                 return
-            # An empty slice would keep the memory as well.
+            # An empty slice would also keep the memory alive.
             self._missing = _NOWHERE
             arrival, self._arrival = self._arrival, None
             self._arrivals.complete(self._stripe, arrival)
@@ -299,11 +299,11 @@ class ReceivingConnection:
             self._arrival, self._missing = self._arrivals.begin(self._stripe)
 
     def close(self, forget: Callable[[int], None] = forget_nothing) -> None:
-        """Ends the connection, frees its descriptor and lets go of the memory being filled.
+        """Ends the connection, frees its descriptor and releases the memory being filled.
 
         Args:
-            forget: Called with the descriptor before it is freed, unless that was done before:
-                another connection may have it by then.
+            forget: Called with the descriptor before it is freed, but not by a second ``close``:
+                another connection may have the descriptor by then.
         """
         with self._lock:
             if self._is_closed:

@@ -17,7 +17,7 @@ _ROOM_BYTES = 256 << 20
 
 
 class _Transfer:
-    """One tensor's memory, and how much of it has been cut off for sending."""
+    """One tensor's memory, and the offset of its next stripe."""
 
     __slots__ = ("buffer", "offset", "position", "token")
 
@@ -29,7 +29,7 @@ class _Transfer:
 
 
 class Outbox:
-    """What is to be sent to one peer, and the connections that have nothing to do. Thread-safe.
+    """The transfers to be sent to one peer, and the idle connections. Thread-safe.
 
     The memory of a transfer is kept until it has been written.
 
@@ -48,11 +48,11 @@ class Outbox:
         self._is_closed = False
 
     def put(self, token: int, buffers: Sequence[memoryview]) -> list[SendingConnection]:
-        """Adds transfers; returns idle connections for the caller, who owns them now, to start.
+        """Adds transfers; returns idle connections, which the caller now owns and must start.
 
         Args:
-            token: Of the message that they belong to.
-            buffers: Contiguous memory, none of it empty.
+            token: Token of their message.
+            buffers: Contiguous memory, no buffer empty.
         """
         stripe_count = sum(-(-buffer.nbytes // self._stripe_bytes) for buffer in buffers)
         with self._lock:
@@ -66,10 +66,10 @@ class Outbox:
         return started
 
     def take(self, connection: SendingConnection) -> list[Buffer]:
-        """Returns the next stripe for a connection to write; nothing, if it is idle from now on."""
+        """Returns the next stripe for a connection to write; empty if it is idle from now on."""
         with self._lock:
             if not self._transfers:
-                # It may be idle already: an event of a former owner of its number can be late.
+                # It may be idle already: an event for its descriptor's former owner can be late.
                 if not self._is_closed and connection not in self._idle:
                     self._idle.append(connection)
                 return []
@@ -85,22 +85,22 @@ class Outbox:
         return [header, transfer.buffer[start:end]]
 
     def add_connection(self) -> None:
-        """Counts one more connection, which is about to ``take`` from here."""
+        """Counts one more connection, which is about to ``take`` stripes."""
         with self._lock:
             self._connection_count += 1
 
     def close(self) -> None:
-        """Drops what has not been written, now and in future."""
+        """Drops all unwritten transfers, now and in future."""
         with self._lock:
             self._is_closed = True
-            # Dropped after the lock: the end of a tensor may run any code.
+            # Dropped outside the lock: freeing a tensor may run arbitrary code.
             dropped, self._transfers = self._transfers, deque()
             self._idle.clear()
             self._has_room.notify_all()
         dropped.clear()
 
     def wait_for_room(self) -> None:
-        """Blocks while so much is waiting that more would only use up memory."""
+        """Blocks while so many transfers wait that more would only use up memory."""
         with self._lock:
             self._has_room.wait_for(lambda: self._is_closed or self._is_roomy())
 
@@ -120,7 +120,7 @@ class SendingConnection:
 
     Args:
         connection: A connected socket; owned from here on.
-        outbox: Where the stripes are.
+        outbox: The source of the stripes.
         on_end: Called with the cause when the connection breaks.
     """
 
@@ -138,7 +138,7 @@ class SendingConnection:
         self.fd = connection.fileno()
 
     def write(self) -> int:
-        """Writes what the socket takes, at most a turn's share; returns what to wait for then."""
+        """Writes what the socket takes, up to a turn's share; returns the next event to await."""
         try:
             with self._lock:
                 return NOTHING if self._is_closed else self._write(_TURN_BYTES)
@@ -162,11 +162,11 @@ class SendingConnection:
         return WRITABLE
 
     def close(self, forget: Callable[[int], None] = forget_nothing) -> None:
-        """Ends the connection and frees its descriptor; what it was writing is dropped.
+        """Ends the connection and frees its descriptor; drops the stripe being written.
 
         Args:
-            forget: Called with the descriptor before it is freed, unless that was done before:
-                another connection may have it by then.
+            forget: Called with the descriptor before it is freed, but not by a second ``close``:
+                another connection may have the descriptor by then.
         """
         with self._lock:
             if self._is_closed:
@@ -179,7 +179,7 @@ class SendingConnection:
 
 
 def _advance(parts: list[Buffer], size: int) -> list[Buffer]:
-    """Drops the first ``size`` bytes of a header and what follows it."""
+    """Drops the first ``size`` bytes of a header and its payload."""
     while parts and size >= len(parts[0]):
         size -= len(parts[0])
         parts = parts[1:]

@@ -1,10 +1,10 @@
-"""The header of a stripe: which transfer it is a part of, and where in it.
+"""The header of a stripe, which names its transfer and its place in it.
 
 Little-endian, followed by ``length`` bytes of the tensor::
 
     token u64 | position u64 | offset u64 | length u64 | size of the whole transfer u64
 
-A transfer is known by the token of its message and its position among the transfers of that one.
+A transfer is identified by its message's token and its position among that message's transfers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class TransferKey(NamedTuple):
-    """Which transfer of one sender: the token of its message, and which one of that message."""
+    """Identifies a transfer of one sender by its message's token and its position there."""
 
     token: int
     position: int
@@ -36,7 +36,7 @@ class Stripe(NamedTuple):
 
     @property
     def key(self) -> TransferKey:
-        """The transfer that it is a part of."""
+        """The transfer that the stripe is a part of."""
         return TransferKey(self.token, self.position)
 
     def encode(self) -> bytes:
@@ -45,7 +45,7 @@ class Stripe(NamedTuple):
 
 
 def decode_stripe(data: bytes | bytearray | memoryview, limit_bytes: int) -> Stripe:
-    """Reads a header, and checks it before any memory is taken for the transfer.
+    """Reads and checks a header, before any memory is allocated for the transfer.
 
     Raises:
         ProtocolError: The stripe is empty, lies outside of its transfer, or the transfer is
