@@ -193,7 +193,7 @@ def count_here() -> dict[str, int]:
     engine = current_engine()
     of_autograd = {
         "contexts": len(engine.contexts.ids()),
-        "passes": len(engine._parts),
+        "passes": len(engine._states),
         "led": len(engine._led),
     }
     return {**counts, **of_autograd, "alive": len(Value.alive)}

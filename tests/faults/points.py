@@ -18,16 +18,16 @@ from tests.faults.plan import EXIT, KILL, Fault
 from torchweft.agent import rendezvous
 from torchweft.agent.peers import Peer
 from torchweft.autograd.engine import Engine
-from torchweft.autograd.parts import Part
+from torchweft.autograd.pass_state import PassState
 from torchweft.channel.copying import Copier
 from torchweft.channel.memory import BufferPool
 from torchweft.mapreduce import shared
 from torchweft.protocol.backward import Discover, Settled
 from torchweft.protocol.membership.leader import Send, Step
-from torchweft.rpc import entering
+from torchweft.rpc import bootstrap
+from torchweft.rpc.completion import Call
 from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.node import Node
-from torchweft.rpc.outcomes import Call
 from torchweft.transport.handshake import Handshake
 from torchweft.transport.link import Link
 from torchweft.transport.resumable import ResumableLink
@@ -119,18 +119,18 @@ def _amid_sending() -> None:
     for link_class in (Link, ResumableLink):
         send = link_class.send
 
-        def send_half(link: Any, parts: list[Any], *, may_block: bool, send: Any = send) -> None:
-            reach("sending", functools.partial(_send_half, link, parts))
-            send(link, parts, may_block=may_block)
+        def send_half(link: Any, states: list[Any], *, may_block: bool, send: Any = send) -> None:
+            reach("sending", functools.partial(_send_half, link, states))
+            send(link, states, may_block=may_block)
 
         link_class.send = send_half  # type: ignore[method-assign, assignment]
 
 
-def _send_half(link: Link, parts: list[Any]) -> None:
+def _send_half(link: Link, states: list[Any]) -> None:
     # Kept until this process ends: another thread's frame behind half a frame would be nonsense.
     link._writing.acquire()
     link._take_begun()
-    data = b"".join(bytes(part) for part in [*link._queue, *parts])
+    data = b"".join(bytes(state) for state in [*link._queue, *states])
     with contextlib.suppress(OSError):
         link._socket.send(data[: len(data) // 2])
 
@@ -166,14 +166,14 @@ def _around_greeting(kind: Kind, *, is_sent: bool) -> Callable[[], None]:
 
 
 def _at_discovery() -> None:
-    apply = Part.apply
+    apply = PassState.apply
 
-    def discovered(part: Part, message: Any) -> None:
+    def discovered(state: PassState, message: Any) -> None:
         if isinstance(message, (Discover, Settled)):
             reach("discovered")
-        apply(part, message)
+        apply(state, message)
 
-    Part.apply = discovered  # type: ignore[assignment, method-assign]
+    PassState.apply = discovered  # type: ignore[assignment, method-assign]
 
 
 def _making_objects() -> None:
@@ -187,7 +187,7 @@ _WRAPPERS: dict[str, Callable[[], None]] = {
     "welcome": _around_greeting(Kind.WELCOME, is_sent=False),
     "gradients": _before(Engine, "_send_all", "gradients"),
     "discovered": _at_discovery,
-    "registering": _before(entering, "join", "registering"),
+    "registering": _before(bootstrap, "join", "registering"),
     "registered": _before(rendezvous, "_wait", "registered"),
     "joined": _after(Node, "start", "joined"),
     "probed": _before(Leaving, "_look", "probed"),

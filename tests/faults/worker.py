@@ -238,7 +238,7 @@ def _break_data(_: float) -> None:
     """Breaks a connection for large tensors, if there is one."""
     if not is_set():
         return  # The training has ended meanwhile.
-    source = current_worker().parcels.sources[STRIPED]
+    source = current_worker().tensor_messages.sources[STRIPED]
     assert isinstance(source, DataConnections)
     for data in list(source._data.values()):
         sending = data.sending

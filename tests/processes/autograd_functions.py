@@ -216,6 +216,6 @@ def remains() -> dict[str, list[Any]]:
     engine = current_engine()
     return {
         "contexts": engine.contexts.ids(),
-        "parts": list(engine._parts),
+        "parts": list(engine._states),
         "led": list(engine._led),
     }

@@ -13,7 +13,7 @@ from tests.processes.functions import pass_gate
 from torchweft import checkpoint, rpc
 from torchweft.autograd import backward, context
 from torchweft.checkpoint import files
-from torchweft.checkpoint.held import held_parts
+from torchweft.checkpoint.staging import staged_parts
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
 
@@ -72,7 +72,7 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 def count_held() -> int:
-    return len(held_parts())
+    return len(staged_parts())
 
 
 def limit_files(size_bytes: int) -> int:

@@ -463,7 +463,7 @@ def break_pulling() -> None:
     def refuse(pid: int, address: int, into: memoryview) -> None:
         raise PullError(1, "not permitted any more", pid, address, len(into))
 
-    puller = current_worker().parcels._copier
+    puller = current_worker().tensor_messages._copier
     puller.pull = refuse  # type: ignore[method-assign]
 
 

@@ -99,6 +99,6 @@ def remains() -> dict[str, list[int]]:
     engine = current_engine()
     return {
         "contexts": engine.contexts.ids(),
-        "parts": list(engine._parts),
+        "parts": list(engine._states),
         "recorded": [count for count in recorded() if count],
     }

@@ -271,13 +271,13 @@ def fuse(to: str, path: str) -> str:
 
 
 def send_many_tensors(to: str, path: str) -> str:
-    parcels = current_worker().parcels
-    before, parcels._tensor_limit = parcels._tensor_limit, 1 << 15
+    tensor_messages = current_worker().tensor_messages
+    before, tensor_messages._tensor_limit = tensor_messages._tensor_limit, 1 << 15
     try:
         sent = [torch.ones(5000) for _ in range(200)]  # Too large for the way of small ones.
         return _raised_by(lambda: rpc.rpc_sync(to, functions.identity, args=(sent,)))
     finally:
-        parcels._tensor_limit = before
+        tensor_messages._tensor_limit = before
 
 
 _held: list[Any] = []

@@ -32,7 +32,7 @@ def settings_of(transport: str) -> dict[str, str]:
 
 
 def data_connections() -> DataConnections:
-    source = current_worker().parcels.sources[STRIPED]
+    source = current_worker().tensor_messages.sources[STRIPED]
     assert isinstance(source, DataConnections)
     return source
 

@@ -39,7 +39,7 @@ def call_all() -> dict[str, Any]:
         sent = (torch.arange(size_bytes, dtype=torch.int32) % 100).to(torch.uint8)
         if not torch.equal(rpc.rpc_sync(1, far.double, args=(sent,)), sent * 2):
             wrong.append(size_bytes)
-    source = current_worker().parcels.sources[STRIPED]
+    source = current_worker().tensor_messages.sources[STRIPED]
     assert isinstance(source, DataConnections)
     assert peer.link is not None
     data = source._of(peer)

@@ -41,7 +41,7 @@ def told(err: list[str]) -> list[str]:
         r"^[-0-9]{10} [:0-9]{8}": "NOW",
         r"pid \d+": "pid N",
         r"\d+\.\d s\b": "N s",
-        r" \((out of memory|not for)[^)]*\)": "",
+        r" \((not )?out of memory[^)]*\)": "",
     }
     for pattern, text in patterns.items():
         said = [re.sub(pattern, text, line) for line in said]

@@ -20,8 +20,8 @@ LIMIT = 3
 
 def limit_tensors(limit: int) -> int:
     """Sets how many tensors this worker accepts and sends in a message; returns what it was."""
-    parcels = current_worker().parcels
-    before, parcels._tensor_limit = parcels._tensor_limit, limit
+    tensor_messages = current_worker().tensor_messages
+    before, tensor_messages._tensor_limit = tensor_messages._tensor_limit, limit
     return before
 
 

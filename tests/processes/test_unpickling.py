@@ -25,8 +25,8 @@ from torchweft.wire.messages import (
     Kind,
     ReplyHead,
     encode_call_head,
-    encode_parcel,
     encode_reply_head,
+    encode_tensor_message,
 )
 
 pytestmark = [pytest.mark.keeps("threads", "descriptors"), pytest.mark.timeout(180)]
@@ -47,13 +47,13 @@ def pickled_call() -> bytes:
     payload = pack((({1, 2},), {}), main_by_name=True).payload
     name = f"{functions.__name__}:identity".encode()
     head = encode_call_head(CallHead(10.0, NO_CREATION, 0, 0, name, ()))
-    return frame(Kind.CALL, 0, encode_parcel(head, payload, b"", b""))
+    return frame(Kind.CALL, 0, encode_tensor_message(head, payload, b"", b""))
 
 
 def pickled_error() -> bytes:
     head = encode_reply_head(ReplyHead(0, 0, ()))
     payload = pack_error(ValueError("no"), "stranger")
-    return frame(Kind.REPLY, ERROR_REPLY, encode_parcel(head, payload, b"", b""))
+    return frame(Kind.REPLY, ERROR_REPLY, encode_tensor_message(head, payload, b"", b""))
 
 
 def attempts() -> list[bytes]:

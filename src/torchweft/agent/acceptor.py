@@ -25,7 +25,7 @@ from torchweft.protocol.connecting.hello import POSITION
 from torchweft.protocol.membership import Registration
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
-from torchweft.transport.neighbours import check_user
+from torchweft.transport.peer_credentials import check_user
 from torchweft.transport.resumable import ResumableLink
 from torchweft.transport.secure import secure_server
 from torchweft.wire.messages import Kind

@@ -20,7 +20,7 @@ from torchweft.agent.acceptor import Acceptor
 from torchweft.agent.answers import Answers
 from torchweft.agent.connector import Connector, verdict_in
 from torchweft.agent.contacts import Contacts
-from torchweft.agent.dial_errors import Speechless
+from torchweft.agent.dial_errors import HandshakeTimeout
 from torchweft.agent.first_contacts import FirstContacts
 from torchweft.agent.lifetime import Lifetime
 from torchweft.agent.links import Links, Traffic
@@ -239,7 +239,7 @@ class Agent:
             deadline_s = began_s + self.default_timeout_s
         try:
             return self._connector.connect(peer, deadline_s)
-        except Speechless as error:
+        except HandshakeTimeout as error:
             self.lifetime.check_open()
             elapsed_s = monotonic() - began_s
             raise CallTimeout(

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torchweft import knobs
-from torchweft.agent.dial_errors import Crossed, Gone, Refused, Speechless, failure_of
+from torchweft.agent.dial_errors import Crossed, Gone, HandshakeTimeout, Refused, failure_of
 from torchweft.agent.peers import Peer, Unreachable
 from torchweft.agent.shared_memory import MemoryExchange, close_all, map_memory
 from torchweft.channel.capabilities import Capabilities
@@ -46,7 +46,7 @@ from torchweft.secret import Secret
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.transport.link import Link, LinkClosed
-from torchweft.transport.neighbours import check_user
+from torchweft.transport.peer_credentials import check_user
 from torchweft.transport.resumable import ResumableLink
 from torchweft.transport.secure import TlsOptions, secure_client
 from torchweft.wire.frames import Buffer, encode_frame
@@ -137,13 +137,13 @@ class Connector:
         Raises:
             WorkerLost: The peer is lost.
             Unreachable: The peer does not answer at its addresses.
-            Speechless: The peer's address accepts connections, but the peer did not answer in time:
-                it may be busy.
+            HandshakeTimeout: The peer's address accepts connections, but the peer did not answer
+                in time: it may be busy.
         """
         remaining_s = deadline_s - time.monotonic()
         patience_s = -1 if remaining_s > threading.TIMEOUT_MAX else max(remaining_s, 0)
         if not peer.dial_lock.acquire(timeout=patience_s):
-            raise Speechless("it is being dialled already")
+            raise HandshakeTimeout("it is being dialled already")
         try:
             return self._carry_out(peer, deadline_s)
         finally:
@@ -160,7 +160,7 @@ class Connector:
         while not isinstance(step, Done):
             error = None
             if isinstance(step, Busy):
-                raise Speechless(step.cause) from cause
+                raise HandshakeTimeout(step.cause) from cause
             if isinstance(step, Lose) or self._is_closed:
                 raise _unreachable(peer, step) from cause
             if isinstance(step, Dial):

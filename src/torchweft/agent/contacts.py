@@ -13,7 +13,7 @@ from torchweft.agent.peers import Peer
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.protocol.connecting import Action, Lose, Redial
 from torchweft.runtime.reactor import Reactor
-from torchweft.transport.hearing import probe_interval_s
+from torchweft.transport.keepalive import probe_interval_s
 from torchweft.transport.link import LinkClosed
 from torchweft.transport.resumable import ResumableLink
 

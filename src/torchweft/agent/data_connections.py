@@ -22,11 +22,11 @@ from typing import NamedTuple
 from torchweft import knobs
 from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
-from torchweft.agent.supplying import ask_for_supply
+from torchweft.agent.refetch import ask_for_supply
 from torchweft.channel.table import STRIPED, BufferTable
 from torchweft.errors import NotInitialized, ProtocolError, WeftError
 from torchweft.runtime.transfer_loop import READABLE, WRITABLE, TransferLoop
-from torchweft.transport.hearing import keep_alive
+from torchweft.transport.keepalive import keep_alive
 from torchweft.transport.striped.arriving import Arrivals, NotComing, ReceivingConnection
 from torchweft.transport.striped.outgoing import Outbox, SendingConnection
 from torchweft.transport.striped.stripes import TransferKey

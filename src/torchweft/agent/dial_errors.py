@@ -7,7 +7,7 @@ from torchweft.protocol.connecting import Failure
 from torchweft.transport.link import LinkClosed
 
 
-class Speechless(TimeoutError):
+class HandshakeTimeout(TimeoutError):
     """A worker did not answer in time. It may be busy or stopped: it is not lost."""
 
 

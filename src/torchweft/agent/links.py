@@ -19,7 +19,7 @@ from torchweft.errors import ProtocolError
 from torchweft.protocol.connecting import Patience, Terms
 from torchweft.protocol.connecting.machine import FAREWELL_BYTES
 from torchweft.runtime.reactor import Reactor
-from torchweft.transport.hearing import keep_alive
+from torchweft.transport.keepalive import keep_alive
 from torchweft.transport.link import Link, LinkClosed
 from torchweft.transport.resumable import ResumableLink, position_in
 from torchweft.wire.frames import Frame, FrameParser

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
-from torchweft.agent.supplying import ask_for_supply
+from torchweft.agent.refetch import ask_for_supply
 from torchweft.channel.cma import PullError
 from torchweft.channel.copying import Copier
 from torchweft.channel.receiving import pull_buffers

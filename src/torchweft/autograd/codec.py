@@ -1,9 +1,9 @@
 """Encodes the messages of a backward pass.
 
 The number of a frame is the number of its pass, and its flags hold the mode of the pass. A
-message of gradients is a head followed by compact values or, in a parcel, tensors. All other
-messages are a tag and 64-bit integers. In ``Failed`` two byte strings follow, whose lengths are
-among the integers.
+message of gradients is a head followed by compact values or, in a tensor message, tensors. All
+other messages are a tag and 64-bit integers. In ``Failed`` two byte strings follow, whose lengths
+are among the integers.
 """
 
 from __future__ import annotations

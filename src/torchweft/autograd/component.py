@@ -15,7 +15,7 @@ from torchweft.autograd.contexts import ReceiveRecord
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Sink, sum_of
 from torchweft.autograd.local_engine import gradients_at
 from torchweft.autograd.modes import PassMode
-from torchweft.autograd.single import run_node
+from torchweft.autograd.run_node import run_node
 from torchweft.autograd.walk import End, Group, Partition, Reached, receives_behind, targets_of
 from torchweft.errors import ProtocolError
 from torchweft.protocol.backward import Progress

@@ -19,10 +19,9 @@ from torch import Tensor
 from torchweft import knobs
 from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
-from torchweft.agent.parcels import ParcelService
 from torchweft.agent.peers import Peer
 from torchweft.agent.slots import Slot
-from torchweft.autograd.captures import Captures
+from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.ddp import AVERAGING, watch
@@ -30,10 +29,11 @@ from torchweft.autograd.envelopes import Envelopes
 from torchweft.autograd.failures import operation_of
 from torchweft.autograd.gradients import Gradients
 from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.input_gradients import InputGradients
 from torchweft.autograd.listening import Listener
 from torchweft.autograd.modes import PassMode
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.autograd.parts import LOST, LedPart, Part
+from torchweft.autograd.pass_state import LOST, LedPassState, PassState
 from torchweft.autograd.roots import Roots
 from torchweft.errors import AutogradError, NotInitialized, WorkerLost
 from torchweft.ids import scoped_id, worker_of
@@ -66,24 +66,26 @@ class Engine:
 
     Args:
         agent: The worker's agent; the engine handles its autograd messages.
-        parcels: Seals and opens the gradients.
+        tensor_messages: Encodes and decodes the gradients.
         reader: Reads the errors of other workers.
     """
 
-    def __init__(self, agent: Agent, parcels: ParcelService, reader: Reader = TRUSTING) -> None:
+    def __init__(
+        self, agent: Agent, tensor_messages: TensorMessages, reader: Reader = TRUSTING
+    ) -> None:
         self.contexts = Contexts(agent.me.id)
         self.outside = OutsideRecords(agent.me.id, self.contexts.message_counter)
         self.outside.on_ended = self._release_soon
         self._release_due_s = math.inf
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._agent = agent
-        self._envelopes = Envelopes(agent, parcels, self.contexts, reader)
+        self._envelopes = Envelopes(agent, tensor_messages, self.contexts, reader)
         self._listener = Listener(agent)
         self._me = agent.me.id
         self._pass_numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._parts: dict[int, Part] = {}
-        self._led: dict[int, LedPart] = {}
+        self._states: dict[int, PassState] = {}
+        self._led: dict[int, LedPassState] = {}
         self._passes_of: dict[int, list[int]] = {}
         self._ended = Tombstones(_REMEMBERED_PASSES)
         watch()
@@ -107,7 +109,7 @@ class Engine:
         mode: PassMode,
         *,
         gradients: Gradients | None = None,
-        captures: Captures | None = None,
+        input_gradients: InputGradients | None = None,
         retains_here: bool = False,
     ) -> None:
         """Runs a backward pass, and blocks until it is over everywhere.
@@ -117,12 +119,12 @@ class Engine:
             roots: Where it starts.
             mode: How it is run.
             gradients: Table for gradients of this worker's leaves; by default the context's.
-            captures: Collects the gradients of certain tensors.
+            input_gradients: Collects the gradients of certain tensors.
             retains_here: Whether this worker's graphs must survive, even if others' need not.
         """
         context = self.contexts.get(context_id)
         here = mode._replace(retain_graph=True) if retains_here else mode
-        local = LocalPass(context, here, gradients, captures, self.outside)
+        local = LocalPass(context, here, gradients, input_gradients, self.outside)
         local.start(roots)
         led = self._begin_to_lead(context_id, mode, local)
         try:
@@ -132,7 +134,7 @@ class Engine:
             raise
         finally:
             with self._lock:
-                del self._led[led.pass_id], self._parts[led.pass_id]
+                del self._led[led.pass_id], self._states[led.pass_id]
             local.close()
 
     def run_into_grad(self, roots: Roots | Sequence[Tensor], mode: PassMode) -> None:
@@ -155,29 +157,29 @@ class Engine:
             inputs: The tensors, which require grad.
             mode: How the passes are run; has ``for_inputs``.
         """
-        captures = Captures(self.contexts.get(context_id), inputs)
-        self.run_all(context_id, roots, mode, captures)
-        return captures.results()
+        input_gradients = InputGradients(self.contexts.get(context_id), inputs)
+        self.run_all(context_id, roots, mode, input_gradients)
+        return input_gradients.results()
 
     def run_all(
         self,
         context_id: int,
         roots: Roots,
         mode: PassMode,
-        captures: Captures,
+        input_gradients: InputGradients,
         gradients: Gradients | None = None,
         retains_here: bool = False,
     ) -> None:
         """Runs a pass from roots, and the passes that continue where it ended; see ``run``."""
-        if captures.goes_on:  # Several passes may run the same nodes.
+        if input_gradients.goes_on:  # Several passes may run the same nodes.
             mode = mode._replace(retain_graph=True)
-        for start in itertools.chain([roots], captures.further_roots()):
+        for start in itertools.chain([roots], input_gradients.further_roots()):
             self.run(
                 context_id,
                 start,
                 mode,
                 gradients=gradients,
-                captures=captures,
+                input_gradients=input_gradients,
                 retains_here=retains_here,
             )
 
@@ -190,16 +192,16 @@ class Engine:
                 )
         with self._lock:
             passes = self._passes_of.pop(context_id, ())
-            parts = [self._parts.pop(pass_id, None) for pass_id in passes]
-        for part in parts:
-            if part is not None and part.local is not None:
-                part.local.close()
+            states = [self._states.pop(pass_id, None) for pass_id in passes]
+        for state in states:
+            if state is not None and state.local is not None:
+                state.local.close()
 
     def count_passes(self) -> int:
         """Returns how many backward passes are under way here, including those led elsewhere."""
         with self._lock:
-            parts = list(self._parts.values())
-        return sum([part.is_under_way for part in parts])
+            states = list(self._states.values())
+        return sum([state.is_under_way for state in states])
 
     def open_waits(self) -> list[OpenWait]:
         """Returns the passes that this worker leads and in which it waits for other workers."""
@@ -211,14 +213,14 @@ class Engine:
             if led.driver.awaited_workers() - {self._me}
         ]
 
-    def _awaited(self, led: LedPart) -> str:
+    def _awaited(self, led: LedPassState) -> str:
         workers = sorted(led.driver.awaited_workers() - {self._me})
         names = [self._agent.peers[each].name for each in workers]
         return f"in a backward pass for {names_of(names)}"
 
     # Leading
 
-    def _begin_to_lead(self, context_id: int, mode: PassMode, local: LocalPass) -> LedPart:
+    def _begin_to_lead(self, context_id: int, mode: PassMode, local: LocalPass) -> LedPassState:
         with self._lock:
             pass_id = scoped_id(self._me, next(self._pass_numbers))
             oldest_id = pass_id
@@ -226,11 +228,11 @@ class Engine:
                 if other.name.context_id == context_id:
                     oldest_id = min(oldest_id, other.pass_id)
             name = PassName(context_id, pass_id, oldest_id, mode)
-            led = LedPart(self._me, name, local)
-            self._led[pass_id] = self._parts[pass_id] = led
+            led = LedPassState(self._me, name, local)
+            self._led[pass_id] = self._states[pass_id] = led
             return led
 
-    def _lead(self, led: LedPart, others: Sequence[Peer]) -> None:
+    def _lead(self, led: LedPassState, others: Sequence[Peer]) -> None:
         """Does this worker's part and waits for other workers until the pass is over."""
         sends = self._follow_up(led, self._work_off(led, ()))
         while led.outcome is None:
@@ -245,7 +247,9 @@ class Engine:
         if isinstance(led.outcome, Fail):
             raise self._failure(led.outcome)
 
-    def _send_and_wait(self, led: LedPart, sends: Sequence[Send], others: Sequence[Peer]) -> None:
+    def _send_and_wait(
+        self, led: LedPassState, sends: Sequence[Send], others: Sequence[Peer]
+    ) -> None:
         reading = self._listener.take_over(others)
         try:
             self._send_all(led, sends)
@@ -256,7 +260,7 @@ class Engine:
         if not led.inbox and led.outcome is None:  # A failed send sets the outcome.
             self._wait_for_others(led)
 
-    def _wait_for_others(self, led: LedPart) -> None:
+    def _wait_for_others(self, led: LedPassState) -> None:
         """Waits for other threads to fill the inbox."""
         is_counted = self._agent.reactor.begin_wait()
         try:
@@ -269,7 +273,7 @@ class Engine:
             if is_counted:
                 self._agent.reactor.end_wait()
 
-    def _follow_up(self, led: LedPart, actions: Iterable[protocol.Action]) -> list[Send]:
+    def _follow_up(self, led: LedPassState, actions: Iterable[protocol.Action]) -> list[Send]:
         """Carries out actions for this worker; returns the messages for other workers."""
         todo = list(actions)
         sends: list[Send] = []
@@ -296,13 +300,13 @@ class Engine:
     # Taking part
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
-        part = self._parts.get(frame.id) or self._new_part(frame.id)
-        if part is None:
+        state = self._states.get(frame.id) or self._new_state(frame.id)
+        if state is None:
             self._envelopes.discard(peer, frame)
-        elif part.put((peer, frame)):
-            self._agent.reactor.tasks.append((self._take_part, part, None), peer.id)
+        elif state.put((peer, frame)):
+            self._agent.reactor.tasks.append((self._take_items, state, None), peer.id)
 
-    def _new_part(self, pass_id: int) -> Part | None:
+    def _new_state(self, pass_id: int) -> PassState | None:
         """Creates this worker's part in a pass; None if the pass is over or its leader is lost."""
         driver = worker_of(pass_id)
         with self._lock:
@@ -310,69 +314,73 @@ class Engine:
             leader = self._agent.peers.get(driver)
             if is_over or leader is None or leader.lost is not None:
                 return None
-            return self._parts.setdefault(pass_id, Part(Participant(self._me, driver), pass_id))
+            return self._states.setdefault(
+                pass_id, PassState(Participant(self._me, driver), pass_id)
+            )
 
-    def _take_part(self, part: Part, _: object) -> None:
-        while items := part.take_all():
-            self._send_all(part, self._work_off(part, items))
-            if part.local is not None and part.local.is_averaging_due:
-                self._send_all(part, self._average(part, part.local))
+    def _take_items(self, state: PassState, _: object) -> None:
+        while items := state.take_all():
+            self._send_all(state, self._work_off(state, items))
+            if state.local is not None and state.local.is_averaging_due:
+                self._send_all(state, self._average(state, state.local))
 
-    def _work_off(self, part: Part, items: Iterable[tuple[Peer, object]]) -> list[protocol.Action]:
+    def _work_off(
+        self, state: PassState, items: Iterable[tuple[Peer, object]]
+    ) -> list[protocol.Action]:
         """Handles received items, runs ready nodes, and returns the resulting actions."""
         actions: list[protocol.Action] = []
         try:
             for peer, item in items:
-                actions += self._receive(part, peer, item)
-            if part.local is not None and not part.machine.is_over:
-                actions += part.machine.worked(*part.local.work())
+                actions += self._receive(state, peer, item)
+            if state.local is not None and not state.machine.is_over:
+                actions += state.machine.worked(*state.local.work())
         except BaseException as error:  # Hooks and functions of the program can raise any error.
-            if isinstance(part, LedPart) and not isinstance(error, Exception):
+            if isinstance(state, LedPassState) and not isinstance(error, Exception):
                 raise  # Perhaps a KeyboardInterrupt: this is the caller's own thread.
-            actions += part.machine.failed(operation_of(error), error)
+            actions += state.machine.failed(operation_of(error), error)
         return actions
 
-    def _average(self, part: Part, local: LocalPass) -> list[protocol.Action]:
+    def _average(self, state: PassState, local: LocalPass) -> list[protocol.Action]:
         """Has DDP average gradients; may block until its other ranks do the same."""
         is_counted = self._agent.reactor.begin_wait()
         try:
-            return part.machine.worked((), local.average())
+            return state.machine.worked((), local.average())
         except BaseException as error:
-            if isinstance(part, LedPart) and not isinstance(error, Exception):
+            if isinstance(state, LedPassState) and not isinstance(error, Exception):
                 raise
-            return part.machine.failed(AVERAGING, error)
+            return state.machine.failed(AVERAGING, error)
         finally:
             if is_counted:
                 self._agent.reactor.end_wait()
 
-    def _receive(self, part: Part, peer: Peer, item: object) -> list[protocol.Action]:
+    def _receive(self, state: PassState, peer: Peer, item: object) -> list[protocol.Action]:
         if item is LOST:
-            return part.worker_lost(peer)
-        message = self._read(part, peer, item) if isinstance(item, Frame) else item
+            return state.worker_lost(peer)
+        message = self._read(state, peer, item) if isinstance(item, Frame) else item
         if isinstance(message, Failed):
-            return part.driver.failed(message) if isinstance(part, LedPart) else []
-        if part.local is None and not isinstance(message, Abort):
-            self._begin(part)
+            return state.driver.failed(message) if isinstance(state, LedPassState) else []
+        if state.local is None and not isinstance(message, Abort):
+            self._begin(state)
         others: list[protocol.Action] = []
-        for action in part.machine.receive(peer.id, message):  # type: ignore[arg-type]
+        for action in state.machine.receive(peer.id, message):  # type: ignore[arg-type]
             if type(action) is Apply:
-                part.apply(action.message)
+                state.apply(action.message)
             else:
                 others.append(action)
         return others
 
-    def _read(self, part: Part, peer: Peer, frame: Frame) -> protocol.Message:
+    def _read(self, state: PassState, peer: Peer, frame: Frame) -> protocol.Message:
         name, message = self._envelopes.open(peer, frame)
-        if part.name is None:
-            part.name = name
+        if state.name is None:
+            state.name = name
         return message
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, state: PassState) -> None:
         """Prepares for the first message of a pass that another worker leads."""
-        name = part.name
+        name = state.name
         assert name is not None
         context = self.contexts.get_or_create(name.context_id)
-        part.local = LocalPass(context, name.mode, outside=self.outside)
+        state.local = LocalPass(context, name.mode, outside=self.outside)
         with self._lock:
             self._forget_older(name)
             self._passes_of.setdefault(name.context_id, []).append(name.pass_id)
@@ -385,52 +393,52 @@ class Engine:
         for pass_id in list(passes):
             if pass_id < name.oldest_id and worker_of(pass_id) == worker_of(name.pass_id):
                 passes.remove(pass_id)
-                self._parts.pop(pass_id, None)
+                self._states.pop(pass_id, None)
                 self._ended.add(pass_id)
 
-    def _end(self, part: Part) -> None:
+    def _end(self, state: PassState) -> None:
         """Releases a part, done or not; later messages of the pass are dropped."""
         with self._lock:
-            self._parts.pop(part.pass_id, None)
-            self._ended.add(part.pass_id)
-            if part.name is not None:
-                passes = self._passes_of.get(part.name.context_id, [])
-                if part.pass_id in passes:
-                    passes.remove(part.pass_id)
+            self._states.pop(state.pass_id, None)
+            self._ended.add(state.pass_id)
+            if state.name is not None:
+                passes = self._passes_of.get(state.name.context_id, [])
+                if state.pass_id in passes:
+                    passes.remove(state.pass_id)
                 if not passes:
-                    self._passes_of.pop(part.name.context_id, None)
-        if part.local is not None:
-            part.local.close()
+                    self._passes_of.pop(state.name.context_id, None)
+        if state.local is not None:
+            state.local.close()
 
     # Sending
 
-    def _send_all(self, part: Part, actions: Iterable[protocol.Action]) -> None:
+    def _send_all(self, state: PassState, actions: Iterable[protocol.Action]) -> None:
         """Sends messages, in one write for each worker: every write wakes a thread there."""
         by_worker: dict[int, list[protocol.Message]] = {}
         for action in actions:
             if isinstance(action, Send):
                 by_worker.setdefault(action.to_worker, []).append(action.message)
             elif isinstance(action, Close):
-                self._end(part)
+                self._end(state)
         for worker, messages in by_worker.items():
             try:
-                self._send(part, self._agent.peers[worker], messages)
+                self._send(state, self._agent.peers[worker], messages)
             except Exception as error:
-                failed = part.machine.failed(operation_of(error), error)
-                if isinstance(part, LedPart):
-                    self._send_all(part, self._follow_up(part, failed))
+                failed = state.machine.failed(operation_of(error), error)
+                if isinstance(state, LedPassState):
+                    self._send_all(state, self._follow_up(state, failed))
                 else:
-                    self._send_all(part, failed)
+                    self._send_all(state, failed)
 
-    def _send(self, part: Part, peer: Peer, messages: Sequence[protocol.Message]) -> None:
-        assert part.name is not None
-        buffers = self._envelopes.seal(peer, part.name, messages)
+    def _send(self, state: PassState, peer: Peer, messages: Sequence[protocol.Message]) -> None:
+        assert state.name is not None
+        buffers = self._envelopes.encode(peer, state.name, messages)
         if type(messages[0]) in (Failed, Abort):
             self._agent.sender.post(peer, buffers)  # A lost worker need not receive it.
         else:
             # The leading thread holds the connections for reading. If it blocked on a full
             # socket while the peer did the same, neither side would read.
-            self._agent.sender.send(peer, buffers, may_block=not isinstance(part, LedPart))
+            self._agent.sender.send(peer, buffers, may_block=not isinstance(state, LedPassState))
 
     # Releases and lost workers
 
@@ -471,10 +479,10 @@ class Engine:
     def peer_lost(self, peer: Peer) -> None:
         """Tells all passes that a worker was lost; drops the graphs behind messages sent to it."""
         with self._lock:
-            parts = list(self._parts.values())
-        for part in parts:
-            if part.put((peer, LOST)):
-                self._agent.reactor.submit_task(self._take_part, part)
+            states = list(self._states.values())
+        for state in states:
+            if state.put((peer, LOST)):
+                self._agent.reactor.submit_task(self._take_items, state)
         self.outside.worker_lost(peer.id)  # Freeing a graph may run any code.
 
 

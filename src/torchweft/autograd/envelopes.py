@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchweft.agent.agent import Agent
-from torchweft.agent.parcels import Parcel, ParcelService
 from torchweft.agent.peers import Peer
+from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
 from torchweft.autograd import codec
 from torchweft.autograd.codec import COMPACT, PassName
 from torchweft.autograd.contexts import PARAMETER, REQUIRES_GRAD, SHARED, Contexts
@@ -35,20 +35,20 @@ class Envelopes:
 
     Args:
         agent: The worker's agent.
-        parcels: Carries gradients that are too large or too unusual for compact values.
+        tensor_messages: Carries gradients that are too large or too unusual for compact values.
         contexts: The worker's contexts.
         reader: Reads the errors of other workers.
     """
 
     def __init__(
-        self, agent: Agent, parcels: ParcelService, contexts: Contexts, reader: Reader
+        self, agent: Agent, tensor_messages: TensorMessages, contexts: Contexts, reader: Reader
     ) -> None:
         self._contexts = contexts
         self._worker_name = agent.info.name
-        self._parcels = parcels
+        self._tensor_messages = tensor_messages
         self._reader = reader
 
-    def seal(self, peer: Peer, name: PassName, messages: Sequence[Message]) -> list[Buffer]:
+    def encode(self, peer: Peer, name: PassName, messages: Sequence[Message]) -> list[Buffer]:
         """Returns the bytes to write for messages to another worker."""
         buffers: list[Buffer] = []
         for message in messages:
@@ -74,11 +74,11 @@ class Envelopes:
         is_strict = peer.registration.is_strict
         packed = (pack_plain if is_strict else pack)(gradients, main_by_name=True)
         head = codec.encode_head(name, message, self._record(name, packed.tensors, peer))
-        sealed = self._parcels.seal(
+        encoded = self._tensor_messages.encode(
             peer, Kind.GRADIENTS, flags, name.pass_id, head, packed.payload, packed.tensors
         )
-        assert not isinstance(sealed, Frame)  # A worker records no messages to itself.
-        return sealed
+        assert not isinstance(encoded, Frame)  # A worker records no messages to itself.
+        return encoded
 
     def _record(self, name: PassName, tensors: Sequence[Tensor], peer: Peer) -> int:
         if not name.mode.create_graph:
@@ -104,13 +104,15 @@ class Envelopes:
                 context.place_received(recorded_id, peer.id, values, places)
             message.gradients = values
             return name, message
-        parcel = self._parcels.open(peer, frame)
-        name, message, recorded_id, _ = codec.decode_head(frame.id, flags, parcel.head)
-        tensors = parcel.tensors(detached=True)
+        tensor_message = self._tensor_messages.decode(peer, frame)
+        name, message, recorded_id, _ = codec.decode_head(frame.id, flags, tensor_message.head)
+        tensors = tensor_message.tensors(detached=True)
         if recorded_id:
             context = self._contexts.get_or_create(name.context_id)
-            tensors = context.record_receive(recorded_id, peer.id, tensors, flags_in(parcel))
-        gradients = self._reader.unpack(parcel.payload, tensors, ())
+            tensors = context.record_receive(
+                recorded_id, peer.id, tensors, flags_in(tensor_message)
+            )
+        gradients = self._reader.unpack(tensor_message.payload, tensors, ())
         message.gradients = cast(list[Gradient], gradients)
         return name, message
 
@@ -121,12 +123,12 @@ class Envelopes:
     def discard(self, peer: Peer, frame: Frame) -> None:
         """Tells the sender of unneeded gradients to release them."""
         if frame.kind == Kind.GRADIENTS and not frame.flags & COMPACT:
-            self._parcels.discard(peer, self._parcels.read(frame))
+            self._tensor_messages.discard(peer, self._tensor_messages.read(frame))
 
 
-def flags_in(parcel: Parcel) -> list[int]:
-    """Returns the flags of a parcel's tensors, as ``Context.record_receive`` takes them."""
-    return recorded_flags(parcel.flags())
+def flags_in(tensor_message: TensorMessage) -> list[int]:
+    """Returns the flags of a tensor message's tensors, as ``Context.record_receive`` takes them."""
+    return recorded_flags(tensor_message.flags())
 
 
 def recorded_flags(flags: Iterable[GradFlags]) -> list[int]:

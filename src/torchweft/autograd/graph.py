@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from torchweft.autograd.averaging import Averaging, find_averaging
-from torchweft.autograd.captures import Captures
 from torchweft.autograd.component import Component, Live
 from torchweft.autograd.contexts import Context, TensorMeta, enter
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
+from torchweft.autograd.input_gradients import InputGradients
 from torchweft.autograd.leaf_hooks import with_leaf_hooks
-from torchweft.autograd.lone import LoneSend
 from torchweft.autograd.modes import PassMode
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.placeholders import is_without_memory
 from torchweft.autograd.roots import Roots, roots_of
+from torchweft.autograd.single_send import SingleSend
 from torchweft.autograd.walk import End, Place, Reached, SentGraph, reached_by_one, writes_to_views
 from torchweft.autograd.zeros import with_zeros
 from torchweft.errors import AutogradError, ProtocolError
@@ -47,7 +47,7 @@ class LocalPass:
         context: The worker's records; messages sent from now on have no part in the pass.
         mode: How the pass is run.
         gradients: Receives the gradients of leaves; by default the context's table does.
-        captures: Captures gradients at places on this worker, if it leads the pass and needs them.
+        input_gradients: Captures gradients at places on this worker, if it leads the pass.
         outside: This worker's records outside of contexts.
     """
 
@@ -56,14 +56,14 @@ class LocalPass:
         context: Context,
         mode: PassMode = PassMode(),  # noqa: B008 (it cannot change)
         gradients: Gradients | None = None,
-        captures: Captures | None = None,
+        input_gradients: InputGradients | None = None,
         outside: OutsideRecords | None = None,
     ) -> None:
         self._context = context
         self._outside = outside
         self._mode = mode
         self._ends: Mapping[Node, End] = context.receive_of
-        if outside is not None and captures is None:
+        if outside is not None and input_gradients is None:
             self._ends = outside.ends_beside(context.receive_of, context.add_known_worker)
         self._passed: Sequence[Place] = ()
         self._cuts: Collection[Node] = ()
@@ -71,14 +71,14 @@ class LocalPass:
         self._wanted: Container[Node] | None = () if mode.for_inputs else None
         self._gradients = context.gradients if gradients is None else gradients
         self._sink = with_leaf_hooks(add_to_grad if mode.into_grad else self._gradients.add_all)
-        if captures is not None:
-            self._ends = captures.ends
-            self._passed, self._cuts = captures.passed, captures.cuts
+        if input_gradients is not None:
+            self._ends = input_gradients.ends
+            self._passed, self._cuts = input_gradients.passed, input_gradients.cuts
             if mode.for_inputs:
-                self._wanted = captures.stops
-                self._skipped = captures.first_send
+                self._wanted = input_gradients.stops
+                self._skipped = input_gradients.first_send
                 self._sink = _nowhere
-            self._sink = captures.sink_beside(self._sink)
+            self._sink = input_gradients.sink_beside(self._sink)
         recording = functools.partial(_recorded_in, context.id)
         self._recording = recording if mode.create_graph else contextlib.nullcontext
         self._is_of_higher_order = context.is_differentiated_twice
@@ -86,9 +86,9 @@ class LocalPass:
             context.is_differentiated_twice = True
         self._roots: Roots | None = None
         self._reached_of: dict[int, tuple[Reached, Sequence[Live]]] | None = None
-        self._component_of: dict[int, Component | LoneSend] = {}
-        self._touched: dict[int, Component | LoneSend] = {}
-        self._unfinished: dict[int, Component | LoneSend] = {}
+        self._component_of: dict[int, Component | SingleSend] = {}
+        self._touched: dict[int, Component | SingleSend] = {}
+        self._unfinished: dict[int, Component | SingleSend] = {}
         self._is_settled = False
         self._averaging: Averaging | None = None
 
@@ -183,14 +183,14 @@ class LocalPass:
         self._component_of, self._touched, self._unfinished = {}, {}, {}
         self._roots = None
 
-    def _touch(self, message_id: int) -> Component | LoneSend:
+    def _touch(self, message_id: int) -> Component | SingleSend:
         component = self._component_of.get(message_id)
         if component is None:
             component = self._make_component(message_id)
         self._touched[id(component)] = component
         return component
 
-    def _make_component(self, message_id: int) -> Component | LoneSend:
+    def _make_component(self, message_id: int) -> Component | SingleSend:
         if self._reached_of is None:
             self._reached_of = self._walk_all()
             if not self._mode.for_inputs:
@@ -201,10 +201,10 @@ class LocalPass:
                 f"{self._context.id} by worker {self._context.worker}"
             )
         reached, sends = self._reached_of[message_id]
-        component: Component | LoneSend
+        component: Component | SingleSend
         mode = self._mode_for(sends)
         if len(sends) == 1 and not reached.cuts:
-            component = LoneSend(sends[0], reached, self._ends, self._sink, mode)
+            component = SingleSend(sends[0], reached, self._ends, self._sink, mode)
         else:
             component = Component(sends, reached, self._ends, self._sink, mode)
         for send in sends:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from torchweft.autograd.gradients import Sink
-from torchweft.autograd.single import hooks_of
+from torchweft.autograd.run_node import hooks_of
 
 _is_enabled = False
 

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from torchweft.checkpoint import background, files, parts, reading, retention, snapshots
-from torchweft.checkpoint.held import held_parts
 from torchweft.checkpoint.parts import Options, Owned
 from torchweft.checkpoint.plan import Places
 from torchweft.checkpoint.reading import Found, Report, Source
+from torchweft.checkpoint.staging import staged_parts
 from torchweft.rpc import functions, rpc_sync
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def capture(
 ) -> tuple[Any, ...]:
     """Copies and holds this worker's part of a state; returns its description for the driver."""
     taken = parts.take(_owned(items, optimizers), with_random=with_random)
-    held_parts().keep(ticket, driver, taken.content)
+    staged_parts().keep(ticket, driver, taken.content)
     return taken.kinds, taken.described, taken.options
 
 
@@ -41,7 +41,7 @@ def write(
 
     That may take minutes, so it runs on a thread of its own while training continues.
     """
-    content = held_parts().take_out(ticket)
+    content = staged_parts().take_out(ticket)
     path = snapshots.part_path(directory, name, file)
 
     def work() -> tuple[int, str]:
@@ -54,7 +54,7 @@ def write(
 
 def drop(ticket: str) -> None:
     """Drops a held part."""
-    held_parts().drop(ticket)
+    staged_parts().drop(ticket)
 
 
 def discard(ticket: str, directory: str, name: str, file: str) -> None:
@@ -97,7 +97,7 @@ def prepare(
     def work() -> Report:
         ask = asker(directory, timeout_s)
         content, report = reading.read_and_compare(owned, directory, sources, ask)
-        held_parts().keep(ticket, driver, content)
+        staged_parts().keep(ticket, driver, content)
         return report
 
     return _in_background(work)
@@ -124,7 +124,7 @@ def apply(
 ) -> None:
     """Puts the held entries in place."""
     owned = _owned(items, optimizers)
-    parts.put(owned, held_parts().take_out(ticket), options, strict=strict)
+    parts.put(owned, staged_parts().take_out(ticket), options, strict=strict)
 
 
 def _owned(items: Places, optimizers: Places) -> Owned:

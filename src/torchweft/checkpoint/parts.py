@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchweft.checkpoint import kinds, random_states
-from torchweft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE
+from torchweft.checkpoint import adapters, random_states
+from torchweft.checkpoint.adapters import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE
 from torchweft.checkpoint.plain import HostCopier
 from torchweft.optim.local import LocalOptimizer, Saved, step_lock
 
@@ -51,8 +51,8 @@ class Owned(NamedTuple):
         Raises:
             ArgumentTypeError: An entry cannot be restored.
         """
-        found = {p: kinds.kind_of(p, v, is_remote=True) for p, v in self.remote.items()}
-        found |= {p: kinds.kind_of(p, v, is_remote=False) for p, v in self.local.items()}
+        found = {p: adapters.kind_of(p, v, is_remote=True) for p, v in self.remote.items()}
+        found |= {p: adapters.kind_of(p, v, is_remote=False) for p, v in self.local.items()}
         return found
 
 
@@ -83,7 +83,7 @@ def take(owned: Owned, *, with_random: bool) -> Taken:
 
     def taken(*which: str) -> Content:
         return {
-            path: {"kind": kind, "state": kinds.take(path, kind, values[path])}
+            path: {"kind": kind, "state": adapters.take(path, kind, values[path])}
             for path, kind in found.items()
             if kind in which
         }
@@ -178,7 +178,7 @@ def put(
     values = owned.values()
     for path, item in content["items"].items():
         if found[path] != VALUE:
-            kinds.put(found[path], values[path], item["state"], strict=strict)
+            adapters.put(found[path], values[path], item["state"], strict=strict)
     for path, optimizer in owned.optimizers.items():
         if path in options:
             state = content["optimizers"].get(path, {})

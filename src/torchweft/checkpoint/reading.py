@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchweft.checkpoint import files, kinds, snapshots
+from torchweft.checkpoint import adapters, files, snapshots
 from torchweft.checkpoint.files import Written
 from torchweft.checkpoint.parts import Content, Owned
 from torchweft.checkpoint.plain import HostCopier
@@ -66,7 +66,7 @@ def _compare(path: str, kind: str, value: Any, item: Any, report: Report) -> Non
     if item["kind"] != kind:
         report["differing"].append(f"{path} is a {item['kind']} in the snapshot and a {kind} here")
         return
-    found = kinds.differences(path, kind, value, item["state"])
+    found = adapters.differences(path, kind, value, item["state"])
     report["missing"] += found.missing
     report["unexpected"] += found.unexpected
     report["differing"] += found.differing

@@ -8,8 +8,8 @@ import secrets
 from typing import Any
 
 from torchweft.agent.current import current
-from torchweft.checkpoint import complaints, kinds, owner, parts, reading, snapshots
-from torchweft.checkpoint.asking import Deadline, ask_all, raise_first
+from torchweft.checkpoint import adapters, owner, parts, reading, restore_errors, snapshots
+from torchweft.checkpoint.broadcast import Deadline, ask_all, raise_first
 from torchweft.checkpoint.manifest import BadManifest, Manifest, read_manifest
 from torchweft.checkpoint.matching import (
     Needs,
@@ -101,7 +101,7 @@ def find(directory: str | os.PathLike[str], step: int | None) -> Snapshot:
     present = snapshots.list_snapshots(directory)
     fitting = [snapshot for snapshot in present if step is None or snapshot.step == step]
     if not fitting:
-        raise complaints.not_found(os.path.abspath(directory), step, present)
+        raise restore_errors.not_found(os.path.abspath(directory), step, present)
     return fitting[-1]
 
 
@@ -144,7 +144,7 @@ class Restoring:
             with open(path, "rb") as file:
                 return read_manifest(file.read())
         except (BadManifest, OSError) as error:
-            raise complaints.corrupt(self._snapshot, path, self._me.name, str(error)) from error
+            raise restore_errors.corrupt(self._snapshot, path, self._me.name, str(error)) from error
 
     # Reading and comparing
 
@@ -265,16 +265,16 @@ class Restoring:
             name = self._agent.peers[worker].name
             if report["lacking"]:
                 file = report["lacking"][0]
-                raise complaints.lacking(self._snapshot, self._manifest, file, name, self._ids)
+                raise restore_errors.lacking(self._snapshot, self._manifest, file, name, self._ids)
             if report["corrupt"]:
                 file, problem = report["corrupt"][0]
                 path = os.path.join(self._snapshot.path, file)
-                raise complaints.corrupt(self._snapshot, path, name, problem)
+                raise restore_errors.corrupt(self._snapshot, path, name, problem)
             self._note(Problems(report["missing"], report["unexpected"], report["differing"]))
         differing = self._problems.differing
         problems = self._problems if self._strict else Problems([], [], differing)
         if any(problems):
-            raise complaints.mismatch(self._snapshot, problems)
+            raise restore_errors.mismatch(self._snapshot, problems)
 
     def _note(self, found: Problems) -> None:
         for mine, theirs in zip(self._problems, found, strict=True):
@@ -307,10 +307,10 @@ class Restoring:
 
     def _apply_own(self, options: dict[str, Options]) -> None:
         for path, item in self._content["items"].items():
-            if item["kind"] == kinds.VALUE:
+            if item["kind"] == adapters.VALUE:
                 leaf, saved = self._plan.values[path], item["state"]
                 if isinstance(saved, (dict, list)) and type(leaf.value) is type(saved):
-                    kinds.refill(leaf.value, saved)
+                    adapters.refill(leaf.value, saved)
                 else:
                     leaf.container[leaf.key] = saved
         # The random states come last: code that is called before might draw random numbers.

@@ -12,10 +12,10 @@ import torch
 from torchweft.agent.current import current
 from torchweft.agent.slots import Slot
 from torchweft.checkpoint import background
-from torchweft.checkpoint.asking import Deadline
-from torchweft.checkpoint.attempt import Attempt
+from torchweft.checkpoint.broadcast import Deadline
 from torchweft.checkpoint.gate import StepGate
 from torchweft.checkpoint.plan import Plan
+from torchweft.checkpoint.save_attempt import Attempt
 from torchweft.checkpoint.snapshots import Snapshot
 from torchweft.errors import CallTimeout, ConfigurationError
 from torchweft.ids import WorkerInfo

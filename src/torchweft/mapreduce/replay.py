@@ -18,10 +18,10 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from torchweft.autograd.captures import Captures, place_of, receives_before
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.gradients import Gradients
+from torchweft.autograd.input_gradients import InputGradients, place_of, receives_before
 from torchweft.autograd.modes import PassMode
 from torchweft.autograd.roots import Roots
 from torchweft.autograd.walk import Place
@@ -102,8 +102,8 @@ class Replay:
 
         def attempt(replaced: dict[Place, Tensor]) -> dict[Tensor, Tensor]:
             gradients = Gradients()
-            captures = Captures(self._context(), (), replaced, for_inputs=False)
-            self._run_all(mode, captures, gradients)
+            input_gradients = InputGradients(self._context(), (), replaced, for_inputs=False)
+            self._run_all(mode, input_gradients, gradients)
             return gradients.snapshot()
 
         return self._until_done(attempt, mode)
@@ -112,9 +112,9 @@ class Replay:
         """Returns the gradients of tensors of this worker; ``mode`` is for inputs."""
 
         def attempt(replaced: dict[Place, Tensor]) -> list[Tensor | None]:
-            captures = Captures(self._context(), inputs, replaced)
-            self._run_all(mode, captures)
-            return captures.results()
+            input_gradients = InputGradients(self._context(), inputs, replaced)
+            self._run_all(mode, input_gradients)
+            return input_gradients.results()
 
         return self._until_done(attempt, mode)
 
@@ -122,13 +122,13 @@ class Replay:
         return self._engine.contexts.get(self._context_id)
 
     def _run_all(
-        self, mode: PassMode, captures: Captures, gradients: Gradients | None = None
+        self, mode: PassMode, input_gradients: InputGradients, gradients: Gradients | None = None
     ) -> None:
         self._engine.run_all(
             self._context_id,
             self._roots,
             mode,
-            captures,
+            input_gradients,
             gradients,
             retains_here=bool(self._context().maps),
         )

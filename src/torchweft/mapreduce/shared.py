@@ -18,8 +18,8 @@ from torchweft.errors import ArgumentTypeError, CallCancelled
 from torchweft.mapreduce import trees
 from torchweft.mapreduce.turns import Place, Turns
 from torchweft.rpc.calls import start
+from torchweft.rpc.completion import WhenReady
 from torchweft.rpc.current_call import is_cancelled
-from torchweft.rpc.outcomes import WhenReady
 from torchweft.rpc.own_tensors import own_copy
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.serving import NO_ARGUMENTS, owned

@@ -17,7 +17,7 @@ from torchweft.agent.current import current
 from torchweft.agent.slots import Slot
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
-from torchweft.rpc.outcomes import WhenReady
+from torchweft.rpc.completion import WhenReady
 from torchweft.rpc.serving import method_of
 from torchweft.rpc.strictness import (
     check_called,

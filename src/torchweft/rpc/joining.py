@@ -17,7 +17,7 @@ from torchweft.agent.rendezvous import open_store
 from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.entering import enter_closed, enter_open
+from torchweft.rpc.bootstrap import enter_closed, enter_open
 from torchweft.rpc.node import current_node
 from torchweft.rpc.options import RpcBackendOptions, from_tensorpipe
 from torchweft.rpc.tensorpipe import TensorPipeRpcBackendOptions, warn_of_ignored

@@ -91,7 +91,7 @@ class Node:
         # include the shutdown.
         self._finalize = Finalize(None, self._end_unasked, exitpriority=0)
         worker = self.worker
-        jobs: list[Job] = [worker.references.tick, worker.parcels.tick, worker.unseen.tick]
+        jobs: list[Job] = [worker.references.tick, worker.tensor_messages.tick, worker.unseen.tick]
         jobs += [worker.engine.tick, self.leaving.tick, self.spin_limit.tick, self.waits.tick]
         self.agent.start(jobs, when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
 
@@ -106,7 +106,7 @@ class Node:
         worker = self.worker
         self._tell(
             peer,
-            worker.parcels.peer_lost,
+            worker.tensor_messages.peer_lost,
             self.gatherings.peer_lost,
             worker.engine.peer_lost,
             self.agent.cancelling.peer_lost,
@@ -118,7 +118,9 @@ class Node:
 
     def peer_disconnected(self, peer: Peer) -> None:
         """Tells the parts that a connection has ended while the group is leaving."""
-        self._tell(peer, self.worker.parcels.peer_disconnected, self.leaving.peer_disconnected)
+        self._tell(
+            peer, self.worker.tensor_messages.peer_disconnected, self.leaving.peer_disconnected
+        )
 
     def _tell(self, peer: Peer, *parts: Callable[[Peer], None]) -> None:
         """Calls all of ``parts``; logs the errors of parts, which may run code of the program."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torchweft.agent.parcels import ParcelService
 from torchweft.agent.peers import Outgoing, Peer
 from torchweft.agent.references import ReferenceKeeper
+from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.serialize.objects import Packed
 from torchweft.wire.messages import HandedReference, Kind, encode_compact_call
@@ -20,14 +20,14 @@ class Request:
         "_message_id",
         "_outside",
         "_packed",
-        "_parcels",
         "_peer",
         "_references",
+        "_tensor_messages",
     )
 
     def __init__(
         self,
-        parcels: ParcelService,
+        tensor_messages: TensorMessages,
         references: ReferenceKeeper,
         outside: OutsideRecords,
         peer: Peer,
@@ -37,7 +37,7 @@ class Request:
         message_id: int = 0,
         kind: Kind = Kind.CALL,
     ) -> None:
-        self._parcels = parcels
+        self._tensor_messages = tensor_messages
         self._references = references
         self._outside = outside
         self._peer = peer
@@ -50,7 +50,7 @@ class Request:
     def message(self, number: int) -> Outgoing:
         """Returns the message to send, under the number of its call."""
         packed = self._packed
-        return self._parcels.seal(
+        return self._tensor_messages.encode(
             self._peer,
             self._kind,
             0,

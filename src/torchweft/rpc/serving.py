@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from torchweft import knobs
-from torchweft.agent.parcels import Parcel
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue
 from torchweft.agent.served_calls import current_call
+from torchweft.agent.tensor_messages import TensorMessage
 from torchweft.arguments import did_you_mean
 from torchweft.autograd.arrivals import NO_GRAD
 from torchweft.autograd.contexts import enter, set_current_id
@@ -24,7 +24,7 @@ from torchweft.errors import (
     QueueFull,
     UnknownFunction,
 )
-from torchweft.rpc.outcomes import Call, WhenReady, settle
+from torchweft.rpc.completion import Call, WhenReady, settle
 from torchweft.rpc.strictness import reference_in
 from torchweft.rpc.worker import Worker, current_worker
 from torchweft.serialize.functions import resolve
@@ -56,7 +56,7 @@ def install(worker: Worker) -> None:
             if call.frame.flags == COMPACT:
                 _serve_compact(worker, peer, call)
             else:
-                _serve_parcel(worker, peer, call)
+                _serve_tensor_message(worker, peer, call)
         except ProtocolError as error:  # Errors of the function are its answer.
             worker.agent.receiver.turn_away(peer, error)
         except BaseException as error:  # Before the function ran, or after it answered.
@@ -82,21 +82,21 @@ def cancel_creations(worker: Worker, peer: Peer) -> None:
     worker.agent.cancelling.end_creations(making, peer)
 
 
-def _serve_parcel(worker: Worker, peer: Peer, call: Call) -> None:
+def _serve_tensor_message(worker: Worker, peer: Peer, call: Call) -> None:
     """Runs one call; its errors become its answer."""
     frame, call.frame = call.frame, None
     assert frame is not None
-    parcel = worker.parcels.read(frame)
+    message = worker.tensor_messages.read(frame)
     del frame
-    head = decode_call_head(parcel.head)
+    head = decode_call_head(message.head)
     call.function, call.context_id = head.function, head.context_id
     if not call.begins(head.creation, head.remaining_s, time.monotonic()):
-        worker.parcels.discard(peer, parcel)
+        worker.tensor_messages.discard(peer, message)
         worker.refuse(peer, head.references, head.context_id, head.message_id)
         return
-    if parcel.channel_table:
+    if message.channel_table:
         try:
-            worker.parcels.fetch(peer, parcel)
+            worker.tensor_messages.fetch(peer, message)
         except Exception as error:
             worker.refuse(peer, head.references, head.context_id, head.message_id)
             call(None, error)
@@ -108,10 +108,10 @@ def _serve_parcel(worker: Worker, peer: Peer, call: Call) -> None:
     before = current_call.set(call)
     try:
         if not head.context_id or head.context_id == NO_GRAD:
-            _run(worker, peer, head, parcel, call)
+            _run(worker, peer, head, message, call)
             return
         with enter(head.context_id):
-            _run(worker, peer, head, parcel, call)
+            _run(worker, peer, head, message, call)
     finally:
         current_call.reset(before)
         if was_slow != (time.monotonic() - began_s > SLOW_S):
@@ -134,10 +134,10 @@ def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
         remaining_s, creation, context_id, message_id, *_ = decode_compact_call(frame.control)
         worker.give_back(peer, context_id, message_id)
     else:
-        parcel = worker.parcels.read(frame)
-        head = decode_call_head(parcel.head)
+        message = worker.tensor_messages.read(frame)
+        head = decode_call_head(message.head)
         remaining_s, creation, context_id = head.remaining_s, head.creation, head.context_id
-        worker.parcels.discard(peer, parcel)
+        worker.tensor_messages.discard(peer, message)
         worker.refuse(peer, head.references, head.context_id, head.message_id)
     call.context_id = context_id
     if call.begins(creation, remaining_s, time.monotonic()):
@@ -186,25 +186,25 @@ def _note_speed(worker: Worker, name: bytes, was_slow: bool) -> None:
         worker.slow.add(name)
 
 
-def _run(worker: Worker, peer: Peer, head: CallHead, parcel: Parcel, call: Call) -> None:
+def _run(worker: Worker, peer: Peer, head: CallHead, message: TensorMessage, call: Call) -> None:
     try:
         content = worker.open_content(
-            peer, parcel, head.references, head.context_id, head.message_id
+            peer, message, head.references, head.context_id, head.message_id
         )
         if isinstance(content, torch.Tensor):
             raise ArgumentTypeError(NO_ARGUMENTS)
         if head.function:
-            find = resolve if parcel.is_local else worker.reader.resolve
+            find = resolve if message.is_local else worker.reader.resolve
             (args, kwargs), function = content, find(head.function)
         else:
             args, kwargs, function = content
-            if not parcel.is_local:
+            if not message.is_local:
                 worker.reader.check_called(function)
             call.function = function
         if isinstance(args, torch.Tensor):
             raise ArgumentTypeError(NO_ARGUMENTS)
         del content
-        parcel.buffers = ()  # Free them with the arguments, before an equally large answer.
+        message.buffers = ()  # Free them with the arguments, before an equally large answer.
         result = function(*args, **kwargs)
         del args, kwargs
     except BaseException as error:

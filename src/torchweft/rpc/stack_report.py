@@ -44,7 +44,7 @@ from torchweft.wire.messages import (
     Kind,
     decode_call_head,
     decode_compact_call,
-    decode_parcel,
+    decode_tensor_message,
 )
 
 NAME = "torchweft.rpc.stacks"
@@ -282,7 +282,7 @@ def _named_in(frame: Frame) -> bytes:
         if frame.flags == COMPACT:
             _, _, _, _, name, _ = decode_compact_call(frame.control)
             return name
-        return decode_call_head(decode_parcel(frame.control).head).function
+        return decode_call_head(decode_tensor_message(frame.control).head).function
     except ProtocolError:
         return b"what no worker asks for"
 

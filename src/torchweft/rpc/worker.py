@@ -15,17 +15,17 @@ from torch import Tensor
 from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
-from torchweft.agent.parcels import Parcel, ParcelService
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
 from torchweft.agent.slots import Slot
+from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
 from torchweft.autograd.arrivals import NO_GRAD, Arrivals
 from torchweft.autograd.contexts import Context, Contexts, current_id
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.envelopes import flags_in
 from torchweft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceGone
 from torchweft.protocol.membership import why_not_by_value
-from torchweft.rpc import others
+from torchweft.rpc import external_values
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.own_tensors import own_copy
@@ -81,11 +81,13 @@ class Worker:
         self.reference_type = reference_type
         self.copies_own = copies_own
         self.reader = reader
-        self.parcels = ParcelService(agent)
+        self.tensor_messages = TensorMessages(agent)
         self.references = ReferenceKeeper(agent)
-        self.engine = Engine(agent, self.parcels, reader)
+        self.engine = Engine(agent, self.tensor_messages, reader)
         # Hot path (once per call with tensors): a partial, not a Python function.
-        self._new_request = partial(Request, self.parcels, self.references, self.engine.outside)
+        self._new_request = partial(
+            Request, self.tensor_messages, self.references, self.engine.outside
+        )
         self.contexts: Contexts = self.engine.contexts
         self.arrivals = Arrivals(self.engine.outside, warns_of_lost_gradients)
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
@@ -94,7 +96,7 @@ class Worker:
         self._encoders: dict[int, Callable[[Any], bytes | None]] = {}
         self._packers: dict[int, Callable[[object], Packed]] = {}
         agent.members.on_joined(self._learn_to_encode)
-        self._decode_other = others.decoder(reader, self.references, reference_type)
+        self._decode_other = external_values.decoder(reader, self.references, reference_type)
         self.slow: set[bytes] = set()
         """Names of functions whose last run was slow; see ``serving.SLOW_S``."""
         self.has_left = False
@@ -107,7 +109,7 @@ class Worker:
         agent.receiver.discard = self.discard_reply
 
     def _learn_to_encode(self, peer: Peer) -> None:
-        self._encoders[peer.id] = others.encoder(peer)
+        self._encoders[peer.id] = external_values.encoder(peer)
         by_name = peer.main_by_name
         if peer.registration.is_strict and not peer.is_self:
             self._packers[peer.id] = partial(pack_plain, main_by_name=by_name)
@@ -123,7 +125,7 @@ class Worker:
         """
         end_s = time.monotonic() + limit_s
         self.coroutines.close(limit_s)
-        self.parcels.close(end_s - time.monotonic())
+        self.tensor_messages.close(end_s - time.monotonic())
 
     # Requests
 
@@ -287,7 +289,7 @@ class Worker:
     def open_content(
         self,
         peer: Peer,
-        parcel: Parcel,
+        message: TensorMessage,
         references: Sequence[HandedReference],
         context_id: int,
         message_id: int,
@@ -296,13 +298,13 @@ class Worker:
         """Returns the object in a message, with its references and tensors in place."""
         externals: Sequence[object]
         read = self.reader.unpack
-        if parcel.is_local:
-            assert parcel.externals is not None
-            externals, read = parcel.externals, unpack
+        if message.is_local:
+            assert message.externals is not None
+            externals, read = message.externals, unpack
         else:
             externals = [self._receive(handed, peer) for handed in references]
-        tensors = self._receive_tensors(peer, parcel, context_id, message_id, is_answer)
-        return read(parcel.payload, tensors, externals)
+        tensors = self._receive_tensors(peer, message, context_id, message_id, is_answer)
+        return read(message.payload, tensors, externals)
 
     def _receive(self, handed: HandedReference, sender: Peer) -> Handle:
         if not self.references.received(handed, sender):
@@ -312,10 +314,10 @@ class Worker:
         return self.reference_type.from_received(self.references, handed.reference)
 
     def _receive_tensors(
-        self, peer: Peer, parcel: Parcel, context_id: int, message_id: int, is_answer: bool
+        self, peer: Peer, message: TensorMessage, context_id: int, message_id: int, is_answer: bool
     ) -> list[Tensor]:
         if peer.is_self:
-            tensors = parcel.tensors(detached=False)
+            tensors = message.tensors(detached=False)
             if not self.copies_own:
                 return tensors
             keeps = self.arrivals.keeps_graphs
@@ -323,21 +325,26 @@ class Worker:
         context = self._context_of(context_id, peer) if context_id else None
         if context is None or not message_id:
             try:
-                tensors = parcel.tensors(detached=False)
-                if parcel.some_are_computed:
-                    self._place_computed(peer, parcel, tensors, context_id, message_id)
+                tensors = message.tensors(detached=False)
+                if message.some_are_computed:
+                    self._place_computed(peer, message, tensors, context_id, message_id)
                 return tensors
             except BaseException:
                 self.give_back(peer, context_id, message_id)
                 raise
-        tensors = parcel.tensors(detached=True)
-        return context.record_receive(message_id, peer.id, tensors, flags_in(parcel), is_answer)
+        tensors = message.tensors(detached=True)
+        return context.record_receive(message_id, peer.id, tensors, flags_in(message), is_answer)
 
     def _place_computed(
-        self, peer: Peer, parcel: Parcel, tensors: list[Tensor], context_id: int, message_id: int
+        self,
+        peer: Peer,
+        message: TensorMessage,
+        tensors: list[Tensor],
+        context_id: int,
+        message_id: int,
     ) -> None:
         """Marks tensors with a graph at the sender, in a message outside of contexts."""
-        flags = parcel.flags()
+        flags = message.flags()
         computed = [place for place, flag in enumerate(flags) if flag.is_computed]
         for place in computed:
             if flags[place].is_shared:  # As in a context: separate graphs need separate memory.
@@ -401,7 +408,9 @@ class Worker:
         self.note_failure(peer, error)
         payload = self.pack_error(peer, error)
         head = encode_reply_head(ReplyHead(0, 0, ()))
-        message = self.parcels.seal(peer, Kind.REPLY, ERROR_REPLY, number, head, payload, ())
+        message = self.tensor_messages.encode(
+            peer, Kind.REPLY, ERROR_REPLY, number, head, payload, ()
+        )
         try:
             self.agent.sender.send(peer, message)
         except (ConnectionError, NotInitialized):
@@ -434,13 +443,13 @@ class Worker:
         peer = self.agent.peers[call.worker]
         if frame.flags == COMPACT:
             return self._compact_result(peer, frame)
-        parcel = self.parcels.open(peer, frame)
+        message = self.tensor_messages.decode(peer, frame)
         if frame.flags == ERROR_REPLY:
-            read = unpack_error if parcel.is_local else self.reader.unpack_error
-            raise self.as_raised_here(read(bytes(parcel.payload)))
-        head = decode_reply_head(parcel.head)
+            read = unpack_error if message.is_local else self.reader.unpack_error
+            raise self.as_raised_here(read(bytes(message.payload)))
+        head = decode_reply_head(message.head)
         return self.open_content(
-            peer, parcel, head.references, head.context_id, head.message_id, is_answer=True
+            peer, message, head.references, head.context_id, head.message_id, is_answer=True
         )
 
     def _compact_result(self, peer: Peer, frame: Frame) -> Any:
@@ -461,10 +470,10 @@ class Worker:
                 context_id, message_id, _ = decode_compact_reply(frame.control)
                 self.give_back(peer, context_id, message_id)
                 return
-            parcel = self.parcels.read(frame)
-            self.parcels.discard(peer, parcel)
-            if not parcel.is_local:
-                head = decode_reply_head(parcel.head)
+            message = self.tensor_messages.read(frame)
+            self.tensor_messages.discard(peer, message)
+            if not message.is_local:
+                head = decode_reply_head(message.head)
                 self.refuse(peer, head.references, head.context_id, head.message_id)
         except ProtocolError:
             _log.debug("a late reply of worker %r cannot be read", peer.name)

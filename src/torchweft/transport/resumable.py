@@ -26,7 +26,7 @@ from typing import Protocol
 
 from torchweft.errors import ProtocolError
 from torchweft.runtime import interrupts
-from torchweft.transport.hearing import is_unanswered, silence_s
+from torchweft.transport.keepalive import is_unanswered, silence_s
 from torchweft.transport.link import READ_TICK_S, SEND_PATIENCE_S, Link, LinkClosed, advance, tune
 from torchweft.transport.spinning import Spinning
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame

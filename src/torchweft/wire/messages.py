@@ -1,7 +1,7 @@
 """The closed set of messages, and the fixed heads of those that carry tensors.
 
-Every message is one frame. ``CALL`` and the other messages with tensors are *parcels*: a head of
-fixed layout, a pickled payload, and two tables that describe the tensors::
+Every message is one frame. ``CALL`` and the other messages with tensors are *tensor messages*: a
+head of fixed layout, a pickled payload, and two tables that describe the tensors::
 
     head length u32 | payload length u32 | tensor table length u32 | channel table length u32
     head | payload | tensor table | channel table
@@ -72,8 +72,8 @@ _LENGTH_LIMIT = 1 << 32
 NO_CREATION = -1
 
 
-class ParcelSections(NamedTuple):
-    """The four sections of a parcel's control part."""
+class TensorMessageSections(NamedTuple):
+    """The four sections of a tensor message's control part."""
 
     head: Buffer
     payload: Buffer
@@ -81,8 +81,10 @@ class ParcelSections(NamedTuple):
     channel_table: Buffer
 
 
-def encode_parcel(head: bytes, payload: bytes, tensor_table: bytes, channel_table: bytes) -> bytes:
-    """Joins the sections of a parcel's control part."""
+def encode_tensor_message(
+    head: bytes, payload: bytes, tensor_table: bytes, channel_table: bytes
+) -> bytes:
+    """Joins the sections of a tensor message's control part."""
     try:
         lengths = _LENGTHS.pack(len(head), len(payload), len(tensor_table), len(channel_table))
     except struct.error:
@@ -93,21 +95,23 @@ def encode_parcel(head: bytes, payload: bytes, tensor_table: bytes, channel_tabl
     return b"".join((lengths, head, payload, tensor_table, channel_table))
 
 
-def decode_parcel(control: Buffer) -> ParcelSections:
-    """Takes a parcel's control part apart.
+def decode_tensor_message(control: Buffer) -> TensorMessageSections:
+    """Takes a tensor message's control part apart.
 
     Raises:
         ProtocolError: The lengths do not add up to the size of the control part.
     """
     if len(control) < _LENGTHS.size:
-        raise ProtocolError(f"a parcel of {len(control)} bytes is shorter than its own head")
+        raise ProtocolError(
+            f"a tensor message of {len(control)} bytes is shorter than its own head"
+        )
     head, payload, table, channels = _LENGTHS.unpack_from(control)
     head_end = _LENGTHS.size + head
     payload_end = head_end + payload
     table_end = payload_end + table
     if table_end + channels != len(control):
-        raise ProtocolError("the sections of a parcel do not add up to its length")
-    return ParcelSections(
+        raise ProtocolError("the sections of a tensor message do not add up to its length")
+    return TensorMessageSections(
         control[_LENGTHS.size : head_end],
         control[head_end:payload_end],
         control[payload_end:table_end],

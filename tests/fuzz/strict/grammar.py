@@ -53,8 +53,8 @@ from torchweft.wire.messages import (
     encode_call_head,
     encode_compact_call,
     encode_ints,
-    encode_parcel,
     encode_reply_head,
+    encode_tensor_message,
 )
 
 _PROGRAM = "tests.fuzz.strict.program"
@@ -130,7 +130,7 @@ class Grammar:
         name, args = self._call(is_compact=True)
         values = compact.encode(args, [], self._compact_other) if type(args) is tuple else None
         if values is None:
-            return self._parcel_call(name, args)
+            return self._tensor_message_call(name, args)
         creation = self._creation()
         context_id, message_id = self._context()
         return encode_compact_call(
@@ -144,7 +144,7 @@ class Grammar:
             return b"r" + struct.pack("<qqq", *value.id)
         return None
 
-    def _parcel_call(self, name: bytes | None = None, args: Any = None) -> bytes:
+    def _tensor_message_call(self, name: bytes | None = None, args: Any = None) -> bytes:
         if name is None:
             name, args = self._call(is_compact=False)
         chance = self.chance
@@ -158,9 +158,9 @@ class Grammar:
         head = encode_call_head(
             CallHead(self._seconds(), self._creation(), *self._context(), name, tuple(self._handed))
         )
-        return self._parcel(Kind.CALL, 0, self._number(), head, payload, tensors)
+        return self._tensor_message(Kind.CALL, 0, self._number(), head, payload, tensors)
 
-    def _parcel(
+    def _tensor_message(
         self,
         kind: Kind,
         flags: int,
@@ -172,7 +172,7 @@ class Grammar:
         table, flat = describe(tensors) if tensors else (b"", [])
         table, buffers = self._lie(table), [as_memory(each) for each in flat]
         channels = b"" if self.chance.random() < 0.97 else self.chance.randbytes(24)
-        control = encode_parcel(head, payload, table, channels)
+        control = encode_tensor_message(head, payload, table, channels)
         return _joined(encode_frame(kind, flags, number, control, buffers))
 
     def _lie(self, table: bytes) -> bytes:
@@ -193,9 +193,9 @@ class Grammar:
         if self.chance.random() < 0.5:
             payload, tensors = self._payload(self.value(3))
             head = encode_reply_head(ReplyHead(*self._context(), tuple(self._handed)))
-            return self._parcel(Kind.REPLY, 0, self._number(), head, payload, tensors)
+            return self._tensor_message(Kind.REPLY, 0, self._number(), head, payload, tensors)
         head = encode_reply_head(ReplyHead(0, 0, ()))
-        return self._parcel(Kind.REPLY, ERROR_REPLY, self._number(), head, self.error(), [])
+        return self._tensor_message(Kind.REPLY, ERROR_REPLY, self._number(), head, self.error(), [])
 
     def _gradients(self) -> bytes:
         values = [self._gradient() for _ in range(self.chance.choice((1, 1, 2)))]
@@ -212,7 +212,7 @@ class Grammar:
                 encode_frame(Kind.GRADIENTS, flags | codec.COMPACT, name.pass_id, head + encoded)
             )
         payload, tensors = self._payload(values)
-        return self._parcel(Kind.GRADIENTS, flags, name.pass_id, head, payload, tensors)
+        return self._tensor_message(Kind.GRADIENTS, flags, name.pass_id, head, payload, tensors)
 
     def _gradient(self) -> Any:
         if self.chance.random() < 0.6:
@@ -673,7 +673,7 @@ _NODES: tuple[Callable[[Grammar, int], Any], ...] = (
 )
 _FRAMES: tuple[Any, ...] = (
     *[Grammar._compact_call] * 8,
-    *[Grammar._parcel_call] * 14,
+    *[Grammar._tensor_message_call] * 14,
     *[Grammar._gradients] * 4,
     *[Grammar._backward] * 2,
     *(Grammar._reply, Grammar._references, Grammar._integers, Grammar._other),

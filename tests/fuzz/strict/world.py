@@ -190,7 +190,7 @@ class World:
         self.agent.calls.expire(time.monotonic() + 60)
 
     def _peer_lost(self, peer: Peer) -> None:
-        self.worker.parcels.peer_lost(peer)
+        self.worker.tensor_messages.peer_lost(peer)
         self.gatherings.peer_lost(peer)
         self.worker.engine.peer_lost(peer)
         self.agent.cancelling.peer_lost(peer)

@@ -18,19 +18,19 @@ from torchweft.wire.messages import (
     decode_compact_call,
     decode_compact_reply,
     decode_ints,
-    decode_parcel,
     decode_reply_head,
+    decode_tensor_message,
     encode_call_head,
     encode_compact_call,
     encode_compact_reply,
     encode_ints,
-    encode_parcel,
     encode_reply_head,
+    encode_tensor_message,
 )
 
 
-def _parcel(data: memoryview) -> bytes:
-    return encode_parcel(*[bytes(section) for section in decode_parcel(data)])
+def _tensor_message(data: memoryview) -> bytes:
+    return encode_tensor_message(*[bytes(section) for section in decode_tensor_message(data)])
 
 
 def _compact_call(data: memoryview) -> bytes:
@@ -45,7 +45,7 @@ def _compact_reply(data: memoryview) -> bytes:
 
 
 _TRIPS: tuple[Callable[[memoryview], bytes], ...] = (
-    _parcel,
+    _tensor_message,
     lambda data: encode_call_head(decode_call_head(data)),
     lambda data: encode_reply_head(decode_reply_head(data)),
     lambda data: encode_ints(*decode_ints(data)),
@@ -75,8 +75,8 @@ def seeds() -> list[bytes]:
     reply = encode_reply_head(ReplyHead(3, 4, (handed,)))
     compact_call = encode_compact_call(1, 2.0, 3, 4, 5, b"module:name", b"values")
     return [
-        b"\0" + encode_parcel(call, b"payload", b"table", b"channels"),
-        b"\0" + encode_parcel(b"", b"", b"", b""),
+        b"\0" + encode_tensor_message(call, b"payload", b"table", b"channels"),
+        b"\0" + encode_tensor_message(b"", b"", b"", b""),
         b"\1" + call,
         b"\1" + simple,
         b"\2" + reply,

@@ -1,7 +1,7 @@
 """All that a member of the group can send, from the socket down to what is done with a message.
 
 Frames are cut out of a stream and decoded by their kinds, as the handlers of a worker do it. The
-payload of a parcel is a pickle and stays unread: members may send pickles.
+payload of a tensor message is a pickle and stays unread: members may send pickles.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from torchweft.wire.messages import (
     CallHead,
     HandedReference,
     Kind,
-    ParcelSections,
     ReplyHead,
+    TensorMessageSections,
     decode_call_head,
     decode_compact_call,
     decode_compact_reply,
     decode_ints,
-    decode_parcel,
     decode_reply_head,
+    decode_tensor_message,
     encode_call_head,
     encode_compact_call,
     encode_compact_reply,
     encode_ints,
-    encode_parcel,
     encode_reply_head,
+    encode_tensor_message,
 )
 
 _RECEIVE_BYTES = 256
@@ -47,8 +47,8 @@ _LIMIT_BYTES = 4096
 _MAY_RAISE = (ProtocolError, SerializationError)
 
 
-def _read_parcel(control: Buffer, buffers: list[Buffer]) -> ParcelSections:
-    sections = decode_parcel(control)
+def _read_tensor_message(control: Buffer, buffers: list[Buffer]) -> TensorMessageSections:
+    sections = decode_tensor_message(control)
     sizes = [len(buffer) for buffer in buffers]
     table = decode_table(sections.channel_table, sizes, _LIMIT_BYTES)
     if not table.entries and sections.tensor_table:
@@ -62,7 +62,7 @@ def _read_call(frame: Frame) -> None:
         *_, start = decode_compact_call(frame.control)
         compact.decode(frame.control, start, [], bytes)
     else:
-        decode_call_head(_read_parcel(frame.control, list(frame.buffers)).head)
+        decode_call_head(_read_tensor_message(frame.control, list(frame.buffers)).head)
 
 
 def _read_reply(frame: Frame) -> None:
@@ -70,7 +70,7 @@ def _read_reply(frame: Frame) -> None:
         *_, start = decode_compact_reply(frame.control)
         compact.decode(frame.control, start, [], bytes)
     else:
-        decode_reply_head(_read_parcel(frame.control, list(frame.buffers)).head)
+        decode_reply_head(_read_tensor_message(frame.control, list(frame.buffers)).head)
 
 
 def _read_gradients(frame: Frame) -> None:
@@ -78,7 +78,7 @@ def _read_gradients(frame: Frame) -> None:
     if frame.flags & codec.COMPACT:
         compact.decode(frame.control, start, [], bytes)
     else:
-        _read_parcel(frame.control[start:], list(frame.buffers))
+        _read_tensor_message(frame.control[start:], list(frame.buffers))
 
 
 _READERS: dict[int, Callable[[Frame], object]] = {
@@ -144,14 +144,14 @@ def seeds() -> list[bytes]:
     name = codec.PassName(1, 7, 2, PassMode())
     head = codec.encode_head(name, Gradients(8, [], Progress([3], [4], [], [5])))
     whole = [
-        _frame(Kind.CALL, 0, encode_parcel(call, b"pickle", table, b""), buffers),
-        _frame(Kind.CALL, 0, encode_parcel(call, b"pickle", table, fetched), []),
-        _frame(Kind.REPLY, 0, encode_parcel(reply, b"pickle", table, b""), buffers),
+        _frame(Kind.CALL, 0, encode_tensor_message(call, b"pickle", table, b""), buffers),
+        _frame(Kind.CALL, 0, encode_tensor_message(call, b"pickle", table, fetched), []),
+        _frame(Kind.REPLY, 0, encode_tensor_message(reply, b"pickle", table, b""), buffers),
         encode_compact_call(7, 1.0, 2, 3, 4, b"module:name", values),
         encode_compact_reply(7, 3, 4, values),
         _frame(Kind.REFERENCES, 0, references.encode([references.Handed(3)]), []),
         _frame(Kind.BACKWARD, 0, codec.encode(name, Abort()), []),
-        _frame(Kind.GRADIENTS, 0, head + encode_parcel(b"", b"", table, b""), buffers),
+        _frame(Kind.GRADIENTS, 0, head + encode_tensor_message(b"", b"", table, b""), buffers),
         _frame(Kind.GRADIENTS, codec.COMPACT, head + values, []),
         *[_frame(kind, 0, encode_ints(5), []) for kind in (Kind.PULLED, Kind.SUPPLY)],
         *[_frame(kind, 0, encode_ints(1), []) for kind in (Kind.RELEASE_CONTEXT, Kind.SHUTDOWN)],

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.members import Members
-from torchweft.agent.parcels import ParcelService
 from torchweft.agent.peers import Peer
 from torchweft.agent.protection import Protection
 from torchweft.agent.references import ReferenceKeeper
+from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.protocol.connecting import Patience, Terms
 from torchweft.protocol.membership import Registration
 from torchweft.transport.addresses import Address, listen_tcp, listen_unix
@@ -32,7 +32,7 @@ class Member:
         self.agent = agent
         self.listener = listener
         self.address = address
-        self.parcels = ParcelService(agent)
+        self.tensor_messages = TensorMessages(agent)
         self.references = ReferenceKeeper(agent)
 
     def peer(self, other: Member) -> Peer:
@@ -59,13 +59,13 @@ class Member:
         self.agent.start([self.references.tick], when_lost=self._peer_lost)
 
     def _peer_lost(self, peer: Peer) -> None:
-        self.parcels.peer_lost(peer)
+        self.tensor_messages.peer_lost(peer)
         self.agent.cancelling.peer_lost(peer)
         self.references.peer_lost(peer)
         self.agent.tell_watchers(peer)
 
     def close(self) -> None:
-        self.parcels.close()
+        self.tensor_messages.close()
         self.agent.close()
 
 

@@ -12,7 +12,7 @@ from tests.unit.agent.group import KEY, LIMIT_S, TOKEN, Member, group_of, wait_u
 from torchweft import knobs
 from torchweft.errors import WorkerLost
 from torchweft.secret import Secret
-from torchweft.transport import addresses, neighbours
+from torchweft.transport import addresses, peer_credentials
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
 from torchweft.wire.messages import Kind
 
@@ -211,7 +211,7 @@ def test_without_a_secret_other_users_are_turned_away(
     with group_of(1, over=over) as [member]:
         member.agent._connector.has_secret = has_secret
         member.start()
-        monkeypatch.setattr(neighbours, "user_of", lambda connection: user)
+        monkeypatch.setattr(peer_credentials, "user_of", lambda connection: user)
         with dial(member) as connection:
             if is_let_in:
                 Handshake.dial(connection, KEY, time.monotonic() + LIMIT_S)

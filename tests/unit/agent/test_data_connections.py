@@ -16,8 +16,8 @@ import torch
 from tests.unit.agent.group import KEY, Member, group_of, wait_until
 from torchweft import knobs
 from torchweft.agent.data_connections import DataConnections
-from torchweft.agent.parcels import Parcel
 from torchweft.agent.peers import Peer
+from torchweft.agent.tensor_messages import TensorMessage
 from torchweft.channel.table import STRIPED, ChannelKind
 from torchweft.errors import NotInitialized, WorkerLost
 from torchweft.secret import Secret
@@ -62,27 +62,27 @@ class Opened:
         self._opens = opens
         self._came = threading.Semaphore(0)
         self.begun = threading.Event()
-        self.parcel: Parcel | None = None
+        self.message: TensorMessage | None = None
         self.error: Exception | None = None
         member.agent.receiver.on(Kind.CALL, self._on_call, inline=False)
 
     def _on_call(self, peer: Peer, frame: Frame) -> None:
         self.begun.set()
         try:
-            self.parcel = self._member.parcels.read(frame)
+            self.message = self._member.tensor_messages.read(frame)
             if self._opens:
-                self._member.parcels.fetch(peer, self.parcel)
+                self._member.tensor_messages.fetch(peer, self.message)
             else:
-                self._member.parcels.discard(peer, self.parcel)
+                self._member.tensor_messages.discard(peer, self.message)
         except Exception as error:
             self.error = error
         self._came.release()
 
-    def next(self) -> Parcel:
+    def next(self) -> TensorMessage:
         assert self._came.acquire(timeout=LIMIT_S)
         assert self.error is None, self.error
-        assert self.parcel is not None
-        return self.parcel
+        assert self.message is not None
+        return self.message
 
     def failure(self) -> Exception:
         assert self._came.acquire(timeout=LIMIT_S)
@@ -91,7 +91,7 @@ class Opened:
 
 
 def data_of(member: Member) -> DataConnections:
-    source = member.parcels.sources[STRIPED]
+    source = member.tensor_messages.sources[STRIPED]
     assert isinstance(source, DataConnections)
     return source
 
@@ -102,7 +102,7 @@ def send(sender: Member, to: Member, *tensors: torch.Tensor) -> None:
         sender.agent.connect(peer)
         wait_until(lambda: peer.channels.channel_for(NEVER_BYTES // 2) == STRIPED)
     sender.agent.sender.send(
-        peer, sender.parcels.seal(peer, Kind.CALL, 0, 7, b"head", b"", tensors)
+        peer, sender.tensor_messages.encode(peer, Kind.CALL, 0, 7, b"head", b"", tensors)
     )
 
 
@@ -231,7 +231,7 @@ def test_tensors_come_whatever_breaks_and_nothing_is_left(over: str) -> None:
             arrived = opened.next().tensors(detached=False)
             assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
             del sent, arrived
-        opened.parcel = None
+        opened.message = None
         assert first.peer(second).lost is second.peer(first).lost is None
         sending, receiving = (
             data_of(a)._of(a.peer(b)) for a, b in ((first, second), (second, first))
@@ -312,7 +312,7 @@ def test_what_does_not_come_for_long_is_asked_for_again(
     assert "nothing came for" in caplog.text
     assert second.peer(first).lost is None
     assert data_of(first)._of(first.peer(second)).kept == {}
-    opened.parcel = None
+    opened.message = None
     wait_until(lambda: second.agent.pool.statistics().leased_count == 0)
 
 

@@ -13,7 +13,7 @@ from tests.unit.transport.reading import not_main, reading  # noqa: F401
 from torchweft import knobs
 from torchweft.agent.acceptor import Acceptor
 from torchweft.agent.connector import Connector
-from torchweft.agent.dial_errors import Speechless
+from torchweft.agent.dial_errors import HandshakeTimeout
 from torchweft.agent.peers import Peer, Unreachable
 from torchweft.channel.choice import Capabilities, describe
 from torchweft.channel.cma import Nonce
@@ -228,7 +228,7 @@ def test_a_peer_that_listens_and_does_not_speak_is_waited_for_and_not_lost(
     """Its system accepts the connection: it is busy, or stopped."""
     sides = make_sides(0.02)
     began_s = time.monotonic()
-    with pytest.raises(Speechless, match=r"too long|timed out"):
+    with pytest.raises(HandshakeTimeout, match=r"too long|timed out"):
         sides[0].connector.connect(sides[0].peers[1], began_s + 0.3)
     assert time.monotonic() - began_s < 0.3 + LIMIT_S / 2
     assert sides[0].peers[1].lost is None

@@ -143,11 +143,11 @@ def test_a_member_gives_idle_memory_back() -> None:
         pool.share(MIB)
         member.agent.pool.lease(MIB)
         assert (pool.trim(100.0), member.agent.pool.trim(100.0)) == (0, 0)
-        assert member.parcels.tick(5.0) == 5.0
+        assert member.tensor_messages.tick(5.0) == 5.0
         assert pool.statistics().resident_bytes == 0
         assert member.agent.pool.statistics().idle_bytes == 0
 
 
 def test_idle_memory_is_looked_for_now_and_then() -> None:
     with knobs.POOL_IDLE_S.override(8.0), group_of(1) as [member]:
-        assert [member.parcels.tick(now_s) for now_s in (1.0, 4.9, 5.0)] == [5.0, 5.0, 9.0]
+        assert [member.tensor_messages.tick(now_s) for now_s in (1.0, 4.9, 5.0)] == [5.0, 5.0, 9.0]

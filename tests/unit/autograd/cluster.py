@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchweft.autograd.captures import Captures
 from torchweft.autograd.contexts import Context, flags_of
 from torchweft.autograd.envelopes import recorded_flags
 from torchweft.autograd.failures import operation_of
 from torchweft.autograd.gradients import Gradient
 from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.input_gradients import InputGradients
 from torchweft.autograd.modes import PassMode
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.roots import Roots, roots_of
@@ -133,13 +133,13 @@ class Cluster(World):
         """Returns the gradients of tensors of one worker; None for those that are not used."""
         retain = create_graph if retain_graph is None else retain_graph
         mode = PassMode(retain, create_graph, for_inputs=True)
-        captures = Captures(self.contexts[driver], inputs)
+        input_gradients = InputGradients(self.contexts[driver], inputs)
         roots = roots_of(outputs, grad_outputs, what="output")
-        if captures.goes_on:
+        if input_gradients.goes_on:
             mode = mode._replace(retain_graph=True)
-        for start in itertools.chain([roots], captures.further_roots()):
-            _Pass(self, driver, mode, captures=captures).run(start)
-        return captures.results()
+        for start in itertools.chain([roots], input_gradients.further_roots()):
+            _Pass(self, driver, mode, input_gradients=input_gradients).run(start)
+        return input_gradients.results()
 
 
 class _OnTheWay(NamedTuple):
@@ -158,7 +158,7 @@ class _Pass:
     driver_id: int
     mode: PassMode
     on_message: OnMessage | None = None
-    captures: Captures | None = None
+    input_gradients: InputGradients | None = None
     network: list[_OnTheWay] = field(default_factory=list)
     is_complete: bool = False
 
@@ -169,7 +169,7 @@ class _Pass:
             LocalPass(
                 context,
                 self.mode,
-                captures=self.captures if context.worker == self.driver_id else None,
+                input_gradients=self.input_gradients if context.worker == self.driver_id else None,
                 outside=self.cluster.outside[context.worker] if self.cluster.outside else None,
             )
             for context in contexts

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweft.autograd.captures import place_of
 from torchweft.autograd.contexts import REQUIRES_GRAD, Context
+from torchweft.autograd.input_gradients import place_of
 from torchweft.autograd.modes import PassMode
 from torchweft.autograd.roots import roots_of
 from torchweft.errors import AutogradError, WorkerLost
@@ -39,9 +39,15 @@ class Engine:
         self._outcomes = list(outcomes)
 
     def run_all(
-        self, context_id: int, roots: Any, mode: Any, captures: Any, gradients: Any, **others: Any
+        self,
+        context_id: int,
+        roots: Any,
+        mode: Any,
+        input_gradients: Any,
+        gradients: Any,
+        **others: Any,
     ) -> None:
-        replaced = dict(captures._replaced)
+        replaced = dict(input_gradients._replaced)
         self.attempts.append({"replaced": replaced, "gradients": gradients, **others})
         if gradients is not None:
             gradients.add(LEAF, torch.ones(()))

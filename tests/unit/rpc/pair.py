@@ -73,7 +73,7 @@ class Pair:
 
 
 def _peer_lost(worker: Worker, peer: Peer) -> None:
-    worker.parcels.peer_lost(peer)
+    worker.tensor_messages.peer_lost(peer)
     worker.agent.cancelling.peer_lost(peer)
     worker.references.peer_lost(peer)
     serving.cancel_creations(worker, peer)

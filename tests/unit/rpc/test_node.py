@@ -19,7 +19,7 @@ from torchweft.rpc.node import Node
 from torchweft.rpc.options import RpcBackendOptions
 
 ORDER = [
-    "parcels",
+    "tensor_messages",
     "gatherings",
     "engine",
     "cancelling",
@@ -45,7 +45,7 @@ class Pair:
         self.during: Callable[[str], None] = lambda part: None
         worker = self.node.worker
         for name, part, method in (
-            ("parcels", worker.parcels, "peer_lost"),
+            ("tensor_messages", worker.tensor_messages, "peer_lost"),
             ("gatherings", self.node.gatherings, "peer_lost"),
             ("engine", worker.engine, "peer_lost"),
             ("cancelling", self.node.agent.cancelling, "peer_lost"),

@@ -27,7 +27,13 @@ from torchweft.rpc.gathering import Key, following
 from torchweft.serialize.objects import pack_plain
 from torchweft.serialize.tensors import as_memory, describe
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import NO_CREATION, CallHead, Kind, encode_call_head, encode_parcel
+from torchweft.wire.messages import (
+    NO_CREATION,
+    CallHead,
+    Kind,
+    encode_call_head,
+    encode_tensor_message,
+)
 
 ROWS = torch.ones(1, 2)
 
@@ -220,7 +226,7 @@ def answer(world: World, content: Any, name: bytes = b"") -> BaseException | Non
     table, flat = describe(packed.tensors)
     buffers = [memoryview(bytearray(as_memory(each))) for each in flat]
     head = encode_call_head(CallHead(5.0, NO_CREATION, 0, 0, name, ()))
-    control = encode_parcel(head, packed.payload, table if packed.tensors else b"", b"")
+    control = encode_tensor_message(head, packed.payload, table if packed.tensors else b"", b"")
     errors: list[BaseException] = []
     world.worker.reply_error = lambda peer, number, error: errors.append(error)  # type: ignore[method-assign]
     world.receive(Frame(Kind.CALL, 0, 7, control, buffers))

@@ -21,14 +21,14 @@ from torchweft.wire.messages import (
     decode_compact_call,
     decode_compact_reply,
     decode_ints,
-    decode_parcel,
     decode_reply_head,
+    decode_tensor_message,
     encode_call_head,
     encode_compact_call,
     encode_compact_reply,
     encode_ints,
-    encode_parcel,
     encode_reply_head,
+    encode_tensor_message,
 )
 
 signed = st.integers(-(2**63), 2**63 - 1)
@@ -45,11 +45,11 @@ def test_kinds_fit_the_header() -> None:
 
 @settings(max_examples=40)
 @given(sections, sections, sections, sections, st.booleans())
-def test_a_parcel_survives(
+def test_a_tensor_message_survives(
     head: bytes, payload: bytes, table: bytes, channels: bytes, is_view: bool
 ) -> None:
-    control = encode_parcel(head, payload, table, channels)
-    parts = decode_parcel(memoryview(control) if is_view else control)
+    control = encode_tensor_message(head, payload, table, channels)
+    parts = decode_tensor_message(memoryview(control) if is_view else control)
     assert [bytes(part) for part in parts] == [head, payload, table, channels]
 
 
@@ -138,7 +138,7 @@ def test_integers_survive(values: list[int]) -> None:
 
 Decode = Callable[[bytes], object]
 DECODERS: list[tuple[Decode, bytes]] = [
-    (decode_parcel, encode_parcel(b"head", b"payload", b"table", b"channels")),
+    (decode_tensor_message, encode_tensor_message(b"head", b"payload", b"table", b"channels")),
     (decode_call_head, encode_call_head(CallHead(1.0, 2, 3, 4, b"name", (HANDED, HANDED)))),
     (decode_reply_head, encode_reply_head(ReplyHead(1, 2, (HANDED,)))),
 ]

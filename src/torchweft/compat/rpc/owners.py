@@ -9,8 +9,8 @@ import torch
 import torchweft.rpc
 from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.ids import ReferenceId
+from torchweft.rpc.completion import WhenReady
 from torchweft.rpc.functions import async_execution
-from torchweft.rpc.outcomes import WhenReady
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.registry import remotely_callable_unless_strict
 

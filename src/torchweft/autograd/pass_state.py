@@ -32,7 +32,7 @@ LOST: Final = "lost"
 Item = tuple[Peer, object]
 
 
-class Part:
+class PassState:
     """A worker's part in a pass that another worker leads.
 
     Args:
@@ -85,7 +85,7 @@ class Part:
         return self.machine.worker_lost(peer.id, peer.lost)
 
 
-class LedPart(Part):
+class LedPassState(PassState):
     """A worker's part in a pass that one of its threads leads; that thread reads the inbox.
 
     Args:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from torchweft import knobs
-from torchweft.checkpoint.asking import Deadline, Failure, raise_first
+from torchweft.checkpoint.broadcast import Deadline, Failure, raise_first
 from torchweft.errors import ArgumentTypeError, CallTimeout, CheckpointError, WorkerLost
 
 

@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweft.autograd.captures import Captures, checked_inputs, place_of, receives_before
 from torchweft.autograd.contexts import REQUIRES_GRAD, Context
 from torchweft.autograd.gradients import Gradients
 from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.input_gradients import (
+    InputGradients,
+    checked_inputs,
+    place_of,
+    receives_before,
+)
 from torchweft.autograd.modes import PassMode
 from torchweft.autograd.roots import roots_of
 from torchweft.errors import ArgumentTypeError, AutogradError
@@ -36,8 +41,8 @@ class Worker:
         number = THERE << 48 | self._answers
         return self.context.record_receive(number, THERE, [torch.ones(2)], [REQUIRES_GRAD])[0]
 
-    def captures(self, *inputs: Tensor, **others: Any) -> Captures:
-        return Captures(self.context, inputs, **others)
+    def input_gradients(self, *inputs: Tensor, **others: Any) -> InputGradients:
+        return InputGradients(self.context, inputs, **others)
 
 
 def leaf() -> Tensor:
@@ -52,26 +57,26 @@ def test_a_pass_ends_at_a_tensor_behind_which_there_is_no_other() -> None:
     worker = Worker()
     weight = leaf() * 2
     worker.call(weight)
-    captures = worker.captures(weight)
-    assert node_of(weight) in captures.stops
-    assert captures.passed == []
+    input_gradients = worker.input_gradients(weight)
+    assert node_of(weight) in input_gradients.stops
+    assert input_gradients.passed == []
 
 
 def test_a_pass_goes_through_a_tensor_behind_which_there_is_another_here() -> None:
     worker = Worker()
     first = leaf()
     second = first * 2
-    captures = worker.captures(second, first)
-    assert captures.passed == [place_of(second)]
-    assert list(captures.stops) == [node_of(first)]
+    input_gradients = worker.input_gradients(second, first)
+    assert input_gradients.passed == [place_of(second)]
+    assert list(input_gradients.stops) == [node_of(first)]
 
 
 def test_a_pass_goes_through_a_tensor_behind_which_there_may_be_another_by_way_of_others() -> None:
     worker = Worker()
     first = leaf()
     second = worker.call(first) * 2
-    captures = worker.captures(second, first)
-    assert captures.passed == [place_of(second)]
+    input_gradients = worker.input_gradients(second, first)
+    assert input_gradients.passed == [place_of(second)]
 
 
 def test_steps_of_an_inner_loop_do_not_go_back_to_earlier_ones() -> None:
@@ -83,11 +88,11 @@ def test_steps_of_an_inner_loop_do_not_go_back_to_earlier_ones() -> None:
         answers.append(answer)
         weight = weight - answer
     last = worker.call(weight)
-    captures = worker.captures(weight)
-    assert node_of(weight) in captures.stops
-    assert node_of(last) in captures.ends
+    input_gradients = worker.input_gradients(weight)
+    assert node_of(weight) in input_gradients.stops
+    assert node_of(last) in input_gradients.ends
     # They came before the first message that the weight was in.
-    assert all(node_of(answer) not in captures.ends for answer in answers)
+    assert all(node_of(answer) not in input_gradients.ends for answer in answers)
 
 
 def test_a_message_that_came_before_all_sends_leads_nowhere() -> None:
@@ -95,44 +100,44 @@ def test_a_message_that_came_before_all_sends_leads_nowhere() -> None:
     given = worker.receive()
     weight = leaf() * given.detach()
     answer = worker.call(weight)
-    captures = worker.captures(weight)
-    assert node_of(given) not in captures.ends
-    assert node_of(answer) in captures.ends
+    input_gradients = worker.input_gradients(weight)
+    assert node_of(given) not in input_gradients.ends
+    assert node_of(answer) in input_gradients.ends
 
 
 def test_without_a_send_that_leads_to_it_only_this_worker_matters() -> None:
     worker = Worker()
     answer = worker.call(leaf())
     weight = leaf()
-    captures = worker.captures(weight)
-    assert node_of(answer) not in captures.ends
+    input_gradients = worker.input_gradients(weight)
+    assert node_of(answer) not in input_gradients.ends
 
 
 def test_a_received_tensor_may_be_asked_for() -> None:
     worker = Worker()
     given = worker.receive()
     worker.call(given)
-    assert node_of(given) in worker.captures(given).stops
+    assert node_of(given) in worker.input_gradients(given).stops
 
 
 def test_a_tensor_that_is_asked_for_twice_is_noted_once() -> None:
     worker = Worker()
     first = leaf()
     second = first * 2
-    captures = worker.captures(second, second, first)
-    assert captures.passed == [place_of(second)]
-    sink = captures.sink_beside(lambda pairs, borrowed: pytest.fail("no leaf is left over"))
+    input_gradients = worker.input_gradients(second, second, first)
+    assert input_gradients.passed == [place_of(second)]
+    sink = input_gradients.sink_beside(lambda pairs, borrowed: pytest.fail("no leaf is left over"))
     sink([(place_of(second), torch.ones(2)), (first, torch.ones(2))], ())  # type: ignore[list-item]
     sink([(first, torch.ones(2))], ())
-    found = [gradient.tolist() for gradient in captures.results() if gradient is not None]
+    found = [gradient.tolist() for gradient in input_gradients.results() if gradient is not None]
     assert found == [[1, 1], [1, 1], [2, 2]]
 
 
 def test_other_leaves_are_left_to_others() -> None:
     worker, others = Worker(), []
     first, second = leaf(), leaf()
-    captures = worker.captures(first, for_inputs=False)
-    sink = captures.sink_beside(lambda pairs, borrowed: others.extend(pairs))
+    input_gradients = worker.input_gradients(first, for_inputs=False)
+    sink = input_gradients.sink_beside(lambda pairs, borrowed: others.extend(pairs))
     sink([(first, torch.ones(2)), (second, torch.zeros(2))], ())
     assert [key is second for key, _ in others] == [True]
 
@@ -142,12 +147,12 @@ def test_replaced_results_are_gone_on_from_in_the_order_of_the_program() -> None
     first = worker.call(leaf())
     second = worker.call(first * 2)
     replaced = {place_of(first): leaf() * 1, place_of(second): leaf() * 1}
-    captures = worker.captures(replaced=replaced, for_inputs=False)
-    assert captures.goes_on
-    sink = captures.sink_beside(lambda pairs, borrowed: None)
+    input_gradients = worker.input_gradients(replaced=replaced, for_inputs=False)
+    assert input_gradients.goes_on
+    sink = input_gradients.sink_beside(lambda pairs, borrowed: None)
     started = []
     sink([(place_of(second), torch.full((2,), 2.0))], ())  # type: ignore[list-item]
-    for roots in captures.further_roots():
+    for roots in input_gradients.further_roots():
         started.append([gradient.tolist() for gradient in roots.gradients])
         if len(started) == 1:  # What the first of them leads to.
             sink([(place_of(first), torch.full((2,), 3.0))], ())  # type: ignore[list-item]
@@ -191,14 +196,14 @@ def test_a_pass_is_kept_from_what_is_behind_a_result_that_has_been_replaced() ->
     result = weight * 3
     replacement = weight.detach() * 3
     replaced = {place_of(result): replacement.requires_grad_()}
-    captures = Captures(context, (), replaced, for_inputs=False)
+    input_gradients = InputGradients(context, (), replaced, for_inputs=False)
     gradients = Gradients()
-    local = LocalPass(context, PassMode(retain_graph=True), gradients, captures)
+    local = LocalPass(context, PassMode(retain_graph=True), gradients, input_gradients)
     local.start([(result * weight).sum() + weight.sum()])
     _, progress = local.work()
     assert progress.executed == [ROOTS]
     # Of the product, where the result counts as a constant, and of the sum.
     assert gradients.snapshot()[weight].tolist() == [4, 4]
-    (roots,) = captures.further_roots()
+    (roots,) = input_gradients.further_roots()
     assert [gradient.tolist() for gradient in roots.gradients] == [[1, 1]]
     local.close()

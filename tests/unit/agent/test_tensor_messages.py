@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.unit.agent.group import Member, group_of
 from torchweft import knobs
 from torchweft.agent import pulling
-from torchweft.agent.parcels import Parcel, ParcelService
 from torchweft.agent.peers import Peer
+from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
 from torchweft.channel.cma import PullError
 from torchweft.channel.table import CMA
 from torchweft.errors import ProtocolError, SerializationError
@@ -29,22 +29,22 @@ class Received:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._came = threading.Semaphore(0)
-        self.parcel: Parcel | None = None
+        self.message: TensorMessage | None = None
         self.error: Exception | None = None
         member.agent.receiver.on(Kind.CALL, self._on_call, inline=False)
 
     def _on_call(self, peer: Peer, frame: Frame) -> None:
         try:
-            self.parcel = self._member.parcels.open(peer, frame)
+            self.message = self._member.tensor_messages.decode(peer, frame)
         except Exception as error:
             self.error = error
         self._came.release()
 
-    def next(self) -> Parcel:
+    def next(self) -> TensorMessage:
         assert self._came.acquire(timeout=LIMIT_S)
         assert self.error is None, self.error
-        assert self.parcel is not None
-        return self.parcel
+        assert self.message is not None
+        return self.message
 
 
 @pytest.fixture
@@ -59,14 +59,14 @@ def pair() -> Iterator[list[Member]]:
 
 def send(sender: Member, to: Peer, tensors: list[Tensor], payload: bytes = b"payload") -> None:
     sender.agent.sender.send(
-        to, sender.parcels.seal(to, Kind.CALL, 0, 7, b"head", payload, tensors)
+        to, sender.tensor_messages.encode(to, Kind.CALL, 0, 7, b"head", payload, tensors)
     )
 
 
-def check_arrival(parcel: Parcel, tensors: list[Tensor]) -> None:
-    assert bytes(parcel.head) == b"head"
-    assert bytes(parcel.payload) == b"payload"
-    arrived = parcel.tensors(detached=False)
+def check_arrival(message: TensorMessage, tensors: list[Tensor]) -> None:
+    assert bytes(message.head) == b"head"
+    assert bytes(message.payload) == b"payload"
+    arrived = message.tensors(detached=False)
     assert len(arrived) == len(tensors)
     for got, sent in zip(arrived, tensors, strict=True):
         assert torch.equal(got, sent)
@@ -81,9 +81,9 @@ def test_tensors_arrive_by_whatever_channel(pair: list[Member], size: int) -> No
     second.start()
     tensors = [*SMALL, torch.randn(size)] if size else []
     send(first, first.peer(second), tensors)
-    parcel = received.next()
-    assert not parcel.is_local
-    check_arrival(parcel, tensors)
+    message = received.next()
+    assert not message.is_local
+    check_arrival(message, tensors)
 
 
 def test_what_was_pulled_is_let_go_at_the_sender(pair: list[Member]) -> None:
@@ -114,7 +114,7 @@ def test_what_nobody_reads_is_let_go_at_the_sender(pair: list[Member]) -> None:
     came = threading.Event()
 
     def discard(peer: Peer, frame: Frame) -> None:
-        second.parcels.discard(peer, second.parcels.read(frame))
+        second.tensor_messages.discard(peer, second.tensor_messages.read(frame))
         came.set()
 
     second.agent.receiver.on(Kind.CALL, discard, inline=False)
@@ -131,10 +131,10 @@ def test_a_message_to_oneself_keeps_its_tensors_as_they_are(pair: list[Member]) 
     first.start()
     tensor = torch.ones(3, requires_grad=True)
     send(first, first.agent.me, [tensor])
-    parcel = received.next()
-    assert parcel.is_local
-    assert parcel.tensors(detached=True)[0] is tensor
-    assert not parcel.some_require_grad
+    message = received.next()
+    assert message.is_local
+    assert message.tensors(detached=True)[0] is tensor
+    assert not message.some_require_grad
 
 
 def test_what_requires_grad_is_told(pair: list[Member]) -> None:
@@ -144,17 +144,17 @@ def test_what_requires_grad_is_told(pair: list[Member]) -> None:
     second.start()
     tensors = [torch.ones(2, requires_grad=True), torch.zeros(2)]
     send(first, first.peer(second), tensors)
-    parcel = received.next()
-    assert parcel.some_require_grad
-    assert [flag.requires_grad for flag in parcel.flags()] == [True, False]
-    assert [t.requires_grad for t in parcel.tensors(detached=True)] == [False, False]
+    message = received.next()
+    assert message.some_require_grad
+    assert [flag.requires_grad for flag in message.flags()] == [True, False]
+    assert [t.requires_grad for t in message.tensors(detached=True)] == [False, False]
 
 
 @pytest.mark.parametrize("control", [b"", b"\xff" * 16, bytes(15)])
 def test_a_malformed_message_is_refused(pair: list[Member], control: bytes) -> None:
     first, second = pair
     with pytest.raises(ProtocolError):
-        first.parcels.open(first.peer(second), Frame(Kind.CALL, 0, 1, control, ()))
+        first.tensor_messages.decode(first.peer(second), Frame(Kind.CALL, 0, 1, control, ()))
 
 
 def test_what_cannot_be_pulled_is_streamed(
@@ -182,19 +182,19 @@ def test_what_cannot_be_pulled_is_streamed(
 
 def test_a_sender_keeps_to_the_limit_of_tensors(pair: list[Member]) -> None:
     first, second = pair
-    limited = ParcelService.__new__(ParcelService)
-    vars(limited).update(vars(first.parcels), _tensor_limit=2)
+    limited = TensorMessages.__new__(TensorMessages)
+    vars(limited).update(vars(first.tensor_messages), _tensor_limit=2)
     to = first.peer(second)
     with pytest.raises(SerializationError, match="this worker sends at most 2"):
-        limited.seal(to, Kind.CALL, 0, 7, b"", b"", [torch.ones(1) for _ in range(3)])
-    assert limited.seal(to, Kind.CALL, 0, 7, b"", b"", [torch.ones(1), torch.ones(1)])
+        limited.encode(to, Kind.CALL, 0, 7, b"", b"", [torch.ones(1) for _ in range(3)])
+    assert limited.encode(to, Kind.CALL, 0, 7, b"", b"", [torch.ones(1), torch.ones(1)])
 
 
 def test_a_receiver_refuses_more_tensors_than_its_limit_and_their_sender_lets_go(
     pair: list[Member],
 ) -> None:
     first, second = pair
-    second.parcels._tensor_limit = 2
+    second.tensor_messages._tensor_limit = 2
     received = Received(second)
     for member in pair:
         member.start()

@@ -12,7 +12,7 @@ from torchweft.agent.slots import Slot
 from torchweft.errors import CheckpointError
 
 
-class HeldParts:
+class StagedParts:
     """The parts that a worker holds for drivers, by ticket. Thread-safe.
 
     The parts of a lost driver are dropped: no other worker would ask for them.
@@ -58,9 +58,9 @@ class HeldParts:
                 del self._parts[ticket]
 
 
-def held_parts() -> HeldParts:
+def staged_parts() -> StagedParts:
     """Returns the parts that this worker holds."""
     return current().slots[_HELD]
 
 
-_HELD = Slot(lambda: HeldParts(current()))
+_HELD = Slot(lambda: StagedParts(current()))

@@ -1,4 +1,4 @@
-"""Parcels: messages with tensors, encoded into frames and decoded again.
+"""Tensor messages: messages with tensors, encoded into frames and decoded again.
 
 The layers above give a message (a head and a pickled payload) and the tensors that were taken out
 of it. This module writes the table of the tensors and chooses a channel for every buffer; the
@@ -18,7 +18,7 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.data_connections import DataConnections
 from torchweft.agent.peers import Outgoing, Peer
 from torchweft.agent.pulling import Borrowing, Pulling, Source
-from torchweft.agent.supplying import read_request
+from torchweft.agent.refetch import read_request
 from torchweft.channel.copying import Copier
 from torchweft.channel.receiving import in_order
 from torchweft.channel.sending import prepare
@@ -29,15 +29,15 @@ from torchweft.serialize.table import HEADER, SOME_COMPUTED
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import (
     Kind,
-    ParcelSections,
-    decode_parcel,
-    encode_parcel,
+    TensorMessageSections,
+    decode_tensor_message,
+    encode_tensor_message,
 )
 
 _CLOSE_LIMIT_S = 5.0
 
 
-class Parcel:
+class TensorMessage:
     """A message with tensors, as received.
 
     Attributes:
@@ -62,7 +62,11 @@ class Parcel:
     )
 
     def __init__(
-        self, sections: ParcelSections, buffers: Sequence[Buffer], worker: str, tensor_limit: int
+        self,
+        sections: TensorMessageSections,
+        buffers: Sequence[Buffer],
+        worker: str,
+        tensor_limit: int,
     ) -> None:
         self.head, self.payload, self.table, self.channel_table = sections
         self.externals: Sequence[object] | None = None
@@ -72,12 +76,12 @@ class Parcel:
         self._tensors: list[Tensor] | None = [] if not self.table else None
 
     @classmethod
-    def local(cls, control: LocalParcel, worker: str) -> Parcel:
+    def local(cls, control: LocalMessage, worker: str) -> TensorMessage:
         """Returns a message from this worker to itself, whose tensors need no table."""
-        parcel = cls(ParcelSections(control.head, control.payload, b"", b""), (), worker, 0)
-        parcel._tensors = list(control.tensors)
-        parcel.externals = control.externals
-        return parcel
+        message = cls(TensorMessageSections(control.head, control.payload, b"", b""), (), worker, 0)
+        message._tensors = list(control.tensors)
+        message.externals = control.externals
+        return message
 
     @property
     def is_local(self) -> bool:
@@ -116,7 +120,7 @@ class Parcel:
         )
 
 
-class LocalParcel(NamedTuple):
+class LocalMessage(NamedTuple):
     """A message from a worker to itself, in place of a frame's control part."""
 
     head: bytes
@@ -125,8 +129,8 @@ class LocalParcel(NamedTuple):
     externals: Sequence[object]
 
 
-class ParcelService:
-    """Seals and opens parcels for one worker.
+class TensorMessages:
+    """Encodes and decodes tensor messages for one worker.
 
     Attributes:
         sources: The fetcher of each channel whose buffers do not follow the message.
@@ -178,7 +182,7 @@ class ParcelService:
                 peer.channels.tidy()
         return self._next_trim_s
 
-    def seal(
+    def encode(
         self,
         peer: Peer,
         kind: Kind,
@@ -205,10 +209,10 @@ class ParcelService:
                 worker itself.
         """
         if peer.is_self:
-            local = LocalParcel(head, payload, tensors, externals)
+            local = LocalMessage(head, payload, tensors, externals)
             return Frame(kind, flags, number, local, ())  # type: ignore[arg-type]
         if not tensors:
-            return encode_frame(kind, flags, number, encode_parcel(head, payload, b"", b""))
+            return encode_frame(kind, flags, number, encode_tensor_message(head, payload, b"", b""))
         if len(tensors) > self._tensor_limit:
             raise tensor_table.too_many(len(tensors), self._tensor_limit)
         table, flat = tensor_table.describe(tensors)
@@ -218,7 +222,7 @@ class ParcelService:
             self._agent.offered_bytes += sum(buffer.nbytes for buffer in buffers)
             self._agent.offered_bytes -= sum(buffer.nbytes for buffer in prepared.following)
         try:
-            control = encode_parcel(head, payload, table, prepared.table)
+            control = encode_tensor_message(head, payload, table, prepared.table)
         except ProtocolError:
             prepared.take_back(peer.channels, peer.held)
             raise
@@ -228,18 +232,20 @@ class ParcelService:
             self._data.send(peer, prepared.token, prepared.striped, waits=kind == Kind.REPLY)
         return frame
 
-    def read(self, frame: Frame) -> Parcel:
+    def read(self, frame: Frame) -> TensorMessage:
         """Decodes a received message, without fetching tensors.
 
         Raises:
             ProtocolError: The message is malformed.
         """
         control = frame.control
-        if isinstance(control, LocalParcel):
-            return Parcel.local(control, self._name)
-        return Parcel(decode_parcel(control), frame.buffers, self._name, self._tensor_limit)
+        if isinstance(control, LocalMessage):
+            return TensorMessage.local(control, self._name)
+        return TensorMessage(
+            decode_tensor_message(control), frame.buffers, self._name, self._tensor_limit
+        )
 
-    def fetch(self, peer: Peer, parcel: Parcel) -> None:
+    def fetch(self, peer: Peer, message: TensorMessage) -> None:
         """Fetches tensors that did not come with the message. May block; not for reading threads.
 
         Raises:
@@ -247,42 +253,42 @@ class ParcelService:
             SerializationError: It has more tensors than this worker accepts.
             WorkerLost: The sender was lost before its tensors could be fetched.
         """
-        if parcel.channel_table:
-            if len(parcel.table) > self._tensor_limit * tensor_table.SMALLEST_BYTES:
-                self._check_count(peer, parcel)
-            parcel.buffers = self._fetch(peer, parcel)
-            parcel.channel_table = b""
+        if message.channel_table:
+            if len(message.table) > self._tensor_limit * tensor_table.SMALLEST_BYTES:
+                self._check_count(peer, message)
+            message.buffers = self._fetch(peer, message)
+            message.channel_table = b""
 
-    def open(self, peer: Peer, frame: Frame) -> Parcel:
+    def decode(self, peer: Peer, frame: Frame) -> TensorMessage:
         """Reads a message and fetches its tensors; see ``read`` and ``fetch``."""
-        parcel = self.read(frame)
-        if parcel.channel_table:
-            self.fetch(peer, parcel)
-        return parcel
+        message = self.read(frame)
+        if message.channel_table:
+            self.fetch(peer, message)
+        return message
 
-    def discard(self, peer: Peer, parcel: Parcel) -> None:
+    def discard(self, peer: Peer, message: TensorMessage) -> None:
         """Tells the sender to release the tensors of a message that will not be read."""
-        if parcel.channel_table:
-            table = self._read_table(parcel)
+        if message.channel_table:
+            table = self._read_table(message)
             for kind in _fetched_kinds(table):
                 self._source(peer, kind).drop(peer, table)
 
-    def _check_count(self, peer: Peer, parcel: Parcel) -> None:
-        count = tensor_table.count_of(parcel.table)
+    def _check_count(self, peer: Peer, message: TensorMessage) -> None:
+        count = tensor_table.count_of(message.table)
         if count > self._tensor_limit:
-            self.discard(peer, parcel)
+            self.discard(peer, message)
             raise tensor_table.too_many(count, self._tensor_limit, self._name)
 
-    def _read_table(self, parcel: Parcel) -> BufferTable:
-        sizes = [len(buffer) for buffer in parcel.buffers]
-        return decode_table(parcel.channel_table, sizes, self._frame_limit_bytes)
+    def _read_table(self, message: TensorMessage) -> BufferTable:
+        sizes = [len(buffer) for buffer in message.buffers]
+        return decode_table(message.channel_table, sizes, self._frame_limit_bytes)
 
-    def _fetch(self, peer: Peer, parcel: Parcel) -> Sequence[Buffer]:
-        table = self._read_table(parcel)
+    def _fetch(self, peer: Peer, message: TensorMessage) -> Sequence[Buffer]:
+        table = self._read_table(message)
         fetched = {
             kind: self._source(peer, kind).fetch(peer, table) for kind in _fetched_kinds(table)
         }
-        return in_order(table, parcel.buffers, fetched)
+        return in_order(table, message.buffers, fetched)
 
     def _on_supply(self, peer: Peer, frame: Frame) -> None:
         """Sends, behind a message, buffers that did not reach the peer over their channel.

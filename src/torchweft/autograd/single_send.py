@@ -20,7 +20,7 @@ from torchweft.errors import ProtocolError
 from torchweft.protocol.backward import Progress
 
 
-class LoneSend:
+class SingleSend:
     """A send, and the graph that it reaches.
 
     Args:

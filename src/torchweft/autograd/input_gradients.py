@@ -1,4 +1,4 @@
-"""Captures the gradients at certain places of the graph, for ``grad``.
+"""InputGradients the gradients at certain places of the graph, for ``grad``.
 
 A pass for certain inputs may stop at an input unless another input lies upstream. No worker sees
 the whole graph; but a path that returns from another worker enters through a message that this
@@ -25,7 +25,7 @@ from torchweft.autograd.walk import End, Place, Stop
 from torchweft.errors import ArgumentTypeError, AutogradError
 
 
-class Captures:
+class InputGradients:
     """Collects the gradients at some places, over as many passes as needed.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 
 from torchweft.agent.current import current
 from torchweft.checkpoint import files, owner, parts, retention, snapshots
-from torchweft.checkpoint.asking import Deadline, ask_all, raise_first
+from torchweft.checkpoint.broadcast import Deadline, ask_all, raise_first
 from torchweft.checkpoint.gate import StepGate
 from torchweft.checkpoint.manifest import Item, Manifest, Parameter, Part
 from torchweft.checkpoint.parts import Content, Described, Options

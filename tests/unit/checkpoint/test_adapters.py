@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchweft.checkpoint import kinds
-from torchweft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE
+from torchweft.checkpoint import adapters
+from torchweft.checkpoint.adapters import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE
 from torchweft.errors import ArgumentTypeError
 
 
@@ -28,16 +28,16 @@ def scheduler() -> Any:
     ids=["module", "tensor", "generator", "object"],
 )
 def test_what_can_be_changed_in_place_is_of_one_kind_wherever_it_is(value: Any, kind: str) -> None:
-    assert kinds.kind_of("x", value, is_remote=True) == kind
-    assert kinds.kind_of("x", value, is_remote=False) == kind
+    assert adapters.kind_of("x", value, is_remote=True) == kind
+    assert adapters.kind_of("x", value, is_remote=False) == kind
 
 
 def test_plain_values_are_replaced_here_and_filled_behind_references() -> None:
-    assert kinds.kind_of("x", 3, is_remote=False) == VALUE
-    assert kinds.kind_of("x", [3], is_remote=True) == DATA
+    assert adapters.kind_of("x", 3, is_remote=False) == VALUE
+    assert adapters.kind_of("x", [3], is_remote=True) == DATA
     for value in (3, "text", (1, 2), threading.Lock()):
         with pytest.raises(ArgumentTypeError, match="a/b is a reference to a"):
-            kinds.kind_of("a/b", value, is_remote=True)
+            adapters.kind_of("a/b", value, is_remote=True)
 
 
 class Versioned(nn.Module):
@@ -57,12 +57,12 @@ class Versioned(nn.Module):
 
 def test_a_module_comes_back_with_buffers_and_versions() -> None:
     module = Versioned()
-    state = kinds.take("x", MODULE, module)
+    state = adapters.take("x", MODULE, module)
     with torch.no_grad():
         module.weight.zero_()
         module.count += 1  # type: ignore[operator]
     parameter = module.weight
-    kinds.put(MODULE, module, state, strict=True)
+    adapters.put(MODULE, module, state, strict=True)
     assert module.weight is parameter
     assert parameter.tolist() == [1.0, 1.0]
     assert module.count == 3
@@ -79,7 +79,7 @@ def test_others_come_back_as_the_same_objects() -> None:
         (DATA, numbers),
         (DATA, words),
     ]
-    states = [kinds.take("x", kind, value) for kind, value in values]
+    states = [adapters.take("x", kind, value) for kind, value in values]
     drawn = torch.rand((), generator=generator)
     steps.milestones.clear()
     with torch.no_grad():
@@ -87,8 +87,8 @@ def test_others_come_back_as_the_same_objects() -> None:
     numbers.append(3)
     words["b"] = 2
     for (kind, value), state in zip(values, states, strict=True):
-        assert kinds.differences("x", kind, value, state) == ([], [], [])
-        kinds.put(kind, value, state, strict=True)
+        assert adapters.differences("x", kind, value, state) == ([], [], [])
+        adapters.put(kind, value, state, strict=True)
     assert sorted(steps.milestones) == [2, 3]
     assert tensor.tolist() == [1.0, 1.0]
     assert torch.rand((), generator=generator) == drawn
@@ -96,23 +96,23 @@ def test_others_come_back_as_the_same_objects() -> None:
 
 
 def test_differences_are_named() -> None:
-    state = kinds.take("a", MODULE, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
+    state = adapters.take("a", MODULE, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
     other = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 4), nn.Linear(1, 1))
-    found = kinds.differences("a", MODULE, other, state)
+    found = adapters.differences("a", MODULE, other, state)
     assert found.missing == ["a:2.weight", "a:2.bias"]
     assert found.unexpected == ["a:0.bias"]
     assert found.differing == [
         "a:1.weight has shape (3, 2) in the snapshot and (4, 2) here",
         "a:1.bias has shape (3,) in the snapshot and (4,) here",
     ]
-    shapes = kinds.differences("t", TENSOR, torch.ones(2), torch.ones(3))
+    shapes = adapters.differences("t", TENSOR, torch.ones(2), torch.ones(3))
     assert shapes.differing == ["t has shape (3,) in the snapshot and (2,) here"]
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_a_lazy_module_takes_its_shapes_from_the_snapshot() -> None:
-    state = kinds.take("a", MODULE, nn.Linear(2, 3))
+    state = adapters.take("a", MODULE, nn.Linear(2, 3))
     lazy = nn.LazyLinear(3)
-    assert kinds.differences("a", MODULE, lazy, state) == ([], [], [])
-    kinds.put(MODULE, lazy, state, strict=True)
+    assert adapters.differences("a", MODULE, lazy, state) == ([], [], [])
+    adapters.put(MODULE, lazy, state, strict=True)
     assert lazy.weight.shape == (3, 2)

@@ -12,8 +12,8 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.protocol.membership import Registration
+from torchweft.rpc.completion import Call, WhenReady, settle
 from torchweft.rpc.functions import async_execution
-from torchweft.rpc.outcomes import Call, WhenReady, settle
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
 
