@@ -3,7 +3,7 @@
 Two workers exchange these facts when they connect and decide from them how memory can travel
 between them. Everything here is a plain value that survives JSON, and is read from the system
 without touching a device: nothing is initialised, and torch is not imported. A fact that the
-system does not tell is empty or 0, and equals no other worker's.
+system does not tell is empty, 0 or -1, and equals no other worker's.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
     Raises:
         ConfigurationError: The method is unknown, or the environment lacks a variable.
         RendezvousTimeout: The store could not be reached in time.
+        RendezvousError: Rank 0 cannot host the store at its port.
     """
     method = init_method or "env://"
     _check_method(method)

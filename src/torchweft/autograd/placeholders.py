@@ -85,6 +85,6 @@ def is_without_memory(leaf: object) -> bool:
 
 
 def _drop_memory(leaf: Tensor) -> None:
-    # The node keeps its leaf while the context lives; the memory can be freed now.
+    # The node keeps its leaf as long as the graph lives; the memory can be freed now.
     if leaf.layout is torch.strided:
         leaf.data = _EMPTY if leaf.is_cpu else leaf.new_empty(0)

@@ -182,7 +182,8 @@ class BufferPool:
 def slab_size(size_bytes: int) -> int:
     """Rounds a size up to that of a slab: a few steps for every doubling, in whole pages.
 
-    So sizes that differ a little, as batches do, share slabs, and at most a quarter is lost.
+    So sizes that differ a little, as batches do, share slabs. At most a quarter is lost, except
+    where the step is a page or a huge page.
     """
     step = max((1 << (size_bytes - 1).bit_length()) // (2 * STEPS_PER_DOUBLING), PAGE_BYTES)
     if size_bytes > HUGE_PAGE_BYTES:

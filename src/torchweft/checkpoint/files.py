@@ -68,7 +68,8 @@ def write_whole(path: str, write: Callable[[HashingFile], object]) -> Written:
         write: Writes the content into the given file.
 
     Raises:
-        OSError: The disk is full, or another error; there is no file then.
+        OSError: The disk is full, or another error. There is no file then, unless only the
+            directory could not be flushed.
     """
     unfinished = path + UNFINISHED
     try:

@@ -152,8 +152,8 @@ def resumable(
         every_s: Save when so many seconds have passed since the last save.
         keep: How many snapshots to keep; None for all.
         in_background: Whether training continues while a snapshot is written; see ``save_async``.
-        fall_back: Whether to resume from the previous snapshot, with a warning, if the last one is
-            damaged.
+        fall_back: Whether to resume from the newest undamaged snapshot, with a warning, if the
+            last one is damaged; from step 0 if all are.
         gate: See ``save``.
         random_states: See ``save``; saved generators are restored unless this is False.
         timeout: Seconds that each save and restore may take.

@@ -83,8 +83,8 @@ def cluster(
 
     Raises:
         ArgumentTypeError: An argument has the wrong type.
-        ConfigurationError: The names, or the number of workers or restarts, cannot be used; or a
-            ``WEFT_`` variable is unknown, or cannot be read.
+        ConfigurationError: The value of an argument cannot be used; or a ``WEFT_`` variable is
+            unknown, or cannot be read.
     """
     knobs.check_environment()
     checked = _checked_names(workers, names)

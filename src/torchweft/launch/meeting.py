@@ -21,7 +21,7 @@ class Meeting(Protocol):
         """Returns ``base``, changed for workers that meet here."""
 
     def renew(self) -> None:
-        """Changes to a place that no worker has used yet."""
+        """Prepares for a new run: changes to an unused port, unless the port was given."""
 
     def close(self) -> None:
         """Releases the place."""

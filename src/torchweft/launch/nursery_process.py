@@ -125,7 +125,10 @@ class _Nursery:
         self._watch_children()
 
     def run(self) -> None:
-        """Serves until the launcher closes the connection or dies, and every worker is gone."""
+        """Serves until the launcher closes the connection or dies, then ends the workers.
+
+        Returns when every worker is gone, or ``LEAVE_LIMIT_S`` later.
+        """
         while self._leave_by_s is None or (self._groups and time.monotonic() < self._leave_by_s):
             for event, _ in self._selector.select(self._wait_s()):
                 event.data()

@@ -70,7 +70,8 @@ def read_group(given: Any, number: int) -> Group:
         number: Number of the group, for messages.
 
     Raises:
-        ConfigurationError: It is not such a dict, or has a parameter that is not a reference.
+        ConfigurationError: It is not such a dict, has no parameters, or has a parameter that is
+            not a reference.
     """
     if not isinstance(given, Mapping):
         raise ArgumentTypeError(

@@ -108,6 +108,8 @@ def raise_failures(what: str, failures: list[Failure]) -> None:
 
     Raises:
         OptimizerError: Names all the workers; its cause is the first error.
+        WorkerLost: As above.
+        CallTimeout: As above.
     """
     if not failures:
         return

@@ -59,7 +59,7 @@ def init_rpc(
         AlreadyInitialized: This process is a worker already.
         ConfigurationError: An argument is invalid or missing.
         RendezvousTimeout: Not all workers joined in time; names the missing ones.
-        DuplicateName: Another worker has the same name.
+        DuplicateName: Another worker has the same name, or in an open group the same rank.
     """
     current_agent.check_unset()
     given = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options

@@ -8,8 +8,8 @@ reduction is tried first.
 
 If the receiver cannot import the type, the nearest base that can be made with one string replaces
 it, with the name of the original in the text. Without such a base, ``RemoteError`` does.
-KeyboardInterrupt, SystemExit, and all other errors that are not an ``Exception`` become
-``RemoteError`` too: under their own type they would stop the receiver instead of informing it.
+KeyboardInterrupt, SystemExit, and all other errors that are not an ``Exception``, except groups,
+become ``RemoteError`` too: under their own type they would stop the receiver, not inform it.
 
 Nothing in this file raises: a second error would hide the first. Packing runs code of the error and
 its attributes, which may raise anything, even ``SystemExit``.

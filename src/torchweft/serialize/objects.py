@@ -150,8 +150,9 @@ def unpack(
 
     Raises:
         UnknownFunction: A function or class in it cannot be imported here.
-        SerializationError: Rebuilding some object in it failed.
-        ProtocolError: It was made with more tensors or references than arrived.
+        SerializationError: Rebuilding some object in it failed, also for want of a tensor or
+            reference that did not arrive.
+        ProtocolError: A plain payload was made with more tensors or references than arrived.
     """
     if not payload:
         return tensors[0] if tensors else None

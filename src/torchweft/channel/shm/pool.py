@@ -387,7 +387,10 @@ def default_limit_bytes() -> int:
 
 
 def make_pool(limit_bytes: int) -> SharedPool | None:
-    """Makes a pool with the knob's limit: negative for the default, 0 for no pool."""
+    """Makes a pool with the knob's limit; a negative one is the default.
+
+    Returns None if the limit is less than one slab, or the system has no such memory.
+    """
     if limit_bytes < 0:
         limit_bytes = default_limit_bytes()
     if limit_bytes >= 1 << 46:

@@ -15,9 +15,9 @@ Rules of this folder:
   owner passes it on; so a lock is needed only against ``close``.
 - Transfers take turns, a stripe each: a second transfer does not wait for the end of the first.
 
-====== =======================================================================
+======== =======================================================================
 stripes  the header of a stripe, and its validation
 outgoing transfers that wait to be sent, and connections that write their stripes
 arriving transfers that are being received, and connections that read their stripes
-====== =======================================================================
+======== =======================================================================
 """
