@@ -91,7 +91,8 @@ def remote_async_call(
     Raises:
         ArgumentTypeError: ``func``, ``partitioner`` or another argument is of the wrong type.
         ConfigurationError: The partitioner returned something other than such triples, there is
-            no worker of that rank or name, the tensors cannot be cut, or ``concurrency`` is below 1.
+            no worker of that rank or name, the tensors cannot be cut, or ``concurrency`` is less
+            than 1.
         NotInitialized: This process is not a worker.
     """
     _check(func, reducer, concurrency)

@@ -37,7 +37,8 @@ def barrier(
         timeout: Seconds to wait at most; 0 for no limit, by default the worker's ``rpc_timeout``.
 
     Raises:
-        CallTimeout: Not all called in time; the leader's error names the missing workers.
+        CallTimeout: Not all called in time. The error of the worker of the lowest id names the
+            missing workers.
         WorkerLost: A worker was lost before it called.
         ConfigurationError: This worker is not among ``workers``.
     """
@@ -52,8 +53,8 @@ def all_gather(
 ) -> dict[str, T]:
     """Gathers a value of each worker on all of them. Blocks until all have called.
 
-    The values pass through the leader, the worker of the lowest id. That suits small values: settings,
-    counts, references; exchange larger tensors by ``torch.distributed``.
+    The values pass through the leader, the worker of the lowest id. That suits small values:
+    settings, counts, references; exchange larger tensors by ``torch.distributed``.
 
     Args:
         value: This worker's value. The others get copies; references are sent as references.
@@ -64,7 +65,8 @@ def all_gather(
         The values by worker name; this worker's own is ``value``, or a copy of it.
 
     Raises:
-        CallTimeout: Not all called in time; the leader's error names the missing workers.
+        CallTimeout: Not all called in time. The error of the worker of the lowest id names the
+            missing workers.
         WorkerLost: A worker was lost before it called, or before it got the values.
         SerializationError: ``value`` cannot be serialized.
         CallError: Another worker's value cannot be serialized; names that worker.
