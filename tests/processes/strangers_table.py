@@ -22,19 +22,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "security" / "attackers.md"
 _BEGINNING = """\
 # What attackers get
 
-Out of a run of `python -m tests.processes.strangers_table`: everything in the tables was tried on
-workers of a group that talk over TCP and have a secret. Meanwhile another member called the one
-that was attacked, all the time; no call failed or took 2 s. Nothing that a stranger sent was
-unpickled, and threads, descriptors and memory of the worker were as before afterwards.
+A run of `python -m tests.processes.strangers_table` wrote this page. Every attack in the tables
+was tried on workers of a group that talk over TCP and have a secret. Meanwhile another member
+constantly called the attacked worker; no call failed or took 2 s. No data of a stranger was
+unpickled. Afterwards the worker had the same threads, descriptors and memory as before.
 `tests/processes/test_strangers.py` and `test_bad_members.py` check each row, and that members join
-and call while strangers open connections as fast as one process can (1,500 in a second).
-[What it means](index.md).
+and call while strangers open connections as fast as one process can (1,500 in a second). [What it
+means](index.md).
 
 ## Strangers, without TLS
 
-A *challenge* is a random number. What hangs up "when the time for a greeting is up" does so after
-`WEFT_CONNECT_TIMEOUT_S`, 10 s by default; at most `WEFT_STRANGER_LIMIT` (64) connections wait like
-that, then the oldest one goes.
+A *challenge* is a random number. A worker that hangs up "when the time for a greeting is up" does
+so after `WEFT_CONNECT_TIMEOUT_S`, 10 s by default. At most `WEFT_STRANGER_LIMIT` (64) connections
+wait like that; beyond the limit the oldest one is closed.
 
 """
 
@@ -46,8 +46,9 @@ _TLS = """
 _MEMBERS = """
 ## Members that are enemies
 
-They have the secret. The worker is [strict](callables.md), and has low limits.
-Whoever is hung up on is lost to that worker (`WorkerLost` for its calls); all other members go on.
+These members have the secret. The worker is [strict](callables.md), and has low limits. A member
+whose connection the worker closes is lost to that worker (`WorkerLost` for its calls); all other
+members go on.
 
 | what it tries | what it gets |
 |---|---|
