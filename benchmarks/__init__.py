@@ -1,1 +1,1 @@
-"""Measurements of Weft beside what it replaces, both sides in one run."""
+"""Benchmarks of Weft beside the libraries that it replaces, both sides in one run."""

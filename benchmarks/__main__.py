@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> int:
-    """Measures the chosen questions; returns 1 where a side failed to do its work."""
+    """Measures the chosen questions; returns 1 if a side failed."""
     end_on_sigterm()
     found = questions()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
@@ -32,7 +32,7 @@ def main() -> int:
         for name in arguments.questions or found:
             _measure(found[name], lines, failures)
         del failures[0]
-    finally:  # an interrupted run shows what it has
+    finally:  # an interrupted run prints its results so far
         report = _report(lines, failures, time.monotonic() - begin)
         print(report)
     if arguments.save:

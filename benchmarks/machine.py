@@ -1,4 +1,4 @@
-"""Says what a result was measured on: hardware and versions, nothing that names the machine."""
+"""Describes the hardware and versions of a result, with nothing that identifies the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def load_of_others() -> int:
-    """Returns how many threads of the whole machine want a core now, this one not counted."""
+    """Returns the number of runnable threads on the whole machine, without this one."""
     running = Path("/proc/loadavg").read_text().split()[3].split("/")[0]
     return max(0, int(running) - 1)
 

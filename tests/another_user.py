@@ -1,4 +1,4 @@
-"""Lets a test be another user of this machine for a moment."""
+"""Lets a test act as another user of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOBODY = 65534
 
 @contextlib.contextmanager
 def as_nobody() -> Iterator[None]:
-    """Has what this process makes belong to another user; skips the test where that cannot be."""
+    """Runs the block with another effective user id; skips the test unless the user is root."""
     if os.geteuid():
         pytest.skip("only root can be another user")
     os.seteuid(NOBODY)

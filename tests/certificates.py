@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Authority:
-    """Signs certificates; its own is in the file ``path``.
+    """A certificate authority, whose own certificate is in the file ``path``.
 
     Args:
         folder: Where the files go.

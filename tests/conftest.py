@@ -1,4 +1,4 @@
-"""What every test gets: one compute thread, and a check that it leaves nothing behind."""
+"""Gives every test one compute thread, and checks that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hypothesis import settings
 
 from tests.leaks import KINDS, find_leaks, take_state
 
-# Time is never what a property is about, and a shared machine has slow moments.
+# No property is about time, and a shared machine has slow moments.
 settings.register_profile("weft", deadline=None, print_blob=True)
 settings.load_profile("weft")
 
 
 def pytest_collection_finish() -> None:
-    """Takes what the imports have made out of the way of every single test.
+    """Keeps the objects and loggers that imports create from slowing down every test.
 
-    That is a third of a million objects for the garbage collector, and torch's fifty loggers that
-    do not propagate: pytest adds its handler to each such logger, three times a test.
+    The garbage collector would scan a third of a million objects. Torch has fifty loggers that do
+    not propagate: pytest adds its handler to each such logger, three times a test.
     """
     gc.freeze()
     for name in logging.root.manager.loggerDict:
@@ -34,7 +34,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze() -> None:
-    """Takes what former files have imported out of its way as well, as torch's compiler."""
+    """Freezes what earlier test files have imported as well, such as torch's compiler."""
     gc.collect()
     gc.freeze()
 
@@ -43,9 +43,9 @@ def _freeze() -> None:
 def _leave_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves threads, processes, descriptors or shared memory behind.
 
-    The state is compared with that at the test's begin, so what a fixture of wider scope made is
-    not counted. A test that shares long-lived workers, which may start a thread or connect to a
-    peer at their first use, says what may stay: ``@pytest.mark.keeps("threads", "descriptors")``.
+    The state is compared with that at the start of the test, so resources of wider fixtures do not
+    count. Long-lived workers that tests share may start a thread or connect to a peer at first use.
+    Such a test declares what may stay: ``@pytest.mark.keeps("threads", "descriptors")``.
     """
     kept = _kinds_kept(request)
     before = take_state()

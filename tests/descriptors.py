@@ -1,4 +1,4 @@
-"""Finds writes to descriptors that were closed, and whose numbers other files have got since."""
+"""Finds writes to closed descriptors whose numbers other files use by now."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @contextlib.contextmanager
 def nothing_is_written() -> Iterator[None]:
-    """Takes up the free descriptor numbers; fails if somebody writes to one of them."""
+    """Occupies free descriptor numbers with pipes; fails if anything is written to one of them."""
     others = [os.pipe2(os.O_NONBLOCK) for _ in range(20)]
     try:
         yield

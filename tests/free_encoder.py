@@ -1,4 +1,4 @@
-"""Plain payloads that no worker of Weft would make: what a member that is an enemy can send."""
+"""Plain payloads that no worker of Weft would make, but that a hostile member can send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchweft.serialize.plain import Encoder, tags
 
 
 class Made(NamedTuple):
-    """A call that the reader is to make of a name, as of one marked ``rebuilds_plain``."""
+    """A call that the reader is asked to make, as of a name marked ``rebuilds_plain``."""
 
     name: str
     arguments: Any
@@ -39,14 +39,14 @@ class Ordered(NamedTuple):
 
 
 class Numbered(NamedTuple):
-    """A tag with any number behind it: that of a tensor, a reference or a container."""
+    """A tag of a tensor, a reference or a container, followed by any number."""
 
     tag: int
     number: int
 
 
 class FreeEncoder(Encoder):
-    """Encodes what an honest one does, and the values above, without a check."""
+    """Encodes what an honest encoder does, and the values above, without checks."""
 
     def __init__(self) -> None:
         super().__init__(True, (RRef,))
@@ -75,7 +75,7 @@ class FreeEncoder(Encoder):
 
 
 def pack_freely(value: Any) -> Packed:
-    """Does as ``pack_plain``, for what the values above say."""
+    """Packs as ``pack_plain`` does, but also the values above."""
     encoder = FreeEncoder()
     payload = encoder.encode(value)
     return Packed(payload, encoder.tensors, encoder.externals)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Sine(torch.autograd.Function):
-    """A function of the user's, with an argument between tensors that is none."""
+    """A user-defined function with a non-tensor argument between two tensors."""
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, factor: float, second: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class Broken(torch.autograd.Function):
 
 
 class TwoOrOne(torch.autograd.Function):
-    """Has another slope where both of its results were used."""
+    """Has a different slope if both of its results were used."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ class TwoOrOne(torch.autograd.Function):
 
 
 class Rejoin(torch.autograd.Function):
-    """Passes its first argument on; its second has no gradient, only a place in the order."""
+    """Returns its first argument; the second gets no gradient, only a place in the order."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, _: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Rejoin(torch.autograd.Function):
 
 
 class Noted(torch.autograd.Function):
-    """Gets zeros where there is no gradient, so that its argument has one."""
+    """Receives zeros where there is no gradient, so that its argument gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Programs that differentiate what was differentiated, each for one way of doing so.
+"""Programs that compute higher-order gradients, each in one way.
 
-What they return is compared, with the gradients that they leave, between workers and a model.
+Tests compare their results, and the gradients that they leave, between workers and a model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def layer(site: Site, value: Tensor, name: str = "w") -> Tensor:
 
 
 def layer_through(site: Site, value: Tensor, other: int) -> Tensor:
-    """Has another worker compute between two layers of this one."""
+    """Runs a layer of another worker between two layers of this one."""
     inner: Tensor = site.call(other, layer, layer(site, value))
     return layer(site, inner)
 
@@ -39,14 +39,14 @@ def critic(site: Site, points: Tensor) -> Tensor:
 
 
 def error(site: Site, weights: Tensor) -> Tensor:
-    """The loss of weights on data of this worker, on a scale of its own."""
+    """Returns the loss of weights on this worker's data, against this worker's goal."""
     generator = torch.Generator().manual_seed(site.worker)
     data = torch.randn(5, 3, generator=generator, dtype=torch.float64)
     return ((data @ weights).sin() - site.parameter("goal", 5)).pow(2).mean()
 
 
 def step_decoder(site: Site, token: Tensor) -> Tensor:
-    """Keeps a hidden state, and is usually fed what it returned."""
+    """Keeps a hidden state; callers usually feed its results back to it."""
     hidden = site.state.get("hidden", site.parameter("hidden"))
     site.state["hidden"] = torch.tanh(hidden * site.parameter("cell") + token)
     return site.state["hidden"] * site.parameter("out")
@@ -54,7 +54,7 @@ def step_decoder(site: Site, token: Tensor) -> Tensor:
 
 def step_hooked_decoder(site: Site, token: Tensor) -> Tensor:
     result = step_decoder(site, token)
-    # Not linear: it must see the whole gradient. And with a parameter, which gets a gradient.
+    # Not linear, so it must see the whole gradient. Its parameter gets a gradient, too.
     gain = site.parameter("gain")
     site.state["hidden"].register_hook(lambda gradient: (gradient * gain).sin())
     return result
@@ -69,7 +69,7 @@ def look_up_in(site: Site, table: Tensor, indices: Tensor) -> Tensor:
 
 
 def norm_of_gradients(site: Site) -> Tensor:
-    """Returns what a norm of all gradients of this worker is made of."""
+    """Returns this worker's part of the squared norm of all gradients."""
     found = site.gradients().values()
     terms = [gradient.to_dense().pow(2).sum() for gradient in found if gradient.requires_grad]
     return torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64)
@@ -95,18 +95,18 @@ def adapt_and_measure(site: Site, weights: Tensor, other: int, steps: int) -> Te
 
 
 def error_of_adapted(site: Site, weights: Tensor, other: int) -> Tensor:
-    """A loss that is itself the result of gradient descent, on a loss of another worker."""
+    """Returns the loss of weights after gradient descent on another worker's loss."""
     return error(site, adapt(site, weights, other, 2))
 
 
 def curvature(site: Site, gradient: Tensor) -> list[Tensor]:
-    """Differentiates a gradient, that another worker computed, by a parameter of this one."""
+    """Differentiates another worker's gradient with respect to a parameter of this worker."""
     first, second = site.grad(gradient.pow(2).sum(), [site.parameter("w"), gradient])
     return [first, second]
 
 
 def gradients_of_received(site: Site, value: Tensor) -> list[Tensor]:
-    """Asks for gradients of what came from the caller, and of what is here; not further."""
+    """Computes gradients of a received value and of a local parameter, no further upstream."""
     result = layer(site, value).exp()
     first, second = site.grad(result.sum(), [value, site.parameter("w")])
     return [first, second, layer(site, value, "v")]
@@ -119,11 +119,11 @@ def batch_loss(site: Site, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(scores, torch.tensor([0, 1, 2, 1]))
 
 
-# Programs: what one pass asks for
+# Programs: the inputs of one pass
 
 
 def first_order(site: Site) -> Results:
-    """Tensors that are leaves, others, received ones, behind one another, and asked for twice."""
+    """Inputs are leaves, intermediate, received, upstream of one another, and repeated."""
     start = site.parameter("x")
     sent = start * 2
     received = site.call(1, layer, sent)
@@ -149,7 +149,7 @@ def unused_inputs(site: Site) -> Results:
 
 
 def shared_behind_inputs(site: Site) -> Results:
-    """What lies behind an input is reached past it as well, and has a hook that is not linear."""
+    """A node upstream of an input is also reached past it, and has a hook that is not linear."""
     start = site.parameter("x")
     common = start.exp()
     common.register_hook(lambda gradient: gradient.pow(3))
@@ -160,7 +160,7 @@ def shared_behind_inputs(site: Site) -> Results:
 
 
 def shared_elsewhere_behind_inputs(site: Site) -> Results:
-    """The same, where the node in common is at another worker."""
+    """As above, with the common node on another worker."""
     start = site.parameter("x")
     first = site.call(1, step_hooked_decoder, start)
     second = site.call(1, step_hooked_decoder, start.sin())
@@ -169,7 +169,7 @@ def shared_elsewhere_behind_inputs(site: Site) -> Results:
 
 
 def tokens_of_a_decoder(site: Site) -> Results:
-    """All inputs lie behind one another, in one circle between two workers."""
+    """Each input is upstream of the next one, in one loop between two workers."""
     tokens = [site.parameter("start") * 1]
     for _ in range(5):
         tokens.append(site.call(1, step_decoder, tokens[-1]) * site.parameter("feed"))
@@ -180,7 +180,7 @@ def tokens_of_a_decoder(site: Site) -> Results:
 
 
 def only_what_is_needed(site: Site) -> Results:
-    """A pass within a call does not go back to the caller, and frees nothing there."""
+    """A pass within a call does not continue at the caller, and frees nothing there."""
     start = site.parameter("x")
     sent = start.exp()  # Keeps its result for the backward pass.
     first, second, result = site.call(1, gradients_of_received, sent)
@@ -198,7 +198,7 @@ def again_and_again(site: Site) -> Results:
 
 
 def sent_as_it_is(site: Site) -> Results:
-    """Leaves that are sent bare, used here as well, and their gradients summed up."""
+    """Leaves are sent directly and used locally as well; their gradients are summed."""
     start, other = site.parameter("x"), site.parameter("y")
     results = [site.call(1 + number % 2, layer, start) for number in range(4)]
     total = (torch.stack(results).prod(0) * start * site.call(1, linear, other)).sum()
@@ -241,7 +241,7 @@ def whole_hessian(site: Site) -> Results:
 
 
 def forward_by_two_backwards(site: Site) -> Results:
-    """The gradient at an output is itself an input of what is differentiated."""
+    """The gradient at an output is itself an input of the next pass."""
     start = site.parameter("x")
     result = site.call(1, layer_through, start, 2)
     dummy = torch.ones(3, dtype=torch.float64, requires_grad=True)
@@ -268,7 +268,7 @@ def gradient_penalty(site: Site) -> Results:
 
 
 def norms_of_all_gradients(site: Site) -> Results:
-    """Gradients with a graph, in the context of each worker, are differentiated from there."""
+    """Gradients that have a graph, in each worker's context, are differentiated again."""
     loss = site.call(1, layer_through, site.parameter("x"), 2).sum()
     site.backward([loss], create_graph=True)
     site.backward([norms_everywhere(site)], create_graph=True)
@@ -288,7 +288,7 @@ def gradients_given(site: Site) -> Results:
 
 
 def further_gradients_by_others(site: Site) -> Results:
-    """What one worker has computed by a pass, another one differentiates by a pass of its own."""
+    """One worker computes a gradient; another worker differentiates it in a pass of its own."""
     start = site.parameter("x")
     result = site.call(1, layer_through, start * 2, 2)
     (gradient,) = site.grad(result.sum(), start, create_graph=True)
@@ -323,7 +323,7 @@ def maml_within_a_call(site: Site) -> Results:
 
 
 def maml_of_first_order_within_a_call(site: Site) -> Results:
-    """The passes of the callee free what they went through, and nothing else."""
+    """The passes of the callee free the graph that they traversed, and nothing else."""
     weights = site.parameter("weights")
     adapted = site.call(1, adapt, weights.exp(), 2, 3, False)
     site.backward([adapted.pow(2).sum()])
@@ -331,7 +331,7 @@ def maml_of_first_order_within_a_call(site: Site) -> Results:
 
 
 def tasks_side_by_side(site: Site) -> Results:
-    """Inner loops run at once, each on a loss that the worker of the other one computes."""
+    """Inner loops run concurrently, each on a loss that another worker computes."""
     weights = site.parameter("weights") * 1
     waits = [
         site.start(worker, adapt_and_measure, weights, other, 2)
@@ -344,7 +344,7 @@ def tasks_side_by_side(site: Site) -> Results:
 
 
 def descent_within_descent(site: Site) -> Results:
-    """The inner loss is a result of an inner loop in its turn, which calls the first worker."""
+    """The inner loss itself comes from an inner loop; the last of these calls the first worker."""
     weights = site.parameter("weights")
     for _ in range(2):
         loss = site.call(1, error_of_adapted, weights, 2)
@@ -364,7 +364,7 @@ def classification(site: Site) -> Results:
     return [weight, bias]
 
 
-# Programs: hooks, layouts, functions of the user
+# Programs: hooks, layouts, user-defined functions
 
 
 def hooked_circle(site: Site, order: int = 2) -> Results:
@@ -460,7 +460,7 @@ def sine(site: Site, first: Tensor, second: Tensor) -> Tensor:
 
 
 def partly_used(site: Site) -> Results:
-    """Of the tensors of a message some have gradients, others in the second order only."""
+    """Some tensors of a message have gradients, others only in the second order."""
     parts = site.call(1, three, *[site.parameter(name) * 2 for name in "abc"])
     (first,) = site.grad(parts[1].sum(), site.parameter("b"), create_graph=True)
     mixed = (first * parts[0]).sum()
@@ -473,7 +473,7 @@ def three(site: Site, *values: Tensor) -> list[Tensor]:
 
 
 def no_grad_around(site: Site) -> Results:
-    """As in one process, whether graphs are made is up to the pass and not to who asks for it."""
+    """As in one process, the pass decides whether graphs are made, not its caller's grad mode."""
     start = site.parameter("x")
     loss = site.call(1, layer_through, start, 2).prod()
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Random programs that differentiate in the middle: drawn as plain data, run on any site.
+"""Random programs that also differentiate in the middle, drawn as plain data, run on any site.
 
-A program is a body of steps. A body computes with a list of values, the later ones preferred. It
-may have other workers run bodies of their own, and may differentiate what it has by what it has.
+A program is a body of steps. A body computes with a list of values and prefers recent ones. It may
+have other workers run bodies of their own, and may differentiate its values by each other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.gradient_functions import Noted, Rejoin, Sine, TwoOrOne
 from tests.higher_order_programs import norms_everywhere
 from tests.higher_order_sites import WORKERS, Program, Site
 
-# What a program consists of. Values are named by how long ago they came into the body's list.
+# The parts of a program. They name a value by its age in the body's list.
 
 
 class Compute(NamedTuple):
-    """Adds a value made of two."""
+    """Adds a value computed from two others."""
 
     operation: str
     first: int
@@ -51,7 +51,7 @@ class Differentiate(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Has a worker run a body, and adds its results."""
+    """Makes a worker run a body, and adds its results."""
 
     to: int
     body: Body
@@ -88,7 +88,7 @@ class Generator:
         self.chance = random.Random(seed)
 
     def body(self, worker: int, depth: int, steps: int, may_remember: bool) -> Body:
-        """Returns a body for a worker, with calls up to ``depth`` within each other."""
+        """Returns a body for a worker, with calls nested up to ``depth``."""
         drawn = tuple(self._step(worker, depth, may_remember) for _ in range(steps))
         return Body(drawn, self.chance.choice([1, 1, 2]))
 
@@ -98,7 +98,7 @@ class Generator:
         if depth and kind < 0.4:
             if kind < 0.32:
                 return self._call(worker, depth, may_remember)
-            # Their order is open, so they leave states alone.
+            # The calls run in any order, so they do not touch states.
             return FanOut(tuple(self._call(worker, depth, False) for _ in range(2)))
         if kind < 0.6:
             inputs = tuple(self._late() for _ in range(chance.choice([1, 1, 2, 3])))
@@ -121,7 +121,7 @@ class Generator:
 
 
 def random_program(seed: int) -> Program:
-    """Returns the program with a number; always the same."""
+    """Returns the program of a seed, always the same."""
     generator = Generator(seed)
     body = generator.body(0, 2, generator.chance.randint(5, 9), True)
     is_of_second_order = generator.chance.random() < 0.6
@@ -170,7 +170,7 @@ def _differentiate(site: Site, step: Differentiate, values: list[Tensor]) -> lis
         return []
     weight = torch.ones_like(output) if step.weight is None else _at(values, step.weight)
     if not step.create_graph:
-        weight = weight.detach()  # torch may return it as it is, with its graph.
+        weight = weight.detach()  # torch may return the weight itself, with its graph.
     found = site.grad(
         output,
         inputs,
@@ -179,7 +179,7 @@ def _differentiate(site: Site, step: Differentiate, values: list[Tensor]) -> lis
         create_graph=step.create_graph,
         allow_unused=True,
     )
-    # Bounded, so that differences of rounding do not grow from order to order.
+    # Bounded, so that rounding differences do not grow from order to order.
     return [torch.sin(gradient) for gradient in found if gradient is not None]
 
 
@@ -217,7 +217,7 @@ def _compute(site: Site, step: Compute, values: list[Tensor]) -> list[Tensor]:
         changed[1:].tanh_()
         return [changed]
     if step.operation == "hooked":
-        # Not linear: it must see the whole gradient.
+        # Not linear, so it must see the whole gradient.
         result.register_hook(lambda gradient: torch.sin(3 * gradient))
     return [result]
 

@@ -1,8 +1,8 @@
-"""What programs of higher-order gradients run on, and their model in one process.
+"""The sites on which higher-order gradient programs run, and a model of them in one process.
 
-A program is a function of the site that it runs on. It has functions called at other sites, each
-of which gets its own site as its first argument. So one program serves real workers, workers in
-one process, and plain autograd, which says what is right.
+A program is a function of the site that it runs on. It calls functions at other sites, each of
+which gets its own site as its first argument. So one program runs on real workers, on workers in
+one process, and on plain autograd, which gives the expected result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Site:
 
     Attributes:
         worker: Its number.
-        state: What its functions keep from call to call.
+        state: The state that its functions keep between calls.
     """
 
     worker: int
@@ -44,13 +44,13 @@ class Site:
         raise NotImplementedError
 
     def call(self, worker: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Has a function run at another site and returns its result."""
+        """Runs a function at another site and returns its result."""
         return self.start(worker, function, *arguments)()
 
     def start(
         self, worker: int, function: Callable[..., Any], *arguments: Any
     ) -> Callable[[], Any]:
-        """Begins a call and returns what waits for its result."""
+        """Begins a call and returns a function that waits for its result."""
         raise NotImplementedError
 
     def grad(
@@ -124,7 +124,7 @@ class ModelSite(Site):
         retain_graph: bool = False,
         create_graph: bool = False,
     ) -> None:
-        # Not ``.grad``: that would be added to in place while something may have saved it.
+        # Not ``.grad``: autograd adds to it in place, although a graph may have saved it.
         leaves = [(s, name, leaf) for s in self._sites for name, leaf in s.parameters.items()]
         found = torch.autograd.grad(
             roots,
@@ -148,12 +148,12 @@ def _sum(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _moved(value: Any) -> Any:
-    """Returns a value as it arrives at another worker: copies of the tensors."""
+    """Returns a value as another worker receives it, with copies of the tensors."""
     return moved_with(lambda tensors: [tensor.clone() for tensor in tensors], value)
 
 
 def moved_with(send: Callable[[list[Tensor]], Sequence[Tensor]], value: Any) -> Any:
-    """Returns a value with other tensors; what was one object twice still is."""
+    """Returns a value with its tensors replaced; a repeated tensor stays one object."""
     leaves, structure = pytree.tree_flatten(value)
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     sent = dict(zip(tensors, send(list(tensors.values())), strict=True))
@@ -161,7 +161,7 @@ def moved_with(send: Callable[[list[Tensor]], Sequence[Tensor]], value: Any) -> 
 
 
 def expected(program: Program) -> Outcome:
-    """Returns what a program gives in one process: its results, and all gradients."""
+    """Returns a program's results and all gradients, computed in one process."""
     sites: list[ModelSite] = []
     sites += [ModelSite(worker, sites) for worker in range(WORKERS)]
     results = list(program(sites[0]))
@@ -172,7 +172,7 @@ def expected(program: Program) -> Outcome:
 
 
 def assert_equal(actual: Outcome, wanted: Outcome, tolerance: float, what: object = "") -> None:
-    """Checks results, gradients, and which of them there are."""
+    """Checks that the same results and gradients exist, and that they are close."""
     results, tables = actual
     wanted_results, wanted_tables = wanted
     assert len(results) == len(wanted_results), what

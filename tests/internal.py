@@ -13,7 +13,7 @@ def overridden(
     """Returns an environment with constants of ``torchweft.knobs``, as ``SPIN_S=0``.
 
     Args:
-        environment: Other variables. Constants that it sets already stay as they are.
+        environment: Other variables. Constants that it already sets keep their values.
         constants: The values, by name.
     """
     settings = [f"{name}={value}" for name, value in constants.items()]

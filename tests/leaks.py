@@ -1,4 +1,4 @@
-"""Tells what a test left behind: threads, processes, descriptors and shared memory."""
+"""Finds what a test left behind: threads, processes, descriptors and shared memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 GRACE_S = 1.0
-"""Time for what is closing when a test returns to be gone."""
+"""How long resources that are closing when a test returns may take to disappear."""
 
 POLL_S = 0.01
 
 KINDS = ("threads", "processes", "descriptors", "shared memory")
 
 State = Mapping[str, Mapping[object, str]]
-"""For each kind, what there is: what it is known by, and how to call it in a message."""
+"""For each kind, the existing resources: their keys, with descriptions for messages."""
 
 
 def take_state() -> State:
@@ -29,7 +29,7 @@ def take_state() -> State:
 
 
 def find_leaks(before: State, kept: Collection[str] = ()) -> list[str]:
-    """Returns what there is more than ``before``, after waiting up to ``GRACE_S`` for it to go."""
+    """Returns resources that are not in ``before``; waits up to ``GRACE_S`` for them to go."""
     leaks = _compare(before, kept)
     if leaks:
         gc.collect()
@@ -52,7 +52,7 @@ def _compare(before: State, kept: Collection[str]) -> list[str]:
 
 
 def _threads() -> dict[object, str]:
-    """Returns the threads that Python code started; the autograd engine's show up as dummies."""
+    """Returns the threads that Python code started; the autograd engine's appear as dummies."""
     return {
         thread: thread.name
         for thread in threading.enumerate()
@@ -61,7 +61,7 @@ def _threads() -> dict[object, str]:
 
 
 def _processes() -> dict[object, str]:
-    """Returns the children of all threads; a child that was not waited for counts."""
+    """Returns the child processes of all threads, including zombies."""
     helpers = {_tracker("_pid"), _fork_server("_forkserver_pid")}
     return {
         pid: f"{pid} {_command_of(pid)}"
@@ -72,23 +72,24 @@ def _processes() -> dict[object, str]:
 
 
 def _descriptors() -> dict[object, str]:
-    """Returns the open descriptors; a number used again for another file is another one."""
+    """Returns the open descriptors; a number reused for another file is another descriptor."""
     helpers = {_tracker("_fd"), _fork_server("_forkserver_alive_fd")}
     found: dict[object, str] = {}
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
             target = os.readlink(f"/proc/self/fd/{number}")
         except FileNotFoundError:
-            continue  # the one that listed the folder
+            continue  # the descriptor that listed the folder
         if number not in helpers:
             found[number, target] = f"{number} -> {target}"
     return found
 
 
 def _shared_memory() -> dict[object, str]:
-    """Returns this user's entries of ``/dev/shm``, which other processes may have made as well.
+    """Returns this user's entries of ``/dev/shm``, including those of other processes.
 
-    Not multiprocessing's semaphores: Weft has none, and programs of other tests may run meanwhile.
+    Excludes multiprocessing's semaphores: Weft has none, and programs of other tests may be
+    running.
     """
     found: dict[object, str] = {}
     for entry in Path("/dev/shm").iterdir():
@@ -103,12 +104,12 @@ def _shared_memory() -> dict[object, str]:
 
 
 def _tracker(attribute: str) -> object:
-    """Returns a field of multiprocessing's resource tracker: one process and one pipe, for good."""
+    """Returns a field of multiprocessing's resource tracker: a permanent process and pipe."""
     return getattr(resource_tracker._resource_tracker, attribute, None)  # type: ignore[attr-defined]
 
 
 def _fork_server(attribute: str) -> object:
-    """Returns a field of multiprocessing's fork server: one process and one pipe, for good."""
+    """Returns a field of multiprocessing's fork server: a permanent process and pipe."""
     return getattr(forkserver._forkserver, attribute, None)  # type: ignore[attr-defined]
 
 

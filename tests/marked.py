@@ -8,7 +8,7 @@ from torchweft.serialize.registry import Mark
 
 
 def names_of(*marks: Mark) -> frozenset[str]:
-    """Returns the names with one of the marks, of all modules in which it may stand."""
+    """Returns the names with one of the marks, from all modules that may use that mark."""
     return frozenset(
         f"{module}:{path}"
         for mark in marks

@@ -29,7 +29,7 @@ _VERSIONS = "import platform, torch; print(platform.python_version(), torch.__ve
 
 
 class Row(NamedTuple):
-    """One combination: the version of Python, and what pip is asked for."""
+    """One combination: the version of Python, and the requirement for pip."""
 
     python: str
     torch: str
@@ -60,13 +60,13 @@ def _runs(command: list[str]) -> bool:
 
 
 def rows_for(pythons: list[str], own: str) -> list[Row]:
-    """Returns the combinations to try, given the versions that are there and the one that runs."""
+    """Returns the combinations to try, given the available versions and the running one."""
     first = [Row(pythons[0], OLDEST_TORCH)] if pythons else []
     return [*first, Row(own, CI_TORCH), *(Row(python, NEWEST_TORCH) for python in pythons)]
 
 
 def counts_in(output: str) -> str:
-    """Returns what pytest counted in its last line, such as ``12 passed, 1 skipped``."""
+    """Returns the counts in pytest's last line, such as ``12 passed, 1 skipped``."""
     found = _COUNTS.findall(output)
     return found[-1] if found else "no test ran"
 

@@ -1,6 +1,6 @@
-"""How much an ordinary run tries of what there is very much of: random programs, combinations.
+"""The share of random programs and parameter combinations that an ordinary run tries.
 
-``make thorough`` tries all of it (``WEFT_TEST_THOROUGH=1``).
+``make thorough`` tries all of them (``WEFT_TEST_THOROUGH=1``).
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any
 
 THOROUGH = os.environ.get("WEFT_TEST_THOROUGH", "0") != "0"
 SHARE = 10
-"""An ordinary run tries one seed in so many."""
+"""An ordinary run tries one seed out of this many."""
 
 
 def share(count: int) -> int:
-    """Returns how many of so many seeds are tried."""
+    """Returns how many of ``count`` seeds this run tries."""
     return count if THOROUGH else -(-count // SHARE)
 
 
 def lots(count: int, size: int) -> list[range]:
-    """Returns those seeds in lots, one for each test."""
+    """Returns the seeds that this run tries in lots of ``size``, one lot for each test."""
     seeds = range(share(count))
     return [seeds[first : first + size] for first in range(0, len(seeds), size)]
 
 
 def spread(values: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Returns the combinations to try of the values of several parameters.
+    """Returns the combinations of parameter values that this run tries.
 
-    All of them, or each of ``values`` with another combination of ``others``, in turn. A tuple is
-    the values of several parameters.
+    A thorough run tries all of them. An ordinary run pairs ``values`` with combinations of
+    ``others``, both in turn. A tuple stands for the values of several parameters.
     """
     rest = list(itertools.product(*others))
     if THOROUGH:

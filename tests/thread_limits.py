@@ -1,4 +1,4 @@
-"""A system that refuses threads for a while, as a container does at its limit."""
+"""Simulates a system that refuses new threads, as a container does at its limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @contextlib.contextmanager
 def no_new_threads(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Has every start of a thread in the block fail as Python reports it."""
+    """Makes every start of a thread in the block fail with Python's own error."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

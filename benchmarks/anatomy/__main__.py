@@ -1,8 +1,8 @@
-"""Takes a small call apart and times every part by itself; see the README beside this file.
+"""Times every part of a small call by itself; see the README beside this file.
 
-Each part is run again and again in one process, with everything it needs in the caches; the best
-of several series counts. A real call is slower than the sum: its parts run once, then another
-process has the caches, and threads have to be woken. That is the line "the rest".
+Each part runs repeatedly in one process, with all its data in the caches; the best of several
+series counts. A real call is slower than the sum: each part runs once, then another process uses
+the caches, and threads must be woken. The line "the rest" shows the difference.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CALLS = 4000
 
 
 class Part(NamedTuple):
-    """One part of a call: who does it, what it is, how many system calls are in it."""
+    """One part of a call: its side, its description, its number of system calls, its function."""
 
     side: str
     name: str
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 def main() -> int:
-    """Prints the parts of a call, and what a whole call takes."""
+    """Prints the times of the parts of a call and of whole calls."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def best_us(run: Callable[[], object]) -> float:
-    """Returns what ``run`` takes, everything in the caches."""
+    """Returns the time of ``run`` with all its data in the caches."""
     best_s = math.inf
     for _ in range(SERIES):
         begin = time.perf_counter()
@@ -77,7 +77,7 @@ def best_us(run: Callable[[], object]) -> float:
 
 
 def call_us() -> float:
-    """Returns the median of real calls."""
+    """Returns the median time of real calls."""
     tensor, seconds = torch.ones(2), []
     for _ in range(CALLS):
         begin = time.perf_counter()
@@ -94,7 +94,7 @@ def move_worker(core: int) -> None:
 
 
 def parts() -> list[Part]:
-    """Returns the parts in the order in which a call goes through them."""
+    """Returns the parts in the order in which a call runs them."""
     agent = current()
     worker, peer = agent.slots[WORKER], agent.find("worker0")
     tensor = torch.ones(2)
@@ -199,7 +199,7 @@ def _answers(agent: Agent, worker: Worker, peer: Peer, answer: bytes) -> list[Pa
 def check_answer(sent: bytes) -> None:
     """Raises ValueError for an answer that is not the result of the call.
 
-    An error is answered as well, and its time would say nothing about a call.
+    A failed call is answered as well, but its time says nothing about a successful call.
     """
     [frame] = _parsing(sent)()
     if frame.kind != Kind.REPLY or frame.flags != COMPACT:
@@ -207,7 +207,7 @@ def check_answer(sent: bytes) -> None:
 
 
 class _Silent:
-    """A peer like another, to which nothing is sent."""
+    """A stand-in for a peer that stores the answer instead of sending it."""
 
     def __init__(self, peer: Peer) -> None:
         self.id, self.name, self.main_by_name, self.is_self = peer.id, peer.name, True, False
@@ -217,12 +217,12 @@ class _Silent:
         self.sent = b""
 
     def send(self, parts: list[bytes], may_block: bool) -> None:
-        """Takes the answer, as a link would."""
+        """Stores the answer."""
         self.sent = b"".join(parts)
 
 
 def _nothing(*_: object) -> None:
-    """Is a task."""
+    """Serves as an empty task."""
 
 
 def _decoding(tensor: torch.Tensor) -> Callable[[], object]:
@@ -263,7 +263,7 @@ def print_report(timed: list[tuple[Part, float]], totals: dict[str, float]) -> N
     for part, us in timed:
         print(f"| {part.side} | {part.name} | {part.system_calls or ''} | {us:.2f} |")
     known_us = sum(us for part, us in timed if not part.name.startswith(" "))
-    # The callee's answer is sent as the caller's request is.
+    # The callee sends its answer in the same way as the caller its request.
     known_us += next(us for part, us in timed if part.name.startswith("send"))
     print(f"| both | sum of the parts, with the callee's send | | {known_us:.2f} |")
     for name, us in totals.items():

@@ -1,4 +1,4 @@
-"""What is asked about distributed autograd, and which targets there are."""
+"""The rows, sides and targets of the benchmark of distributed autograd."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from benchmarks.autograd.shapes import SHAPES
 from benchmarks.frame import TORCH, WEFT, Form, Question, Row, Side, times_faster
 
-# The same graph in one process, with torch's local engine: what no distributed one can do without.
+# The same graph in one process, with torch's local engine: work that every distributed pass needs.
 LOCAL = Side("local", runner="alone")
 
 PASSES = {
@@ -15,7 +15,7 @@ PASSES = {
     "backward": "backward",
     "fast": "backward, FAST",
 }
-# In groups of 2 only: to start processes takes more time than to measure.
+# In groups of 2 only, since starting processes takes more time than measuring.
 SHORT = {
     "step 1 hop",
     "backward 1 hop",

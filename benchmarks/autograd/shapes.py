@@ -1,4 +1,4 @@
-"""The distributed graphs that are measured, as plain data; imports no torch."""
+"""The measured distributed graphs, as plain data; does not import torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """How the calls of a forward pass follow each other.
+    """The order of the calls of a forward pass.
 
     Attributes:
-        title: What reports call it.
+        title: Title in reports.
         branches: For each call that the first worker makes, the workers it passes: the first
             calls the second, which calls the third, and so on.
         nodes: Graph nodes that each call adds on its worker, beside one for a parameter.
@@ -22,7 +22,7 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """Workers of the smallest group that it runs in: idle ones would cost CPU time."""
+        """Size of the smallest group that can run it: idle workers would cost CPU time."""
         return 1 + len({worker for branch in self.branches for worker in branch})
 
 

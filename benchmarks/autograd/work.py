@@ -1,4 +1,4 @@
-"""The passes that are measured: one program for either library, and the graph in one process."""
+"""The measured passes: one program for either library, and the graph in one process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.frame.work import Work
 
 __all__ = ["local_works", "works"]
 
-# Of the worker that imports this; what a call multiplies by, so that its gradient ends somewhere.
+# The importing worker's own parameter: calls multiply by it, so that a gradient ends there.
 PARAMETER = torch.ones(2, requires_grad=True)
 
 
 def visit(value: Tensor, workers: tuple[str, ...], nodes: int) -> Tensor:
-    """Is called remotely: adds nodes to the graph, and goes on to the first of ``workers``."""
+    """Adds nodes to the graph, then calls the first of ``workers``; called remotely."""
     value = grown(value, nodes)
     if workers:
         value = current().rpc.rpc_sync(workers[0], visit, args=(value, workers[1:], nodes))
@@ -27,7 +27,7 @@ def visit(value: Tensor, workers: tuple[str, ...], nodes: int) -> Tensor:
 
 
 def grown(value: Tensor, nodes: int) -> Tensor:
-    """Returns the product with this worker's parameter, ``nodes`` nodes further."""
+    """Returns the product with this worker's parameter, followed by ``nodes`` more nodes."""
     value = value * PARAMETER
     for _ in range(nodes):
         value = value * 1.0
@@ -39,7 +39,7 @@ class DistributedPass:
 
     Args:
         api: The library.
-        shape: What the forward pass calls.
+        shape: The calls of the forward pass.
         options: Arguments of ``backward``.
     """
 
@@ -50,7 +50,7 @@ class DistributedPass:
         self._root = torch.ones(2, requires_grad=True)
 
     def step(self) -> None:
-        """Makes both passes."""
+        """Runs both passes."""
         with self._api.autograd.context() as context_id:
             self._backward(context_id, self._forward())
 
@@ -60,7 +60,7 @@ class DistributedPass:
         return Work(lambda: next(passes), prepare=lambda: next(passes), finish=lambda: next(passes))
 
     def _passes(self) -> Iterator[None]:
-        """Yields after each forward pass, after each backward pass, and when the context ended."""
+        """Yields after each forward pass, each backward pass, and each end of a context."""
         while True:
             with self._api.autograd.context() as context_id:
                 loss = self._forward()
@@ -82,13 +82,13 @@ class DistributedPass:
 
 
 def _loss(values: list[Tensor]) -> Tensor:
-    # torch's backward pass never ends where the result of a call is not used: all are.
+    # Use all results: torch's backward pass never ends if the result of a call is unused.
     return torch.stack(values).sum()
 
 
 def works(api: Api) -> dict[str, Work]:
     """Returns the passes over all shapes that need a group of this size."""
-    # torch has no other mode, so there the two are one program.
+    # torch has no other mode, so both works are the same program there.
     fast = {"mode": "fast"} if api.package == "torchweft" else {}
     found = {}
     for name, shape in SHAPES.items():

@@ -1,7 +1,8 @@
 """The same small call on Ray's and Monarch's actors, for ``make bench-peers``.
 
-Neither is imported unless its side runs. Their own processes are not counted as CPU time, and
-they are not stopped while other sides are measured, so these sides are run without the others.
+Neither library is imported unless its side runs. The CPU time of their own processes is not
+counted, and these processes are not stopped while other sides are measured. So these sides run
+only on request.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ IN_FLIGHT = (100, 2000)
 
 @contextlib.contextmanager
 def ray_works() -> Iterator[dict[str, Work]]:
-    """Starts Ray on this machine with one actor that returns what it gets."""
+    """Starts Ray on this machine with one actor that returns its argument."""
     ray: Any = importlib.import_module("ray")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
 
@@ -37,7 +38,7 @@ def ray_works() -> Iterator[dict[str, Work]]:
 
 @contextlib.contextmanager
 def monarch_works() -> Iterator[dict[str, Work]]:
-    """Starts one Monarch process with an actor that returns what it gets."""
+    """Starts one Monarch process with an actor that returns its argument."""
     monarch: Any = importlib.import_module("monarch.actor")
 
     class Echo(monarch.Actor):  # type: ignore[misc]  # known at run time only

@@ -1,4 +1,4 @@
-"""What is asked about small calls, and which targets there are."""
+"""The rows, sides and targets of the benchmark of small calls."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ ROWS = (
 
 SPINNING = Side("raw spinning", runner="raw", is_default=False)
 
-# For `make bench-peers`: what has actors that can be called.
+# For `make bench-peers`: libraries whose actors can be called.
 RAY = Side("ray", runner="alone", module="ray", is_default=False)
 MONARCH = Side("monarch", runner="alone", module="monarch", is_default=False)
 

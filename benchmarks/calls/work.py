@@ -1,4 +1,4 @@
-"""The programs that are measured: the same lines for either RPC, and a raw socket's ping-pong."""
+"""The measured programs: the same code for either RPC library, and a raw socket's ping-pong."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ __all__ = [
 
 THREADS = 8
 
-# What a call of a Python function with a two-element tensor takes on the wire, and its answer:
-# the function's name, the tensor's description and 8 bytes of it, and a frame around them. Below a
-# kilobyte, the exact number makes no difference that can be measured.
+# Sizes on the wire of a call of a Python function with a two-element tensor, and of its answer:
+# the function's name, the tensor's description, its 8 bytes of data, and a frame around them. Below
+# a kilobyte, the exact number makes no measurable difference.
 REQUEST_BYTES = 160
 ANSWER_BYTES = 96
 
 
 def echo(value: object) -> object:
-    """Is the function that is called: it does nothing, so what is measured is the call."""
+    """Returns its argument; it does no work, so only the call is measured."""
     return value
 
 
 class Echo:
-    """What remote references refer to."""
+    """The object that remote references refer to."""
 
     def echo(self, value: object) -> object:
         return value
 
 
 def works(api: Api) -> dict[str, Work]:
-    """Returns the works of an RPC, torch's or Weft's: both have the same interface."""
+    """Returns the works of an RPC library, torch's or Weft's: both have the same interface."""
     tensor = torch.ones(2)
     values = {"0": None, "1": tensor, "16": [torch.ones(2) for _ in range(16)]}
     found = {}
@@ -66,10 +66,10 @@ def works(api: Api) -> dict[str, Work]:
 
 
 def _pause() -> None:
-    """Waits a little, so that a call meets the callee at any moment of what it is busy with.
+    """Waits for a random time, so that a call arrives at any moment of the callee's activity.
 
-    Calls that follow at once would all be made in the few milliseconds that the callee's
-    interpreter gives to the thread that answers, and the wait for the next turn be hardly seen.
+    Calls without a pause would all be made in the few milliseconds that the callee's interpreter
+    gives to the answering thread, and would hardly show the wait for that thread's next turn.
     """
     time.sleep(random.uniform(0.0005, 0.0015))
 
@@ -118,7 +118,7 @@ def _from_threads(batch: Callable[[], object], calls: int) -> Work:
 
 
 def raw_works(connections: list[socket.socket]) -> dict[str, Work]:
-    """Returns the one work of a socket: a request of the same size, and an answer."""
+    """Returns the only work of a raw socket: a request of the same size, and an answer."""
     connection = connections[0]
     request = bytes(REQUEST_BYTES)
 
@@ -137,9 +137,9 @@ def serve_raw(connection: socket.socket) -> None:
 
 
 def raw_spinning_works(connections: list[socket.socket]) -> dict[str, Work]:
-    """Returns the same work, done by two processes that never sleep: one core each, all the time.
+    """Returns the same work for two processes that never sleep: one core each, all the time.
 
-    Where the processes have no core of their own, each waits for the other's time slice to end.
+    If the processes share a core, each waits for the other's time slice to end.
     """
     connections[0].setblocking(False)
     return raw_works(connections)
@@ -151,11 +151,11 @@ def serve_raw_spinning(connection: socket.socket) -> None:
 
 
 def receive(connection: socket.socket, size_bytes: int) -> bool:
-    """Reads ``size_bytes``; returns False where the other side has closed instead."""
+    """Reads ``size_bytes``; returns False if the other side has closed instead."""
     while size_bytes:
         try:
             received = len(connection.recv(size_bytes))
-        except BlockingIOError:  # one that spins
+        except BlockingIOError:  # a spinning side
             continue
         if not received:
             return False

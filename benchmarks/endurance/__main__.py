@@ -1,4 +1,4 @@
-"""Makes a million calls and thousands of contexts; the exit status says whether all stayed flat.
+"""Makes a million calls and thousands of contexts; the exit status says whether any resource grew.
 
 See the README beside this file.
 """
@@ -27,7 +27,7 @@ Samples = dict[str, list[Sample]]
 
 
 def main() -> int:
-    """Runs both phases in one group; returns 1 where something grows."""
+    """Runs both phases in one group; returns 1 if a resource grows."""
     end_on_sigterm()
     options = parse_options()
     lines = ["# Endurance", "", provenance(), ""]
@@ -54,7 +54,7 @@ def _phase(
     operations: int,
     samples: int,
 ) -> bool:
-    """Runs again and again, samples in between, and adds a table; returns whether all is flat."""
+    """Runs a phase, samples in between, and adds a table; returns whether everything is flat."""
     begin = time.monotonic()
     types = [_types_of_both()]
     taken: Samples = {CALLER: [], CALLEE: []}
@@ -77,11 +77,11 @@ def _phase(
 
 
 def _settled_samples() -> dict[str, Sample]:
-    """Samples both processes once ended references have been told and forgotten."""
+    """Samples both processes once drops of references have been sent and processed."""
     deadline = time.monotonic() + SETTLE_LIMIT_S
     previous = _samples()
     while True:
-        time.sleep(0.05)  # references are told in batches; nothing says that the last has gone
+        time.sleep(0.05)  # drops are sent in batches; no event marks the last one
         current = _samples()
         same = all(
             current[process][kind] == previous[process][kind]

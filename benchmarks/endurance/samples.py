@@ -1,4 +1,4 @@
-"""What a process holds at one moment, and whether a series of such moments is flat."""
+"""Samples the resources of a process, and judges whether a series of samples is flat."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Sample = dict[str, float]
 
 @dataclass(frozen=True)
 class Kind:
-    """Something that may not grow.
+    """A resource that must not grow.
 
     Attributes:
-        unit: Stands behind the number.
-        scale: The number is multiplied by it when it is shown.
-        slack: Growth that is still called flat: what allocators and timing account for.
-        bound: What may be reached at any time, early or late.
+        unit: Text after the number.
+        scale: Factor applied to the number when it is shown.
+        slack: Growth that still counts as flat, caused by allocators and timing.
+        bound: Value that may be reached at any time, early or late.
     """
 
     unit: str
@@ -37,7 +37,7 @@ KINDS = {
     "memory (resident, trimmed)": Kind("MiB", 1 / MIB, 3 * MIB),
     "memory (private)": Kind("MiB", 1 / MIB, 3 * MIB),
     "shared memory": Kind("MiB", 1 / MIB, 0.25 * MIB),
-    "threads": Kind("", 1, 0, bound=21),  # they start when they are needed
+    "threads": Kind("", 1, 0, bound=21),  # threads start on demand
     "descriptors": Kind("", 1, 0),
     "objects of Weft": Kind("", 1, 20),
     "tensors": Kind("", 1, 20),
@@ -46,7 +46,7 @@ KINDS = {
 
 
 def take_sample() -> Sample:
-    """Returns what this process holds now, after collecting what nobody refers to."""
+    """Returns the resources that this process holds, after a garbage collection."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pid = os.getpid()
@@ -65,7 +65,7 @@ def take_sample() -> Sample:
 
 
 def count_types() -> Counter[str]:
-    """Returns how many objects there are of each type that the collector knows."""
+    """Returns the number of objects of each type that the garbage collector tracks."""
     kinds = Counter(map(type, gc.get_objects()))
     counts: Counter[str] = Counter()
     for kind, count in kinds.items():
@@ -80,7 +80,7 @@ def _resident_bytes(pid: int) -> int:
 
 @dataclass(frozen=True)
 class Course:
-    """How one kind of thing developed in one process.
+    """The samples of one kind of resource in one process.
 
     The first quarter is warm-up: pools fill, threads start. After that the highest value may
     not rise any more, so the last quarter's is compared with the second's.

@@ -1,4 +1,4 @@
-"""What is done a million times: a mix of all that users do, and autograd contexts."""
+"""The repeated operations: a mix of all calls that users make, and autograd contexts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CALLS_A_TURN = 100
 
 
 class Refused(ValueError):
-    """What a call that fails raises."""
+    """The error that a failing call raises."""
 
 
 class Counter:
@@ -40,13 +40,13 @@ def call_back(caller: str, value: object) -> object:
 
 
 def use(reference: rpc.RRef[Counter]) -> int:
-    """Uses an object of this worker through a reference that was handed on."""
+    """Uses an object of this worker through a reference that was passed to it."""
     reference.local_value().count(None)
     return reference.local_value().calls
 
 
 class Mix:
-    """Makes calls of every kind, the same hundred again and again.
+    """Makes calls of every kind, repeating the same hundred.
 
     Args:
         caller: Name of the worker that this process is.
@@ -106,7 +106,7 @@ def forward(value: torch.Tensor) -> torch.Tensor:
 
 
 def run_context() -> None:
-    """Goes forward through the callee and backward again, in a context of its own."""
+    """Runs forward through the callee and backward again, in its own context."""
     value = torch.ones(16, requires_grad=True)
     with autograd.context() as context:
         loss = rpc.rpc_sync(CALLEE, forward, args=(value,)).sum()

@@ -1,6 +1,6 @@
-"""The frame of all benchmarks; ``README.md`` beside this file says how a question is written.
+"""The framework of all benchmarks; ``README.md`` beside this file says how to write a question.
 
-Nothing here imports torch before a worker process has been pinned to its cores.
+No module here imports torch before a worker process has been pinned to its cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the main thread of a worker can be busy with while others call it."""
+"""Activities that keep a worker's main thread busy while other workers call it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import queue
 from collections.abc import Callable
 
 Activity = Callable[[], None]
-"""Does a little, some milliseconds at most, and is called again and again."""
+"""Runs for some milliseconds at most, and is called repeatedly."""
 
 
 def python_code() -> Activity:
-    """Returns pure bytecode: it gives the interpreter lock away only when it is made to."""
+    """Returns pure bytecode, which releases the interpreter lock only when forced to."""
 
     def work() -> None:
         total = 0
@@ -37,7 +37,7 @@ ACTIVITIES: dict[str, Callable[[], Activity]] = {"python": python_code, "kernels
 
 
 def run_until_ordered(name: str, orders: queue.SimpleQueue[str | None]) -> None:
-    """Runs the activity called ``name`` in this thread until there is an order."""
+    """Runs the activity called ``name`` in this thread until an order arrives."""
     work = ACTIVITIES[name]()
-    while orders.empty():  # neither waits nor gives the interpreter lock away
+    while orders.empty():  # neither waits nor releases the interpreter lock
         work()

@@ -1,4 +1,4 @@
-"""An RPC library under one set of names, so that a program is the same for torch's and Weft's."""
+"""One interface to torch's and Weft's RPC library, so that the same program runs on both."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ PACKAGES = {"torch": "torch.distributed", "weft": "torchweft"}
 
 
 class Api:
-    """The modules of one library, and who else is in the group.
+    """The modules of one library, and the peers in the group.
 
     Args:
         package: ``torch.distributed`` or ``torchweft``.
-        rank: Number of this worker.
-        size: Workers of the group.
+        rank: Rank of this worker.
+        size: Number of workers in the group.
     """
 
     def __init__(self, package: str, rank: int, size: int) -> None:
@@ -37,7 +37,7 @@ class Api:
 
     @property
     def peers(self) -> list[str]:
-        """The names of all workers but this one, by rank."""
+        """The names of all other workers, by rank."""
         return [worker_name(rank) for rank in range(self.size) if rank != self.rank]
 
 

@@ -1,4 +1,4 @@
-"""What the rounds of a work say: median, p99, CPU time, and ratios between two sides."""
+"""Statistics of a work's rounds: median, p99, CPU time, and ratios between two sides."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Literal
 
 FigureName = Literal["median", "p99", "cpu"]
 
-# Below that many, the one value in a hundred was not seen.
+# With fewer samples, the one value in a hundred was not seen.
 SAMPLES_FOR_P99 = 100
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one side did in one round of one work.
+    """The measurements of one side in one round of one work.
 
     Attributes:
-        values: Seconds of each operation; where operations overlap or come in steps, of each
-            run, divided by its operations. Other works than timings give other numbers.
-        cpu_s: CPU time of all processes of the side for an operation; 0 where it was not taken.
-        operations: Operations of one run.
+        values: Seconds of each operation. If operations overlap or come in steps, seconds of each
+            run divided by its operations. Works that are not timings give other numbers.
+        cpu_s: CPU time of all processes of the side per operation; 0 if it was not measured.
+        operations: Number of operations in one run.
     """
 
     values: list[float]
@@ -29,7 +29,7 @@ class Round:
     operations: int = 1
 
     def figure(self, name: FigureName) -> float | None:
-        """Returns a figure of this round alone, None where it does not tell it."""
+        """Returns a figure of this round alone, or None if the round does not have it."""
         if name == "cpu":
             return self.cpu_s or None
         return statistics.median(self.values) if name == "median" else p99([self])
@@ -41,7 +41,7 @@ Rounds = Mapping[tuple[str, str], Sequence[Round]]
 
 @dataclass(frozen=True)
 class Figures:
-    """What is said about one side and row, over all rounds; None where nothing can be said."""
+    """The figures of one side and row over all rounds; None for a figure that is not known."""
 
     median: float
     p99: float | None
@@ -52,16 +52,16 @@ class Figures:
 
 
 def figures_of(rounds: Sequence[Round]) -> Figures:
-    """Sums up the rounds of one side and row; p99 and median are over all their values."""
+    """Summarizes the rounds of one side and row; p99 and median are over all their values."""
     cpu_s = statistics.median(one.cpu_s for one in rounds)
     median = statistics.median(value for one in rounds for value in one.values)
     return Figures(median, p99(rounds), cpu_s or None)
 
 
 def p99(rounds: Sequence[Round]) -> float | None:
-    """Returns the value that 99 of 100 operations stayed below or met (nearest rank).
+    """Returns the value that 99 of 100 operations did not exceed (nearest rank).
 
-    None where operations were not timed one by one, or too few to have seen one in a hundred.
+    None if operations were not timed one by one, or too few to have seen one in a hundred.
     """
     values = sorted(value for one in rounds for value in one.values)
     if len(values) < SAMPLES_FOR_P99 or any(one.operations > 1 for one in rounds):
@@ -75,9 +75,9 @@ class Ratio:
     """Ours against another side: how many times less time (or CPU, memory) ours takes.
 
     Attributes:
-        median: Of the ratios of the single rounds, as are the extremes.
-        worst: The smallest.
-        best: The largest.
+        median: Median of the ratios of the single rounds.
+        worst: The smallest of these ratios.
+        best: The largest of these ratios.
     """
 
     median: float
@@ -88,7 +88,7 @@ class Ratio:
 def ratio_of(
     others: Sequence[Round], ours: Sequence[Round], figure: FigureName = "median"
 ) -> Ratio | None:
-    """Compares two sides round by round, since each round met the same state of the machine."""
+    """Compares two sides round by round, since a round meets the same machine load on both."""
     pairs = [
         (other.figure(figure), own.figure(figure))
         for other, own in zip(others, ours, strict=False)  # a side that failed has fewer

@@ -1,8 +1,8 @@
-"""The processes of one side, which live through the run and stand still in between.
+"""The processes of one side, which live through the run and are stopped between measurements.
 
-An idle torch RPC process keeps its threads polling and burns half a core, which would be charged
-to whoever is measured meanwhile. So a side is stopped by SIGSTOP except while it is measured.
-However the run ends, no process stays behind: each is continued or killed here, and the kernel
+The threads of an idle torch RPC process poll and use half a core, which would be charged to the
+side that is measured meanwhile. So a side is stopped by SIGSTOP except while it is measured.
+However the run ends, no process is left behind: each is continued or killed here, and the kernel
 kills it when this process is gone.
 """
 
@@ -41,9 +41,9 @@ class Group:
     """The processes of a side, and orders to them.
 
     Args:
-        side: Which.
-        processes: By rank; the first makes the calls.
-        log: What they write to their standard error.
+        side: The side.
+        processes: Its processes by rank; the first makes the calls.
+        log: The standard error of the processes.
     """
 
     def __init__(
@@ -60,26 +60,26 @@ class Group:
         return [process.pid for process in self._processes]
 
     def measure(self, row: Row, operations: int) -> Round:
-        """Wakes all processes, has the row's work done, and puts them to sleep again."""
+        """Continues all processes, has the row's work done, and stops the processes again."""
         order = {
             "work": row.work_name,
             "operations": operations,
             "warm_up": row.warm_up,
-            "pids": [] if row.activity else self.pids,  # it would count as the calls' CPU time
+            "pids": [] if row.activity else self.pids,  # the activity's CPU time would count
         }
         with self._awake(), self._busy(row.activity):
             self._order(self._processes[0], order)
             return Round(**self._read_answer(self._processes[0], ROUND_TIMEOUT_S))
 
     def sleep(self) -> None:
-        """Stops all processes, and returns when they stand still."""
+        """Stops all processes, and returns when all are stopped."""
         self._signal(signal.SIGSTOP)
         for process in self._processes:
-            if process.returncode is None:  # seen, not collected: that is left to Popen
+            if process.returncode is None:  # WNOWAIT: Popen reaps the process
                 os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def stop(self) -> None:
-        """Has all processes end by themselves, and kills those that do not."""
+        """Closes the input of all processes, and kills those that do not end in time."""
         self._signal(signal.SIGCONT)
         for process in self._processes:
             _close(process.stdin)
@@ -126,7 +126,7 @@ class Group:
             raise self._failure("a process has ended") from None
 
     def _read_answer(self, process: subprocess.Popen[str], timeout_s: float) -> Any:
-        """Reads one line; there is never more than one under way, so none can be in the buffer."""
+        """Reads one line; only one answer is ever pending, so none can wait in the buffer."""
         assert process.stdout is not None
         if not select.select([process.stdout], [], [], timeout_s)[0]:
             raise self._failure(f"no answer in {timeout_s:.0f} s")
@@ -143,7 +143,7 @@ class Group:
 
 @contextlib.contextmanager
 def started_group(question: Question, side: Side, cores: Cores) -> Iterator[Group]:
-    """Starts the processes of ``side`` on their cores, and ends them with the block."""
+    """Starts the processes of ``side`` on their cores, and ends them after the block."""
     size = 1 if side.runner == "alone" else question.size
     processes: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryFile() as log:
@@ -158,9 +158,9 @@ def started_group(question: Question, side: Side, cores: Cores) -> Iterator[Grou
 
 
 def end(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Kills what still runs or stands still, and releases everything."""
+    """Kills all remaining processes, running or stopped, and releases their resources."""
     for process in processes:
-        # Its group, since it may have started processes of its own, and may itself be gone.
+        # Kill its group: the process may have started others, and may itself be gone.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -176,7 +176,7 @@ def _start_all(
     processes: list[subprocess.Popen[str]],
     log: IO[bytes],
 ) -> None:
-    with contextlib.ExitStack() as ends:  # closed here, or a worker never sees the end of its own
+    with contextlib.ExitStack() as ends:  # close our copies, or no worker sees end-of-file
         descriptors: list[list[int]] = [[] for _ in range(size)]
         if side.runner == "raw":
             for rank in range(1, size):
@@ -213,7 +213,7 @@ def _start(side: Side, place: Place, log: IO[bytes]) -> subprocess.Popen[str]:
         pass_fds=place.descriptors,
         text=True,
         cwd=ROOT,
-        start_new_session=True,  # its own group for signals; Ctrl-C reaches the parent only
+        start_new_session=True,  # its own process group: Ctrl-C reaches the parent only
         env={**os.environ, "OMP_NUM_THREADS": "1", **side.environment},
     )
 

@@ -19,9 +19,9 @@ from benchmarks.frame.question import Question, Row, Side
 
 
 def measure(question: Question, options: Namespace, cores: Cores) -> Rounds:
-    """Measures every chosen row on every chosen side; returns what each did.
+    """Measures every chosen row on every chosen side; returns their rounds.
 
-    Options are ``rows``, ``sides``, ``rounds`` and ``scale``, as ``options.py`` makes them.
+    Options are ``rows``, ``sides``, ``rounds`` and ``scale``, as ``run.parse_options`` makes them.
     """
     if question.measure is not None:
         return question.measure(question, options, cores)
@@ -49,14 +49,14 @@ def _alternate(
                 report_failure(options, failure)
         rows = [row for row in options.rows if _is_checked(options, groups, row)]
         for _ in range(options.rounds):
-            # Who comes first changes, so that nobody always follows the same side.
+            # Reverse the order, so that no side always follows the same side.
             groups.reverse()
             for row in rows:
                 _measure_row(options, groups, row, rounds)
 
 
 def available(sides: Sequence[Side]) -> list[Side]:
-    """Leaves out, saying so, the sides whose module cannot be imported here."""
+    """Returns the sides whose module can be imported here; reports the skipped ones."""
     chosen = []
     for side in sides:
         if side.module and importlib.util.find_spec(side.module) is None:
@@ -67,9 +67,9 @@ def available(sides: Sequence[Side]) -> list[Side]:
 
 
 def takes_part(row: Row, group: Group) -> bool:
-    """Whether the side is one that the row compares, or an extra one, and has the work."""
+    """Returns whether the side has the row's work, and the row compares it or it is extra."""
     if row.activity and group.side.runner != "rpc":
-        return False  # only the workers of a group have a main thread to spare
+        return False  # only the workers of a group have an idle main thread
     return row.work_name in group.works and _is_needed(group.side, [row])
 
 
@@ -79,7 +79,7 @@ def _is_needed(side: Side, rows: Sequence[Row]) -> bool:
 
 
 def report_failure(options: Namespace, failure: SideFailed) -> None:
-    """Says that a side has failed, now and in the exit status."""
+    """Reports that a side has failed, now and in the exit status."""
     options.failures.append(str(failure).splitlines()[0])
     print(failure, file=sys.stderr, flush=True)
 
@@ -95,13 +95,13 @@ def _measure_row(
             measured = group.measure(row, max(1, int(row.operations * options.scale)))
         except SideFailed as failure:
             report_failure(options, SideFailed(f"{row.name}: {failure}"))
-            groups.remove(group)  # its processes end with the measurement; the others go on
+            groups.remove(group)  # its processes end with the measurement; other sides go on
         else:
             rounds[group.side.name, row.name].append(measured)
 
 
 def _is_checked(options: Namespace, groups: list[Group], row: Row) -> bool:
-    """Whether all sides tell the same numbers, where the row wants that."""
+    """Returns whether all sides return the same numbers, if the row has a check."""
     if not row.check:
         return True
     told: dict[tuple[str, str], list[Round]] = defaultdict(list)

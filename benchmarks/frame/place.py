@@ -1,4 +1,4 @@
-"""What a worker process must know when it starts, handed over as one JSON argument."""
+"""The parameters of a worker process, passed as one JSON argument."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Place:
     Attributes:
         folder: Package of the question.
         side: Name of the side.
-        runner: How the side's processes meet.
+        runner: How the side's processes connect: ``rpc``, ``raw`` or ``alone``.
         api: ``torch`` or ``weft``.
-        rank: Number of the worker; the first, 0, makes the calls.
-        size: Workers of the group.
-        cores: Where it may run.
+        rank: Rank of the worker; worker 0 makes the calls.
+        size: Number of workers in the group.
+        cores: Cores on which the worker may run.
         address: Host of the rendezvous.
         port: Port of the rendezvous.
         options: Arguments of the backend's options class.
-        descriptors: Inherited Unix sockets: the first worker's to each other, in the order of
-            their ranks; another's to the first.
+        descriptors: Inherited Unix sockets: the first worker has one to each other worker, in the
+            order of their ranks; each other worker has one to the first.
     """
 
     folder: str

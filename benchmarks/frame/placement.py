@@ -1,4 +1,4 @@
-"""Which cores the workers of a side may use."""
+"""Assigns cores to the workers of a side."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def placements() -> dict[str, Cores]:
         "one core": lambda rank: {cores[0]},
     }
     if len(cores) > 1:
-        # With more workers than cores they go round.
+        # With more workers than cores, workers share the cores in turn.
         chosen = {"a core each": lambda rank: {cores[rank % len(cores)]}, **chosen}
     return chosen

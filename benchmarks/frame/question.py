@@ -1,4 +1,4 @@
-"""What a question consists of: sides that are compared, and rows of what they do.
+"""The parts of a question: the sides that it compares, and the rows that it measures.
 
 A question's folder holds its ``question.py``, which imports no torch, and its ``work.py``, which
 only the worker processes import, after they have been pinned to their cores.
@@ -22,18 +22,18 @@ class Side:
     """One of the sides of a comparison.
 
     Attributes:
-        name: What reports and ``--sides`` call it.
-        runner: How its processes meet: ``rpc`` (a group of workers; ``work.works(api)`` at
-            the first), ``raw`` (a Unix socket between the first and each other;
-            ``work.NAME_works(connections)`` at the first, ``work.serve_NAME(connection)`` at the
+        name: Name in reports and for ``--sides``.
+        runner: How its processes connect: ``rpc`` (a group of workers; ``work.works(api)`` on
+            the first), ``raw`` (a Unix socket between the first and each other process;
+            ``work.NAME_works(connections)`` on the first, ``work.serve_NAME(connection)`` on the
             others) or ``alone`` (one process; ``work.NAME_works()``). In NAME, a blank is a "_".
         api: ``torch`` or ``weft``, for the runner ``rpc``.
         environment: Variables set for its processes only.
         options: Arguments of the backend's options class, for the runner ``rpc``.
-        options_by_rank: What each worker has besides, such as the address at which it listens.
+        options_by_rank: Further options of each worker, such as its listening address.
         prefixes: A command to put before each worker's own, such as ``ip netns exec NAME``.
-        address: Where the first worker can be reached.
-        module: What must be importable; the side is skipped, saying so, where it is not.
+        address: Address of the first worker.
+        module: A required module; if it cannot be imported, the side is skipped with a message.
         is_default: Whether it takes part unless ``--sides`` says otherwise.
     """
 
@@ -56,26 +56,26 @@ RAW = Side("raw", runner="raw")
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the result: something that is done again and again on every side that can.
+    """A line of the result: a work that runs repeatedly on every side that has it.
 
     Attributes:
-        name: Unique in the question; also what ``work.py`` calls it, unless ``work`` says.
-        title: What reports call it.
+        name: Unique name in the question; also the work's name, unless ``work`` is given.
+        title: Title in reports.
         operations: Operations of one round on one side; ``--scale`` multiplies it.
-        unit: How the numbers are shown.
-        amount: What one operation moves, for a unit that is a rate.
-        activity: What the main threads of all workers but the first do meanwhile: nothing,
+        unit: Unit of the displayed numbers.
+        amount: Amount that one operation moves, for a unit that is a rate.
+        activity: Activity of the main threads of all workers but the first meanwhile: none,
             ``python`` or ``kernels`` (see ``activities.py``).
-        work: Name of the work, where several rows share one.
+        work: Name of the work in ``work.py``, if several rows share it.
         ours: The side that is judged.
         torch: The side it is compared with.
-        limit: The side that shows what the machine allows at best.
-        targets: What is demanded.
+        limit: The side that shows the machine's limit.
+        targets: Demands on the result.
         is_short: Whether it is part of the short form.
         warm_up: Operations before the measurement.
-        size: Workers of the group, where the row needs another number than the question says.
-        check: Name of a ``work.Numbers`` that all sides are asked for before anything is timed;
-            unless they tell the same, the row fails and is not measured.
+        size: Number of workers in the group, if it differs from the question's.
+        check: Name of a ``work.Numbers`` that all sides return before timing starts; if the
+            numbers differ, the row fails and is not measured.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Form:
-    """How long a run takes: the full form, or the short one of ``python -m benchmarks``."""
+    """The length of a run: the full form, or the short form of ``python -m benchmarks``."""
 
     rounds: int
     scale: float = 1.0
@@ -112,7 +112,7 @@ FULL = Form(rounds=10)
 SHORT = Form(rounds=5, scale=0.5, placements=("a core each",))
 
 Measure = Callable[["Question", Namespace, Cores], Rounds]
-"""Measures a question in one placement, where alternating between living sides does not do."""
+"""Measures a question in one placement, if alternating between running sides is unsuitable."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ class Question:
     Attributes:
         folder: The package, such as ``benchmarks.calls``.
         title: Heading of its reports.
-        rows: What is measured.
-        sides: Who takes part, in the order of the reports.
-        size: Workers of a group.
+        rows: The rows to measure.
+        sides: The compared sides, in the order of the reports.
+        size: Number of workers in a group.
         about: A sentence for the head of a report.
         full: The default form.
         short: The short form.

@@ -1,4 +1,4 @@
-"""The report of one question in Markdown: all figures, and what they say about its targets."""
+"""The report of one question in Markdown: all figures, and the verdicts on its targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.machine import describe_machine, load_of_others
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rounds say about one target of a row."""
+    """Whether the rounds meet one target of a row."""
 
     row: Row
     target: Target
@@ -28,7 +28,7 @@ class Verdict:
 
 
 def provenance() -> str:
-    """Returns the date, the machine and how busy it is."""
+    """Returns the date, the machine and its load."""
     machine = ", ".join(f"{name} {value}" for name, value in describe_machine().items())
     return (
         f"{datetime.date.today().isoformat()}; {machine}; {load_of_others()} threads of other "
@@ -65,7 +65,7 @@ def _line(row: Row, side: str, rounds: Rounds) -> str:
 
 
 def cpu_unit(row: Row) -> Unit:
-    """Returns the unit of the row's CPU time: its own where that is a time."""
+    """Returns the unit of the row's CPU time: its own, or microseconds if that is a rate."""
     return MICROSECONDS if row.unit.is_rate else row.unit
 
 
@@ -91,7 +91,7 @@ def to_limit(row: Row, rounds: Rounds, figure: FigureName = "median") -> str:
 
 
 def verdicts(question: Question, rounds: Rounds) -> Iterator[Verdict]:
-    """Returns a verdict for each target that the rounds say something about."""
+    """Yields a verdict for each target that was measured."""
     for row in question.rows:
         for target in row.targets:
             verdict = verdict_on(row, target, rounds)
@@ -100,7 +100,7 @@ def verdicts(question: Question, rounds: Rounds) -> Iterator[Verdict]:
 
 
 def verdict_on(row: Row, target: Target, rounds: Rounds) -> Verdict | None:
-    """Returns whether the row meets the target, None where that was not measured."""
+    """Returns whether the row meets the target, or None if that was not measured."""
     ours = rounds.get((row.ours, row.name))
     if not ours:
         return None

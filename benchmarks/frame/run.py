@@ -19,7 +19,7 @@ from benchmarks.frame.report import provenance, table, verdicts
 
 
 def main(question: Question, arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints, and on request saves, one report; what each question's program is."""
+    """Runs a question's program: measures, prints the report, and saves it on request."""
     end_on_sigterm()
     options = parse_options(question, arguments)
     lines = [f"# {question.title}", "", provenance(), question.about]
@@ -49,7 +49,7 @@ def measured_placements(
 
 
 def parse_options(question: Question, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; what is left out is as in the question's full or short form."""
+    """Parses the command line; the question's full or short form sets the defaults."""
     sides = {side.name: side for side in question.sides}
     rows = {row.name: row for row in question.rows}
     usual = [side.name for side in question.sides if side.is_default]
@@ -76,7 +76,7 @@ def parse_options(question: Question, arguments: Sequence[str] | None) -> argpar
 
 
 def usable(wanted: Sequence[str]) -> list[str]:
-    """Returns those placements that this machine allows, all where none are wanted."""
+    """Returns the wanted placements that this machine allows, or all placements if none is."""
     known = list(placements())
     return [name for name in wanted if name in known] or known
 
@@ -90,5 +90,5 @@ def save(report: str, folder: Path, name: str) -> None:
 
 
 def end_on_sigterm() -> None:
-    """Lets SIGTERM unwind like Ctrl-C, so that stopped processes are not left behind."""
+    """Makes SIGTERM unwind the stack like Ctrl-C, so that no stopped process is left behind."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

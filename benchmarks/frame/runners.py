@@ -1,4 +1,4 @@
-"""How the processes of a side meet, and what each then does; runs in the worker processes."""
+"""Connects the processes of a side and follows their orders; runs in the worker processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Works = Mapping[str, Work | Numbers]
 
 
 def run_rpc(place: Place, answers: TextIO) -> None:
-    """Runs one worker of a group, by torch's RPC or by Weft's: the same calls."""
+    """Runs one worker of a group, by torch's RPC or by Weft's, with the same calls."""
     with joined_group(place) as library:
-        program = _program(place)  # imported in the group: it may use ``api.current()`` at once
+        program = _program(place)  # after joining: its import may use ``api.current()``
         if place.rank == 0:
             follow_orders(program.works(library), answers)
         else:
@@ -51,7 +51,7 @@ def joined_group(place: Place) -> Iterator[api.Api]:
 
 
 def run_raw(place: Place, answers: TextIO) -> None:
-    """Runs one end of Unix sockets between the first process and each other."""
+    """Runs a process at one end of the Unix sockets between the first process and the others."""
     program = _program(place)
     with contextlib.ExitStack() as ends:
         connections = [ends.enter_context(socket.socket(fileno=fd)) for fd in place.descriptors]
@@ -63,10 +63,10 @@ def run_raw(place: Place, answers: TextIO) -> None:
 
 
 def run_alone(place: Place, answers: TextIO) -> None:
-    """Runs the works of a side that has no peers, or brings its own."""
+    """Runs the works of a side that has no peers, or starts its own."""
     works = getattr(_program(place), f"{_plain(place.side)}_works")()
     with contextlib.ExitStack() as ends:
-        if hasattr(works, "__enter__"):  # a side that must be taken down gives a context manager
+        if hasattr(works, "__enter__"):  # a side that needs cleanup returns a context manager
             works = ends.enter_context(works)
         follow_orders(works, answers)
 
@@ -79,7 +79,7 @@ RUNNERS: dict[str, Callable[[Place, TextIO], None]] = {
 
 
 def follow_orders(works: Works, answers: TextIO) -> None:
-    """Measures as it is ordered until the standard input ends; answers each order with a line."""
+    """Follows the orders on standard input until it ends; answers each order with a line."""
     _answer(answers, sorted(works))
     for line in sys.stdin:
         order = json.loads(line)
@@ -90,7 +90,7 @@ def follow_orders(works: Works, answers: TextIO) -> None:
 
 
 def serve(answers: TextIO) -> None:
-    """Does in the main thread what it is ordered to, nothing at first, until the input ends."""
+    """Runs the ordered activity in the main thread, none at first, until the input ends."""
     orders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_forward, args=(orders,), daemon=True).start()
     activity: str | None = ""

@@ -1,4 +1,4 @@
-"""The one table over all questions: ours, torch RPC, the raw limit, the ratios, the targets."""
+"""The table over all questions: ours, torch RPC, the raw limit, the ratios, the targets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD = [
 
 
 def summary(question: Question, placement: str, rounds: Rounds) -> list[str]:
-    """Returns the question's lines: one for each target, one for each row without any."""
+    """Returns the question's lines: one for each target, one for each row without a target."""
     lines = []
     for row in question.rows:
         if rounds.get((row.ours, row.name)):

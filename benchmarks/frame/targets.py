@@ -1,4 +1,4 @@
-"""Targets that are attached to rows: what they demand and whether it was reached."""
+"""Targets of rows: their demands, and whether a ratio meets them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Target:
 
     Attributes:
         against: The side that ours is compared with; ``bound`` for an absolute demand.
-        bound: The smallest ratio (theirs divided by ours) that meets it; where it is absolute,
-            the largest figure.
-        figure: What is compared.
+        bound: The smallest ratio (theirs divided by ours) that meets the demand; for an absolute
+            demand, the largest figure.
+        figure: The figure that is compared.
         text: The demand, for the table.
-        is_inverse: Shows "so many times theirs" in place of "so many times less".
+        is_inverse: Whether to show ours divided by theirs instead.
     """
 
     against: Literal["torch", "limit", "bound"]
@@ -32,7 +32,7 @@ class Target:
         return ratio.median >= self.bound
 
     def shown(self, ratio: Ratio) -> str:
-        """Returns the ratio with its extremes, worst first, in the words of the demand."""
+        """Returns the ratio as text with its extremes, worst first; inverted if ``is_inverse``."""
         values = [ratio.median, ratio.worst, ratio.best]
         if self.is_inverse:
             values = [1 / value for value in values if value]

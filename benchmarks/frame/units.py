@@ -1,4 +1,4 @@
-"""What a measured number means to a reader: a time, a rate, a count."""
+"""Units of measured numbers: times, rates, counts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Unit:
-    """Shows measured numbers, which are seconds of an operation unless the work says otherwise.
+    """Formats measured numbers, which are seconds per operation unless the work says otherwise.
 
     Attributes:
-        name: Stands behind the number.
-        scale: The number is multiplied by it.
-        is_rate: Shows how much fits into a second: amount / seconds.
+        name: Text after the number.
+        scale: Factor applied to the number.
+        is_rate: Whether to show the amount per second: amount / seconds.
     """
 
     name: str
@@ -20,7 +20,7 @@ class Unit:
     is_rate: bool = False
 
     def shown(self, measured: float, amount: float = 1.0) -> float:
-        """Returns the number to show; ``amount`` is what one operation moves, for a rate."""
+        """Returns the number to show; for a rate, one operation moves ``amount``."""
         if not self.is_rate:
             return measured * self.scale
         return amount / measured * self.scale if measured else 0.0

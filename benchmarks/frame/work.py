@@ -1,4 +1,4 @@
-"""What a worker process measures: something to run again and again, timed run by run."""
+"""The works that a worker process measures: functions that run repeatedly, timed run by run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 
 class Work(NamedTuple):
-    """Something to run again and again.
+    """A function to run repeatedly.
 
     Attributes:
-        run: What is timed.
-        operations: Operations that one run makes, such as the calls of a batch.
+        run: The timed function.
+        operations: Number of operations in one run, such as the calls of a batch.
         prepare: Runs before each run, and is not timed.
         finish: Runs after each run that was prepared, and is not timed.
     """
@@ -24,21 +24,21 @@ class Work(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Something that tells numbers in place of taking time, such as losses.
+    """A function that returns numbers, such as losses, instead of being timed.
 
     Attributes:
-        tell: Returns them.
+        tell: Returns the numbers.
     """
 
     tell: Callable[[], Sequence[float]]
 
 
 def measure(work: Work | Numbers, operations: int, pids: Sequence[int]) -> dict[str, Any]:
-    """Makes at least ``operations`` operations; returns what ``figures.Round`` is made of.
+    """Makes at least ``operations`` operations; returns the fields of a ``figures.Round``.
 
     Args:
-        work: What to do.
-        operations: How often; a run more where the work's runs don't divide it.
+        work: The work to run.
+        operations: Number of operations, rounded up to whole runs.
         pids: The processes whose CPU time counts.
     """
     if isinstance(work, Numbers):
@@ -89,8 +89,8 @@ def _cpu_s(clocks: Sequence[int]) -> float:
 def process_clock(pid: int) -> int:
     """Returns the clock of the CPU time of all threads of a process (``clock_getcpuclockid``).
 
-    It counts what ``getrusage`` does, in nanoseconds, and can be read from outside, so that the
-    callee need not be asked by a call that would itself be measured.
+    It counts the same time as ``getrusage``, in nanoseconds. Other processes can read it, so that
+    the callee need not be asked by a call that would itself be measured.
     """
     scheduler_clock = 2
     return (~pid << 3) | scheduler_clock

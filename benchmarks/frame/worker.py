@@ -1,7 +1,7 @@
 """One process of a side; started by ``group.py``, not by hand.
 
 It reads orders from its standard input, one JSON object a line, and answers each with a line on
-what was its standard output. It ends with its input, or when whoever started it ends.
+its original standard output. It ends at the end of its input, or when its parent ends.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from benchmarks.frame.place import Place
 
 
 def main() -> None:
-    """Pins itself to its cores before any thread exists, then serves its place."""
+    """Pins this process to its cores before any thread exists, then runs its place."""
     end_with_parent()
     place = Place.from_json(sys.argv[1])
     os.sched_setaffinity(0, place.cores)
-    # Whatever a library prints must not come between the answers.
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     from benchmarks.frame.runners import RUNNERS  # after pinning: works may start threads
@@ -28,10 +28,10 @@ def main() -> None:
 
 
 def end_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends, even one that stands still."""
+    """Has the kernel kill this process when its parent ends, even if this process is stopped."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() == 1:  # it has ended already
+    if os.getppid() == 1:  # the parent has ended already
         sys.exit(1)
 
 

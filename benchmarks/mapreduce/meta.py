@@ -1,4 +1,4 @@
-"""A meta-step of MAML on sinusoids, second order: by a map, by a call for each task, or alone."""
+"""A second-order MAML meta-step on sinusoids: by a map, by calls, or in one process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def query_error(model: nn.Module, weights: Mapping[str, Tensor], seed: int) -> T
 
 
 def works(step: Step) -> dict[str, Work | Numbers]:
-    """Returns the meta-steps as works, and what is compared before."""
+    """Returns the meta-steps as works, and the gradients that are compared before."""
     models = {name: network(units) for name, units in UNITS.items()}
     found: dict[str, Work | Numbers] = {}
     for name, model in models.items():
@@ -93,7 +93,7 @@ def by_map(autograd: Any, mapreduce: Any, workers: list[str]) -> Step:
 
 
 class _Networks(threading.local):
-    """Networks of this thread: ``functional_call`` changes its module meanwhile."""
+    """Networks of each thread, since ``functional_call`` changes its module while it runs."""
 
     def __init__(self) -> None:
         self.by_units = {units: network(units) for units in UNITS.values()}

@@ -1,4 +1,4 @@
-"""What the parts compute."""
+"""The functions that the parts run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def empty(number: Tensor) -> None:
 
 
 def sleep(number: Tensor, seconds: float, model: nn.Module | None) -> float:
-    """Waits; returns how long it really took."""
+    """Sleeps; returns the actual time in seconds."""
     begin = time.perf_counter()
     time.sleep(seconds)
     return time.perf_counter() - begin
 
 
 def compute(number: Tensor, seconds: float, model: nn.Module | None) -> None:
-    """Uses a core for so much of its time, however busy the machine is."""
+    """Uses ``seconds`` of CPU time, however busy the machine is."""
     values = torch.ones(64, 64)
     end = time.thread_time() + seconds
     while time.thread_time() < end:
@@ -28,5 +28,5 @@ def compute(number: Tensor, seconds: float, model: nn.Module | None) -> None:
 
 
 def sleep_for(seconds: Tensor) -> None:
-    """Waits as long as the part says."""
+    """Sleeps for the time that the part gives."""
     time.sleep(seconds.item())

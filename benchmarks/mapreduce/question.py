@@ -1,4 +1,4 @@
-"""What is asked about maps over workers, and which targets there are."""
+"""The rows, sides and targets of the benchmark of maps over workers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from benchmarks.frame import (
 )
 
 MANNER = "WEFT_BENCHMARK_MANNER"
-"""Environment variable that tells the sides of Weft apart."""
+"""Environment variable that distinguishes Weft's sides."""
 
-# The same maps on one worker; parts that stay with the worker that they were dealt to; and no
-# map: a call for each part, with all its arguments.
+# The same maps on one worker; maps whose parts stay with the worker that they were dealt to; and,
+# instead of a map, a call for each part with all its arguments.
 ONE = Side("one worker", api="weft", environment={MANNER: "one worker"})
 DEALT = Side("as dealt", api="weft", environment={MANNER: "as dealt"})
 CALLS = Side("weft calls", api="weft", environment={MANNER: "weft calls"})

@@ -23,7 +23,7 @@ SHORTEST_S, LONGEST_S = 0.005, 0.2
 
 
 def works(api: Api) -> dict[str, Work | Numbers]:
-    """Returns what this side does."""
+    """Returns the works of this side."""
     manner = os.environ.get(MANNER, "")
     if api.package != "torchweft" or manner == CALLS.name:
         return _calls(api)
@@ -111,10 +111,10 @@ def _maps(api: Api, manner: str) -> dict[str, Work | Numbers]:
 
 
 def lengths_s(is_uneven: bool) -> torch.Tensor:
-    """Returns how long parts take: most are short, few are long.
+    """Returns the lengths of parts: most are short, few are long.
 
     Args:
-        is_uneven: Whether one worker would get all the long ones, if each kept what it is dealt.
+        is_uneven: Whether one worker is dealt all the long parts.
     """
     generator = torch.Generator().manual_seed(1)
     spread = torch.rand(LENGTHS, generator=generator) ** 2
@@ -124,7 +124,7 @@ def lengths_s(is_uneven: bool) -> torch.Tensor:
 
 
 class _Ends:
-    """Notes when the parts of a map have ended."""
+    """Records when the parts of a map have ended."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[tuple[int, float]]] = {}
@@ -137,10 +137,10 @@ class _Ends:
 
 
 def _gaps(over: Callable[..., Any], model: torch.nn.Module | None) -> list[float]:
-    """Returns for each part how long its worker did not sleep: from the end before to its own."""
+    """Returns, for each part, the time since its worker's previous part ended, minus its sleep."""
     from torchweft.mapreduce.observers import observers
 
-    over(parts.sleep, torch.arange(2), 0.0, model)  # Everybody has stood still until now.
+    over(parts.sleep, torch.arange(2), 0.0, model)  # Warm-up: all were stopped until now.
     ends = _Ends()
     observers.add(ends)
     try:
@@ -158,7 +158,7 @@ def _gaps(over: Callable[..., Any], model: torch.nn.Module | None) -> list[float
 
 
 def _gaps_of_calls(api: Api) -> list[float]:
-    """Returns the same for calls, each made when the answer to the one before has come."""
+    """Returns the same for calls, each made after the answer to the previous call."""
     gaps = []
     for place in range(PARTS):
         begin = time.perf_counter()
@@ -172,14 +172,14 @@ def _gaps_of_calls(api: Api) -> list[float]:
 def _overheads(
     over: Callable[..., Any], workers: int, model: torch.nn.Module | None
 ) -> list[float]:
-    """Returns how much longer than necessary maps take, for each of their parts."""
+    """Returns how much longer than necessary each map takes, divided by its number of parts."""
 
     def overhead() -> float:
         begin = time.perf_counter()
         slept: list[float] = over(parts.sleep, torch.arange(PARTS), PART_S, model)
         return (time.perf_counter() - begin - sum(slept) / workers) / PARTS
 
-    overhead()  # Everybody has stood still until now.
+    overhead()  # Warm-up: all processes were stopped until now.
     return [overhead() for _ in range(MAPS)]
 
 

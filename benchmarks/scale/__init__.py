@@ -1,1 +1,1 @@
-"""Groups of 2 to 64 workers: start-up, shutdown, what an idle worker takes, calls to many peers."""
+"""Groups of 2 to 64 workers: start-up, shutdown, cost of an idle worker, calls to many peers."""

@@ -27,7 +27,7 @@ SMALLEST = 2
 LARGEST_OF_TORCH = 32
 NEST_TIMEOUT_S = 240.0
 
-# What may not grow with the group, and the row that says whether it does.
+# Figures that must not grow with the group, and the rows that check this.
 GROWTH = {"callee sockets": "growth of sockets"}
 
 Found = dict[str, Any]
@@ -35,7 +35,7 @@ Found = dict[str, Any]
 
 
 def measure_sizes(question: Question, options: Namespace, cores: Cores) -> Rounds:
-    """Measures all sizes that the chosen rows ask for; see ``nest.py`` for how."""
+    """Measures all sizes that the chosen rows need; ``nest.py`` describes the method."""
     rounds: dict[tuple[str, str], list[Round]] = defaultdict(list)
     for number in range(options.rounds):
         for side in available(options.sides)[:: 1 if number % 2 else -1]:
@@ -77,7 +77,7 @@ def run_nest(side: Side, sizes: Sequence[int], cores: Cores, scale: float) -> di
     """Runs a group of each size from start to end, and returns their figures.
 
     Raises:
-        SideFailed: It did not come to an end in time, or failed.
+        SideFailed: The side failed, or did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
         order = {
@@ -86,8 +86,8 @@ def run_nest(side: Side, sizes: Sequence[int], cores: Cores, scale: float) -> di
             "cores": [sorted(cores(rank)) for rank in range(max(sizes))],
             "calls": max(20, int(400 * scale)),
             "options": dict(side.options),
-            # A store over TCP looks up the names of those who connect, which takes seconds where
-            # the resolver loses one of so many questions; that says nothing about a library.
+            # A TCP store looks up the name of each client, which takes seconds if the resolver
+            # loses one of so many queries; that says nothing about a library.
             "stores": folder,
         }
         return {int(size): found for size, found in _run(side, order).items()}

@@ -1,8 +1,8 @@
 """Groups of workers from start to end, forked from this process; started by ``measuring.py``.
 
-The process has imported torch and the library, so that a group starts as fast as it joins: what
-an interpreter and ``import torch`` take is the same for every library, and a hundred times more.
-Every worker is told what to do through a pipe of its own, and says when it has done it; all read
+The process has imported torch and the library, so that a group starts as fast as it joins. Starting
+an interpreter and importing torch takes the same time for every library, a hundred times as long.
+Each worker receives orders through its own pipe and reports when they are done; all processes read
 the same monotonic clock.
 """
 
@@ -28,14 +28,14 @@ IDLE_S = 1.5
 
 
 class Nestling:
-    """A forked worker, as its parent sees it: a process, and a pipe in either direction."""
+    """A forked worker as its parent sees it: a process, and a pipe in each direction."""
 
     def __init__(self, order: dict[str, Any], rank: int, others: Sequence[Nestling]) -> None:
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            for parent in (self, *others):  # or these pipes stay open when the parent is gone
+            for parent in (self, *others):  # or these pipes outlive the parent
                 os.close(parent._orders)
                 os.close(parent._answers)
             _live(order, rank, orders, answers)
@@ -46,7 +46,7 @@ class Nestling:
         os.write(self._orders, f"{what}\n".encode())
 
     def answer(self) -> Any:
-        """Returns what the worker says it has done: one line, and never two at once."""
+        """Returns the worker's answer to its order: one line; only one is ever pending."""
         text = b""
         while not text.endswith(b"\n"):
             if not select.select([self._answers], [], [], ANSWER_TIMEOUT_S)[0]:
@@ -65,7 +65,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    api.use(api.Api(api.PACKAGES[order["api"]], 0, 1))  # imported once, for all to come
+    api.use(api.Api(api.PACKAGES[order["api"]], 0, 1))  # imported once, before any fork
     found = {}
     for size in order["sizes"]:
         options = {"init_method": f"file://{order['stores']}/{size}", **order["options"]}
@@ -120,7 +120,7 @@ def _ask(workers: Sequence[Nestling], what: str) -> list[Any]:
 
 
 def _live(order: dict[str, Any], rank: int, orders: int, answers: int) -> None:
-    """Is a worker, in the child, until it is told to stop; never returns."""
+    """Runs a worker, in the child, until it is told to stop; never returns."""
     status = 1
     try:
         end_with_parent()

@@ -1,4 +1,4 @@
-"""What a process holds and has used, as the kernel tells it."""
+"""The resources that a process holds and has used, as the kernel reports them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Memory(NamedTuple):
     """Memory of a process in bytes.
 
     Attributes:
-        pss: What it uses, a page shared by n processes counted as an nth.
-        private: What no other process uses.
+        pss: Memory that it uses, a page shared by n processes counted as an nth.
+        private: Memory that no other process uses.
         shared: Pages in shared memory (``/dev/shm``, memfd) that it has mapped and touched.
     """
 
@@ -36,17 +36,17 @@ def memory_bytes(pid: int) -> Memory:
 
 
 def threads(pid: int) -> int:
-    """Returns how many threads a process has."""
+    """Returns the number of threads of a process."""
     return len(os.listdir(f"/proc/{pid}/task"))
 
 
 def sockets(pid: int) -> int:
-    """Returns how many sockets a process has open."""
+    """Returns the number of open sockets of a process."""
     return sum(target.startswith("socket:") for target in descriptors(pid))
 
 
 def descriptors(pid: int) -> list[str]:
-    """Returns what each open descriptor of a process refers to."""
+    """Returns the target of each open descriptor of a process."""
     folder = f"/proc/{pid}/fd"
     targets = []
     for name in os.listdir(folder):

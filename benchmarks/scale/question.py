@@ -1,4 +1,4 @@
-"""What is asked about groups of different sizes, and which targets there are."""
+"""The rows, sides and targets of the benchmark of groups of different sizes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ FIGURES = {
 
 TARGETS: dict[tuple[str, int], Target] = {
     ("start", COMPARED): no_slower(),
-    # 16 that run user functions and one that reads; the timer thread, the event loop, the one that
-    # helps with large tensors; the main thread.
+    # 16 that run user functions, one that reads, the timer thread, the event loop, the helper for
+    # large tensors, and the main thread.
     ("threads", COMPARED): at_most(21.0, "21, whatever the size"),
     ("idle", COMPARED): at_most(0.01, "1 % of a core"),
 }

@@ -1,4 +1,4 @@
-"""What workers of a large group do: the first calls all others in turn."""
+"""The work of a large group: the first worker calls all others in turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.scale.processes import cpu_s
 
 
 def echo(value: object) -> object:
-    """Is the function that is called: it does nothing, so what is measured is the call."""
+    """Returns its argument; it does no work, so only the call is measured."""
     return value
 
 

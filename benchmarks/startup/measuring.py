@@ -1,4 +1,4 @@
-"""Runs the program of ``program.py`` on each side, one after the other."""
+"""Runs ``program.py`` on each side, one after the other."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ WITH_COMPAT = ("-m", "torchweft.compat")
 
 
 def measure_programs(question: Question, options: Namespace, cores: Cores) -> Rounds:
-    """Runs the program on all sides in turn; returns what the rows ask for."""
-    # As an installer leaves it; otherwise each process would compile what has changed.
+    """Runs the program on all sides in turn; returns the rounds of the rows."""
+    # Compile as an installer does; otherwise each process would compile the changed modules.
     compileall.compile_dir(ROOT / "src", quiet=1)
     rounds: dict[tuple[str, str], list[Round]] = defaultdict(list)
     sides = available(options.sides)
@@ -58,7 +58,7 @@ def run_program(side: Side, cores: Cores) -> dict[str, Round]:
     """Runs the program once; returns wall time and CPU time until each of its stages.
 
     Raises:
-        SideFailed: It failed, or had not ended in time.
+        SideFailed: The program failed, or did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
         cpu_before_s = _cpu_of_children_s()
@@ -79,7 +79,7 @@ def run_program(side: Side, cores: Cores) -> dict[str, Round]:
 
 @contextlib.contextmanager
 def _started(side: Side, folder: str, cores: Cores) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Starts the processes; none is left at the end of the block."""
+    """Starts the processes; kills those that are left at the end of the block."""
     runner = WITH_COMPAT if side.name.endswith("compat") else ()
     processes: list[subprocess.Popen[bytes]] = []
     with open(Path(folder, "errors"), "wb") as errors:

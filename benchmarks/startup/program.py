@@ -1,6 +1,6 @@
-"""The program that is measured: two workers, each with a part of a model, and one training step.
+"""The measured program: two workers, each with a part of a model, and one training step.
 
-It notes when its first stages were over, and what CPU time both processes had taken by then.
+It records the end of its first stages, and the CPU time of both processes until then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORKERS = 2
 
 
 class Layer:
-    """A part of the model, at its owner."""
+    """A part of the model, on its owner."""
 
     def __init__(self) -> None:
         self.module = torch.nn.Linear(4, 4)
@@ -33,7 +33,7 @@ class Layer:
 
 
 def main() -> None:
-    """Is one of the workers."""
+    """Runs one of the workers."""
     options = api.rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder / 'store'}")
     api.rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORKERS, rpc_backend_options=options)
     if rank == 0:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def train() -> None:
-    """Steps once, on both workers."""
+    """Makes one optimizer step on both workers."""
     there, here = api.rpc.remote("worker1", Layer), Layer()
     parameters = here.parameters() + there.rpc_sync().parameters()
     optimizer = api.optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)

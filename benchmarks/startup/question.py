@@ -1,4 +1,4 @@
-"""What is asked about the start of a program, and which targets there are."""
+"""The rows, sides and targets of the start-up benchmark."""
 
 from __future__ import annotations
 

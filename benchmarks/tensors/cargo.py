@@ -1,4 +1,4 @@
-"""The tensors that are sent, and the proof that they arrived as they were."""
+"""The tensors that are sent, and the check that they arrive unchanged."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ INTERFACE_VARIABLE = "BENCHMARK_INTERFACE"
 
 
 class Cargo:
-    """The tensors of one payload: kept from call to call, given up when another is loaded.
+    """The tensors of one payload: kept from call to call, released when another is loaded.
 
-    So a process never holds more than one payload, and the sender's memory is ordinary memory
-    of torch that has been written before, as activations are.
+    So a process never holds more than one payload, and the sender's memory is ordinary torch
+    memory that has been written before, as activations are.
     """
 
     def __init__(self) -> None:
@@ -27,22 +27,22 @@ class Cargo:
         self._proven: set[Payload] = set()
 
     def load(self, payload: Payload) -> bool:
-        """Makes the tensors; returns False where they are there already."""
+        """Makes the tensors; returns False if they exist already."""
         if payload == self._loaded:
             return False
-        self.tensors = []  # first: two payloads of 1 GiB need not fit
+        self.tensors = []  # release first: two payloads of 1 GiB may not fit
         self.tensors = new_tensors(payload.tensors, payload.size_bytes)
         self._loaded = payload
         return True
 
     def prove(self, transfer: Callable[[], int]) -> None:
-        """Has the tensors transferred, once for each payload, and checks what arrives.
+        """Transfers the tensors, once for each payload, and checks the received data.
 
         Args:
-            transfer: Sends them and returns the ``fingerprint`` of what arrived.
+            transfer: Sends the tensors and returns the ``fingerprint`` of the received data.
 
         Raises:
-            RuntimeError: It is something else, or came another way than it should have.
+            RuntimeError: The received data differs, or bypassed the expected interface.
         """
         payload = self._loaded
         if payload is None or payload in self._proven:
@@ -57,7 +57,7 @@ class Cargo:
 
 
 def new_tensors(count: int, size_bytes: int) -> list[torch.Tensor]:
-    """Returns tensors with different numbers everywhere; writing them also makes them warm."""
+    """Returns tensors whose numbers all differ; writing them also warms their memory."""
     length = size_bytes // 4
     return [
         torch.arange(first, first + length, dtype=torch.int32)
@@ -79,12 +79,12 @@ def checksum_of(views: Sequence[memoryview]) -> int:
 
 
 def view(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a tensor, not copied."""
+    """Returns the bytes of a tensor, without a copy."""
     return tensor.numpy().data.cast("B")
 
 
 def _sent_bytes(interface: str) -> int:
-    """Returns how many bytes a network interface has sent, in this process's namespace."""
+    """Returns the number of bytes that a network interface of this process's namespace has sent."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == interface:

@@ -1,4 +1,4 @@
-"""A plain copy in one process: what the machine's memory allows one thread at best."""
+"""A plain copy in one process: the limit of the machine's memory for one thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.tensors.payloads import PAYLOADS, Payload
 
 
 class Copies:
-    """Copies the tensors of a payload into others, which have been written before."""
+    """Copies the tensors of a payload into other tensors, which have been written before."""
 
     def __init__(self) -> None:
         self._cargo = Cargo()
@@ -35,7 +35,7 @@ class Copies:
             self._cargo.prove(self._transfer)
 
     def _planned(self, payload: Payload) -> list[tuple[int, int, int]]:
-        """Returns every copy as ``memmove`` takes it, so that a run looks nothing up."""
+        """Returns the arguments of every ``memmove``, so that a run needs no look-ups."""
         there = [
             (target.data_ptr(), source.data_ptr(), payload.size_bytes)
             for targets in self._targets

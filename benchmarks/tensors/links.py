@@ -1,4 +1,4 @@
-"""The ways between caller and callee that are compared, and the sides of each."""
+"""The links between caller and callee that are compared, and the sides of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEVER = 1 << 62
 WEFT_TCP = {INTERNAL_VARIABLE: f"UNIX_SOCKETS=0,CMA_FROM_BYTES={NEVER},SHM_FROM_BYTES={NEVER}"}
 TORCH_TCP = {"_transports": ["uv"], "_channels": ["basic"]}
 
-# What each side's processes check and use; see cargo.py and streaming.py.
+# The interface that a side's processes check, and their address; see cargo.py and streaming.py.
 LOOPBACK = {"BENCHMARK_INTERFACE": "lo"}
 CABLE = {"BENCHMARK_INTERFACE": INTERFACE, "BENCHMARK_ADDRESS": ADDRESSES[1]}
 
@@ -47,7 +47,7 @@ SIDES = (
 
 
 def measure_over_links(question: Question, options: Namespace, cores: Cores) -> Rounds:
-    """Measures as any question, but link by link, and starts only what the chosen rows name.
+    """Measures link by link, and starts only the sides that the chosen rows name.
 
     With the processes of all links at once, 1 GiB would not fit into the memory of many machines.
     """
@@ -64,7 +64,7 @@ def measure_over_links(question: Question, options: Namespace, cores: Cores) -> 
 
 @contextlib.contextmanager
 def sides_in_place(sides: Sequence[Side]) -> Iterator[list[Side]]:
-    """Makes namespaces where a side needs them; without the right to, those sides are skipped."""
+    """Makes namespaces if a side needs them; skips those sides if that is not permitted."""
     names = {side.name for side in NAMESPACES_SIDES}
     elsewhere = [side for side in sides if side.name not in names]
     inside = [side for side in sides if side.name in names]

@@ -1,4 +1,4 @@
-"""Two network namespaces with a cable between them, which vanish with this process.
+"""Two network namespaces with a virtual cable between them, which vanish with this process.
 
 Each is held by a process that waits for the end of its input. However this process ends, its end
 of the pipe is closed, the holder ends, and the kernel removes the namespace and the cable.
@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 INTERFACE = "weft0"
-# Reserved for documentation (RFC 5737): no network has them, and these are seen by nobody else.
+# Reserved for documentation (RFC 5737): no network has them, and they stay in the namespaces.
 ADDRESSES = ("192.0.2.1", "192.0.2.2")
 TOOLS = ("unshare", "nsenter", "ip")
 COMMAND_TIMEOUT_S = 10.0
@@ -24,10 +24,10 @@ class NotPermitted(RuntimeError):
 
 @contextlib.contextmanager
 def two_namespaces() -> Iterator[list[list[str]]]:
-    """Makes two namespaces; yields for each the command that runs another one inside.
+    """Makes two namespaces; yields for each the prefix that runs a command inside it.
 
     Raises:
-        NotPermitted: That takes rights, or tools, that are not there.
+        NotPermitted: The required rights or tools are missing.
     """
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         raise NotPermitted(f"there is no command {', '.join(missing)}")
@@ -58,7 +58,7 @@ def _held_namespace() -> Iterator[int]:
         assert holder.stdout is not None
         assert holder.stderr is not None
         try:
-            # Its echo says that it is inside.
+            # Its echo shows that it is inside the namespace.
             holder.stdin.write("\n")
             holder.stdin.flush()
             is_inside = bool(holder.stdout.readline())

@@ -1,4 +1,4 @@
-"""What is sent: how many tensors of which size, one way, there and back, or overlapping."""
+"""The payloads: number and size of tensors, sent one way, there and back, or overlapping."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Way = Literal["one way", "echo", "in flight"]
 
 
 class Payload(NamedTuple):
-    """What one call carries.
+    """The tensors that one call carries.
 
     Attributes:
-        way: ``one way`` (answered by nothing), ``echo`` (answered by the same), or ``in flight``
-            (one way, and several calls overlap).
-        size_bytes: Of each tensor.
-        tensors: How many a call carries.
+        way: ``one way`` (the answer is empty), ``echo`` (the answer has the same tensors), or
+            ``in flight`` (one way, and several calls overlap).
+        size_bytes: Size of each tensor.
+        tensors: Number of tensors in a call.
     """
 
     way: Way
@@ -28,7 +28,7 @@ class Payload(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What its work is called: ``one way 16 MiB``, or ``one way 100 x 1 KiB``."""
+        """Name of its work: ``one way 16 MiB``, or ``one way 100 x 1 KiB``."""
         unit = next(unit for unit in UNITS if self.size_bytes >= unit)
         many = "" if self.tensors == 1 else f"{self.tensors} x "
         return f"{self.way} {many}{self.size_bytes // unit} {UNITS[unit]}"
@@ -45,7 +45,7 @@ class Payload(NamedTuple):
 
     @property
     def overlapping(self) -> int:
-        """How many such calls are made at once."""
+        """Number of such calls that are made at once."""
         return IN_FLIGHT if self.way == "in flight" else 1
 
 

@@ -1,4 +1,4 @@
-"""What is asked about large tensors, and which targets there are."""
+"""The rows, sides and targets of the benchmark of large tensors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from benchmarks.tensors.payloads import (
     Payload,
 )
 
-# As many bytes a round of every payload, within bounds.
+# Every payload moves this many bytes a round, within the bounds on operations.
 ROUND_BYTES = 768 * MIB
 LEAST_OPERATIONS = 2
 MOST_OPERATIONS = 200
 
 
 class Link(NamedTuple):
-    """A way between caller and callee: the name in titles, and the sides compared on it."""
+    """A link between caller and callee: its name in titles, and the sides compared on it."""
 
     title: str
     ours: str
@@ -45,7 +45,7 @@ class Link(NamedTuple):
 ONE_HOST = Link("one host", "weft", "torch", "copy")
 TCP = Link("TCP loopback", "weft tcp", "torch tcp", "tcp socket")
 NAMESPACES = Link("TCP namespaces", "weft namespaces", "torch namespaces", "namespaces socket")
-# For comparison: what a raw Unix socket makes of the same, beside the copy.
+# For comparison: a raw Unix socket with the same payloads, beside the copy.
 UNIX = Link("Unix socket", "unix socket", "", "copy")
 
 COPY_TARGETS = (times_faster(5), at_least_of_limit(0.8))

@@ -1,7 +1,7 @@
-"""A socket loop in two processes: what one stream of the kernel's allows at best.
+"""A socket loop in two processes: the limit of one stream of the kernel.
 
-The caller writes a header and the tensors' memory with ``sendmsg``. The callee knows from the
-header what comes, receives it with ``recv_into`` into memory that it has written before, and
+The caller writes a header and the tensors' memory with ``sendmsg``. The callee learns the sizes
+from the header and receives the data with ``recv_into`` into memory that it has written before. It
 answers with a byte, with the same bytes, or with their checksum. There are no threads and no
 pickling, and the callee keeps its memory until another payload is announced.
 """
@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 PORT = struct.Struct("<H")
 
 TAKE, ECHO, FINGERPRINT = range(3)
-HEADER = struct.Struct("<BIQ")  # what is wanted, how many tensors, bytes of each
+HEADER = struct.Struct("<BIQ")  # requested answer, number of tensors, bytes of each
 CHECKSUM = struct.Struct("<I")
 DONE = b"."
 
@@ -79,13 +79,13 @@ class SocketSender:
 
 
 def serve(connection: socket.socket) -> None:
-    """Receives what is sent on ``connection``, and answers, until it is closed."""
+    """Receives payloads on ``connection``, and answers, until it is closed."""
     shape: tuple[int, int] = (0, 0)
     views: list[memoryview] = []
     while header := receive(connection, HEADER.size):
         wanted, *announced = HEADER.unpack(header)
         if (announced[0], announced[1]) != shape:
-            views = []  # first: two payloads of 1 GiB need not fit
+            views = []  # release first: two payloads of 1 GiB may not fit
             shape = (announced[0], announced[1])
             views = warm_views(*shape)
         receive_into(connection, views)
@@ -96,7 +96,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def unix_socket_works(connections: list[socket.socket]) -> dict[str, Work]:
-    """Returns the works of a Unix socket, as the kernel makes it."""
+    """Returns the works of a Unix socket with the kernel's default options."""
     return SocketSender(connections[0]).works()
 
 
@@ -104,13 +104,13 @@ serve_unix_socket = serve
 
 
 def tcp_socket_works(connections: list[socket.socket]) -> dict[str, Work]:
-    """Returns the works of a TCP connection, which both ends agree upon over a Unix socket."""
+    """Returns the works of a TCP connection, whose port comes over a Unix socket."""
     port = PORT.unpack(receive(connections[0], PORT.size))[0]
     return SocketSender(_tuned(socket.create_connection((_address(), port)))).works()
 
 
 def serve_tcp_socket(connection: socket.socket) -> None:
-    """Is the other end of ``tcp_socket_works``."""
+    """Serves the other end of ``tcp_socket_works``."""
     with socket.create_server((_address(), 0)) as listener:
         connection.sendall(PORT.pack(listener.getsockname()[1]))
         accepted, _ = listener.accept()
@@ -123,10 +123,10 @@ def _address() -> str:
 
 
 def _tuned(connection: socket.socket) -> socket.socket:
-    """Sets what is good for the limit: over loopback, a congestion control that does not pace."""
+    """Sets favourable options: over loopback, a congestion control that does not pace."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if _address() == LOOPBACK:
-        with contextlib.suppress(OSError, AttributeError):  # elsewhere, the system's own
+        with contextlib.suppress(OSError, AttributeError):  # without Reno, the system's own
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     return connection
 
@@ -143,7 +143,7 @@ def send(connection: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def receive_into(connection: socket.socket, views: Sequence[memoryview]) -> None:
-    """Fills all ``views``; raises ConnectionError where the other end closes before."""
+    """Fills all ``views``; raises ConnectionError if the other end closes before."""
     for one in views:
         rest = one
         while rest:
@@ -154,7 +154,7 @@ def receive_into(connection: socket.socket, views: Sequence[memoryview]) -> None
 
 
 def receive(connection: socket.socket, size_bytes: int) -> bytes:
-    """Returns ``size_bytes``, or nothing where the other end closes before."""
+    """Returns ``size_bytes`` bytes, or no bytes if the other end closes before."""
     data = b""
     while len(data) < size_bytes:
         part = connection.recv(size_bytes - len(data))
@@ -165,5 +165,5 @@ def receive(connection: socket.socket, size_bytes: int) -> bytes:
 
 
 def warm_views(count: int, size_bytes: int) -> list[memoryview]:
-    """Returns the memory of tensors that have been written before."""
+    """Returns the memory of new tensors that have been written."""
     return [view(tensor) for tensor in new_tensors(count, size_bytes)]

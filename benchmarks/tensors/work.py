@@ -1,4 +1,4 @@
-"""The programs that are measured: the same lines for either RPC; copy and sockets beside it."""
+"""The measured programs: the same code for either RPC library, beside the copy and sockets."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ __all__ = [
 
 Answer = TypeVar("Answer")
 
-# Between two namespaces the address is another one; nothing else is different.
+# Between two namespaces, only the address differs.
 namespaces_socket_works, serve_namespaces_socket = tcp_socket_works, serve_tcp_socket
 
 
 def take(tensors: list[torch.Tensor]) -> None:
-    """Is the function that is called one way: the tensors are dropped when it returns."""
+    """Takes tensors, which are dropped when it returns; called for one way."""
 
 
 def echo(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Is the function that is called for an answer of the same size."""
+    """Returns the tensors; called for an answer of the same size."""
     return tensors
 
 
 class Sender:
-    """Makes calls that carry a payload, by an RPC: torch's and Weft's have the same interface."""
+    """Makes calls that carry a payload; torch's and Weft's RPC have the same interface."""
 
     def __init__(self, api: Api) -> None:
         self._rpc = api.rpc
@@ -82,6 +82,6 @@ class Sender:
 
 
 def works(api: Api) -> dict[str, Work]:
-    """Returns the works of an RPC."""
+    """Returns the works of an RPC library."""
     sender = Sender(api)
     return {payload.name: sender.work(payload) for payload in PAYLOADS}

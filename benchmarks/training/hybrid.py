@@ -1,7 +1,7 @@
 """Trainers with a layer that DDP replicates, and one embedding on a parameter server.
 
 As in PyTorch's tutorial on combining DDP with RPC, with its sizes: a master makes the embedding, a
-``RemoteModule``, and hands it to two trainers. Distributed autograd runs both backward passes.
+``RemoteModule``, and passes it to two trainers. Distributed autograd runs both backward passes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class HybridModel(nn.Module):
 
 
 class Trainer:
-    """One of the two, at a worker of its own.
+    """One of the two trainers, each on its own worker.
 
     Args:
         embedding: The remote module.
-        is_ddp: Leaves it to DDP to average the gradients of the layer; otherwise the trainer does.
-        rank: Among the trainers.
-        address: Where the trainers' process group meets.
+        is_ddp: Whether DDP averages the gradients of the layer; otherwise the trainer does.
+        rank: Rank among the trainers.
+        address: Rendezvous address of the trainers' process group.
     """
 
     def __init__(self, embedding: Any, is_ddp: bool, rank: int, address: str) -> None:
@@ -73,9 +73,9 @@ class Trainer:
         """Trains on a batch for each step; returns the losses.
 
         Args:
-            steps: How many.
-            is_in_lockstep: Waits for the other trainer's optimizer, which the next lookup could
-                otherwise come before or after; so that losses can be compared.
+            steps: Number of steps.
+            is_in_lockstep: Whether to wait for the other trainer's optimizer after each step, so
+                that losses can be compared. Otherwise the next lookup races with that optimizer.
         """
         losses = []
         for indices, offsets, target in itertools.islice(self._batches, steps):
@@ -97,11 +97,12 @@ class Trainer:
 
 
 def calm_gloo() -> None:
-    """Keeps gloo's thread from preempting the one that sends.
+    """Keeps gloo's thread from preempting the sending thread.
 
-    Woken by an answer while that one still holds the connection's lock, it would ask for the lock
-    over and over, and keep the core from its holder for a whole time slice: 2 ms for an all-reduce
-    of 256 bytes instead of 0.3, on whichever side, and more than all the rest of a step.
+    An answer may wake gloo's thread while the sender still holds the connection's lock. Gloo's
+    thread would then spin for the lock and keep the core from the sender for a whole time slice.
+    An all-reduce of 256 bytes would take 2 ms instead of 0.3 on either side, more than the rest of
+    a step.
     """
     for thread in Path("/proc/self/task").iterdir():
         if (thread / "comm").read_text().startswith("gloo_tcp"):
@@ -122,13 +123,13 @@ def batches(rank: int) -> Iterator[Batch]:
 
 
 def make_embedding() -> nn.Module:
-    """Is called on the server."""
+    """Makes the embedding; called on the server."""
     seed(0)
     return nn.EmbeddingBag(EMBEDDINGS, DIMENSION, mode="sum")
 
 
 class Training:
-    """The master at the first worker.
+    """The master, on the first worker.
 
     Args:
         is_ddp: Whether the trainers use DDP.
@@ -143,7 +144,7 @@ class Training:
         ]
 
     def train(self, steps: int, is_in_lockstep: bool = False) -> list[float]:
-        """Has both trainers train; returns their losses."""
+        """Trains on both trainers; returns their losses."""
         calls = [
             remote_method_async(Trainer.train, trainer, steps, is_in_lockstep)
             for trainer in self._trainers

@@ -1,4 +1,4 @@
-"""A library with an RPC's names that calls nobody: it shows what the arithmetic alone takes."""
+"""A library with an RPC library's names that makes no calls: it shows the arithmetic alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         self._local.step()
-        self._local.zero_grad()  # as a new context would
+        self._local.zero_grad()  # a new context starts without gradients
 
 
 def _call(to: str, function: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
@@ -52,7 +52,7 @@ def _backward(context_id: int, roots: Sequence[Tensor]) -> None:
 
 
 class OneProcess(Api):
-    """What a program of two workers needs."""
+    """The library, as far as a program of two workers needs it."""
 
     def __init__(self) -> None:
         self.package = "local"

@@ -1,7 +1,7 @@
 """A parameter server that answers once all trainers have sent their gradients.
 
 As in PyTorch's tutorial on batch processing with asynchronous executions: a trainer sends
-gradients and gets the stepped model back; the server averages a batch of updates and holds no
+gradients and gets the stepped model back; the server averages a batch of updates and blocks no
 thread meanwhile. The tutorial's ResNet-50 computes for seconds; a small model shows the calls.
 """
 
@@ -22,10 +22,10 @@ BATCH, FEATURES, HIDDEN, CLASSES = 20, 32, 64, 10
 
 
 class BatchUpdateServer:
-    """Holds the model at the first worker.
+    """Holds the model, on the first worker.
 
     Args:
-        trainers: Updates of a batch.
+        trainers: Number of trainers, and so of updates in a batch.
     """
 
     def __init__(self, trainers: int) -> None:
@@ -45,7 +45,7 @@ class BatchUpdateServer:
     @staticmethod
     @api.rpc.functions.async_execution  # type: ignore[untyped-decorator]  # known at run time
     def update_and_fetch(reference: Any, gradients: list[Tensor]) -> Any:
-        """Takes a trainer's gradients; the future has the model with those of all."""
+        """Adds a trainer's gradients; the future has the model stepped with all gradients."""
         server: BatchUpdateServer = reference.local_value()
         return server.update(gradients)
 
@@ -66,11 +66,11 @@ class BatchUpdateServer:
 
 
 class Trainer:
-    """Computes gradients at a worker of its own.
+    """Computes gradients on its own worker.
 
     Args:
-        reference: To the server.
-        number: Makes the batches of this trainer different.
+        reference: Reference to the server.
+        number: Seed of this trainer's batches.
     """
 
     def __init__(self, reference: Any, number: int) -> None:
@@ -97,7 +97,7 @@ class Trainer:
 
 
 class Training:
-    """The server at the first worker, and a trainer at each other."""
+    """The server on the first worker, and a trainer on each other worker."""
 
     def __init__(self) -> None:
         seed_all()
@@ -108,6 +108,6 @@ class Training:
         ]
 
     def train(self, steps: int) -> list[float]:
-        """Has all trainers train; returns their losses."""
+        """Trains on all trainers; returns their losses."""
         calls = [remote_method_async(Trainer.train, trainer, steps) for trainer in self._trainers]
         return [loss for call in calls for loss in call.wait()]

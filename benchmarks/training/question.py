@@ -1,4 +1,4 @@
-"""What is asked about training programs, and which targets there are."""
+"""The rows, sides and targets of the benchmark of training programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.frame import (
 # The same program in one process, with no calls and torch's own autograd and optimizer.
 LOCAL = Side("local", runner="alone")
 
-# By name: title, workers, timed steps of a round, and whether section 10 of the design demands it.
+# By name: title, workers, timed steps of a round.
 PROGRAMS = {
     "rnn": ("RNN, embedding and decoder on a server", 2, 60),
     "server": ("parameter server, batched updates of 2 trainers", 3, 100),

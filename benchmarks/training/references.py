@@ -1,4 +1,4 @@
-"""What the programs share: methods of objects that live elsewhere, and seeds."""
+"""Helpers of the programs: methods of remote objects, and seeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEED = 1
 
 
 def call_method(method: Callable[..., Any], reference: Any, *args: object) -> Any:
-    """Runs on the owner of ``reference``: calls a method of what it refers to."""
+    """Calls a method of the object that ``reference`` refers to; runs on its owner."""
     return method(reference.local_value(), *args)
 
 
@@ -34,7 +34,7 @@ def references_to_parameters(module: torch.nn.Module) -> list[Any]:
 
 
 def seed_all() -> None:
-    """Has all random numbers of the group begin anew."""
+    """Seeds the random numbers of all workers of the group."""
     seed(SEED)
     for number, peer in enumerate(api.peers, start=1):
         api.rpc.rpc_sync(peer, seed, args=(SEED + number,))

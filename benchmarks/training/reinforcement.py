@@ -1,7 +1,7 @@
-"""An agent with a policy, and observers that ask it what to do in worlds of their own.
+"""An agent with a policy, and observers that ask it for actions in their own worlds.
 
 As in PyTorch's tutorial on the RPC framework, with the policy's sizes; each step of an observer
-makes two calls to the agent. The world is a pole to balance, simplified, as nothing else is needed.
+makes two calls to the agent. The world is a simplified pole to balance, which suffices here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STATE, HIDDEN, ACTIONS, DISCOUNT = 4, 128, 2, 0.99
 
 
 class World:
-    """A pole on a cart, which a push to the left or right keeps from falling, or does not."""
+    """A pole on a cart, to be balanced by pushes to the left or right."""
 
     def __init__(self) -> None:
         self.reset()
@@ -31,7 +31,7 @@ class World:
         return self._state()
 
     def step(self, action: int) -> tuple[Tensor, float]:
-        """Moves on by a moment; returns the state and the reward."""
+        """Advances the world by 0.02 s; returns the state and the reward."""
         push, moment_s = (1.0 if action else -1.0), 0.02
         self._turn += moment_s * (
             15.0 * math.sin(self._angle) - 15.0 * push * math.cos(self._angle)
@@ -48,10 +48,10 @@ class World:
 
 
 class Observer:
-    """Lives on a worker of its own.
+    """Runs a world on its own worker.
 
     Args:
-        number: Which one.
+        number: Index of the observer.
     """
 
     def __init__(self, number: int) -> None:
@@ -68,7 +68,7 @@ class Observer:
 
 
 class Agent:
-    """Lives at the first worker, and learns after each episode."""
+    """Lives on the first worker, and learns after each episode."""
 
     def __init__(self) -> None:
         seed(0)
@@ -82,13 +82,13 @@ class Agent:
             api.rpc.remote(peer, Observer, args=(number,))
             for number, peer in zip(numbers, api.peers, strict=True)
         ]
-        # Each observer has its own, so that the order of their calls makes no difference.
+        # One generator per observer, so that the order of their calls makes no difference.
         self._random = [torch.Generator().manual_seed(number) for number in numbers]
         self._log_probabilities: list[list[Tensor]] = [[] for _ in numbers]
         self._rewards: list[list[float]] = [[] for _ in numbers]
 
     def select_action(self, observer: int, state: Tensor) -> int:
-        """Is called by observers: returns what the policy says, with some chance."""
+        """Draws an action from the policy; called by observers."""
         log_probabilities = torch.log_softmax(self._policy(state), dim=1)
         probabilities = log_probabilities.detach().exp()
         action = int(torch.multinomial(probabilities, 1, generator=self._random[observer]))
@@ -96,11 +96,11 @@ class Agent:
         return action
 
     def report_reward(self, observer: int, reward: float) -> None:
-        """Is called by observers."""
+        """Records a reward; called by observers."""
         self._rewards[observer].append(reward)
 
     def train(self, steps: int) -> list[float]:
-        """Has all observers make an episode of that many steps; returns its loss."""
+        """Runs an episode of ``steps`` steps on all observers; returns its loss."""
         calls = [
             remote_method_async(Observer.run_episode, observer, self._self, steps)
             for observer in self._observers

@@ -1,6 +1,6 @@
 """An RNN whose embedding table and decoder live on a parameter server, the LSTM on the trainer.
 
-Sizes are those of PyTorch's tutorial on the RPC framework, so is the dropout.
+Sizes and dropout are those of PyTorch's tutorial on the RPC framework.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EmbeddingTable(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Lives on the server as well."""
+    """Lives on the server."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class Decoder(nn.Module):
 
 
 class RnnModel(nn.Module):
-    """The LSTM, and references to what is before and behind it."""
+    """The LSTM, and references to the embedding table and the decoder."""
 
     def __init__(self, server: str) -> None:
         super().__init__()
         self.embedding = api.rpc.remote(server, EmbeddingTable)
         self.rnn = nn.LSTM(EMBEDDING, HIDDEN, LAYERS, dropout=DROPOUT)
         self.parameter_references = [
-            # Waits for the table, so that the decoder's random numbers come after it.
+            # Wait for the table, so that the decoder draws its random numbers after it.
             *remote_method(references_to_parameters, self.embedding),
             *references_to_parameters(self.rnn),
         ]
@@ -68,7 +68,7 @@ class RnnModel(nn.Module):
 
 
 class Trainer:
-    """Trains the model at the first worker, with the second as its server."""
+    """Trains the model on the first worker, with the second as its server."""
 
     def __init__(self) -> None:
         seed_all()

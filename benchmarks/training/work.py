@@ -1,4 +1,4 @@
-"""The programs by name: each tells its losses from the seed on, then is timed as it goes on."""
+"""The programs by name: each returns its first losses after seeding, and then is timed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.frame.work import Numbers, Work
 from benchmarks.training.one_process import OneProcess
 
 EPISODE = 10
-"""Steps that workers make at one order of the first."""
+"""Steps that workers make on one order of the first worker."""
 CHECKED_STEPS = 20
 
 
@@ -21,7 +21,7 @@ def works(api: Api) -> dict[str, Work | Numbers]:
 
 
 def local_works() -> dict[str, Work | Numbers]:
-    """Returns the program that can run in one process; with other losses: there is one seed."""
+    """Returns the program that can run in one process; its losses differ, as it has one seed."""
     use(OneProcess())
     return {"rnn": _rnn()["rnn"]}
 
@@ -53,7 +53,7 @@ def _hybrids() -> dict[str, Work | Numbers]:
 def _program(
     name: str, make: Callable[[], Any], steps: int = EPISODE, **checked: object
 ) -> dict[str, Work | Numbers]:
-    # Made by the first order, so that a program that fails leaves the others of its group alone.
+    # Made on the first order, so that a program that fails does not affect others in its group.
     made = functools.cache(make)
     return {
         f"{name} losses": Numbers(lambda: made().train(CHECKED_STEPS, **checked)),

@@ -1,4 +1,4 @@
-"""Saves a run so that it can be gone on with: the model, its place in the text, the figures."""
+"""Saves a run so that it can be resumed: the model, its position in the text, the figures."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from synchronous import SynchronousTraining
 
 
 class UnusableState(ValueError):
-    """A saved state cannot be gone on from; the message is for the person who named it."""
+    """A saved state cannot be resumed; the message is for the user."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run as it was after some step.
+    """The state of a run after a step.
 
     Attributes:
-        settings: What shapes it.
+        settings: Its settings.
         words: Its vocabulary.
         history: Its figures so far; the number of losses is the number of steps done.
-        model: What ``SynchronousTraining.state`` returned.
+        model: The result of ``SynchronousTraining.state``.
     """
 
     settings: Settings
@@ -42,7 +42,7 @@ def save_checkpoint(
     history: History,
     training: SynchronousTraining,
 ) -> None:
-    """Writes the state of a run; a file that is there stays whole until the new one is."""
+    """Writes the state of a run; replaces an existing file only once the new one is complete."""
     state = {
         "settings": asdict(settings),
         "words": words,
@@ -58,7 +58,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Reads a state that ``save_checkpoint`` wrote.
 
     Raises:
-        UnusableState: The file is not there, or is no such state.
+        UnusableState: The file cannot be read, or is not such a state.
     """
     try:
         state = torch.load(path, weights_only=True)  # tensors and plain values, no code

@@ -1,8 +1,8 @@
-"""Turns a text into columns of token numbers, and says how well word counts alone predict it.
+"""Turns a text into columns of tokens, and computes the perplexity of a unigram model on it.
 
-The text is cleaned of paragraphs that occur twice (manuals repeat themselves, and held-out text
-that was also trained on would flatter the model), cut into words and punctuation, and every tenth
-stretch of it is held out. The vocabulary is made of the training part alone.
+Repeated paragraphs are dropped: manuals repeat themselves, and held-out text that was also trained
+on would flatter the model. The rest is split into words and punctuation, and every tenth stretch
+is held out. The vocabulary is built from the training part alone.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ STRETCH_WORDS = 1000
 EVALUATION_COLUMNS = 4
 """Columns of held-out text per trainer: few, so that the LSTM reads long stretches."""
 
-# A run of one punctuation mark is one word: rulings under headings are no language.
+# A run of one punctuation mark is one word: lines under headings are not language.
 WORD = re.compile(r"\w+|([^\w\s])\1*")
 BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 class UnusableText(ValueError):
-    """The text cannot be trained on; the message is for the person who named it."""
+    """The text cannot be trained on; the message is for the user."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Corpus:
     """A text, ready to train on.
 
     Attributes:
-        source: Where the text came from, to show to people.
+        source: Name of the text's source, for display.
         words: The vocabulary; a token is a position in it.
         training: Tokens of the training part, shape ``(rows, trainers * batch)``.
         held_out: Tokens of the held-out part, shape ``(rows, trainers * EVALUATION_COLUMNS)``.
@@ -50,7 +50,7 @@ class Corpus:
     held_out: Tensor
 
     def unigram_perplexity(self) -> float:
-        """Returns the held-out perplexity of word frequencies, on the tokens the model predicts."""
+        """Returns the unigram model's perplexity on the held-out tokens that the LSTM predicts."""
         return unigram_perplexity(self.training, self.held_out[1:], len(self.words))
 
 
@@ -60,14 +60,14 @@ def load_corpus(
     """Reads a text and lays it out for a number of trainers.
 
     Args:
-        path: A UTF-8 text file; None for the text that every Python carries.
-        trainers: How many trainers share the text.
+        path: A UTF-8 text file; None for the text that every Python includes.
+        trainers: Number of trainers that share the text.
         batch: Columns that each trainer reads side by side.
-        window: Words that a trainer reads in one step.
-        vocabulary_limit: Most words the vocabulary may have, the unknown word included.
+        window: Words of a column that a trainer reads in one step.
+        vocabulary_limit: Maximum size of the vocabulary, including the unknown word.
 
     Raises:
-        UnusableText: The file is not there, not text, empty, or too small.
+        UnusableText: The file is missing, not text, empty, or too small.
     """
     source = "pydoc_data.topics" if path is None else str(path)
     words = split_words(without_repeats(read_text(path)))
@@ -93,9 +93,9 @@ def load_corpus(
 
 
 def read_text(path: Path | None) -> str:
-    """Returns the text of a file, or of Python's own help topics where ``path`` is None."""
+    """Returns the text of a file, or of Python's own help topics if ``path`` is None."""
     if path is None:
-        from pydoc_data.topics import topics  # half a megabyte: loaded where it is used
+        from pydoc_data.topics import topics  # half a megabyte: imported only if used
 
         return "\n\n".join(topics.values())
     if path.exists() and not path.is_file():
@@ -112,7 +112,7 @@ def read_text(path: Path | None) -> str:
 
 
 def without_repeats(text: str) -> str:
-    """Returns the text with every paragraph only where it occurs first."""
+    """Returns the text with only the first occurrence of every paragraph."""
     first: dict[str, str] = {}
     for paragraph in BLANK_LINES.split(text):
         first.setdefault(" ".join(paragraph.split()), paragraph)
@@ -120,7 +120,7 @@ def without_repeats(text: str) -> str:
 
 
 def split_words(text: str) -> list[str]:
-    """Cuts a text into words and runs of the same punctuation mark."""
+    """Splits a text into words and runs of the same punctuation mark."""
     return [match.group() for match in WORD.finditer(text)]
 
 
@@ -138,26 +138,26 @@ def split_held_out(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def make_vocabulary(words: Sequence[str], limit: int) -> list[str]:
     """Returns the unknown word and the most frequent words.
 
-    Words that occur once become the unknown word, so that the model learns what stands around one.
+    Words that occur once become the unknown word, so that the model learns its contexts.
     """
     frequent = Counter(words).most_common(limit - 1)
     return [UNKNOWN, *(word for word, count in frequent if count > 1)]
 
 
 def encode(words: Sequence[str], vocabulary: Sequence[str]) -> Tensor:
-    """Returns the words' places in the vocabulary, shape ``(words,)``."""
+    """Returns the words' positions in the vocabulary, shape ``(words,)``."""
     token = {word: place for place, word in enumerate(vocabulary)}
     return torch.tensor([token.get(word, UNKNOWN_TOKEN) for word in words])
 
 
 def to_columns(tokens: Tensor, columns: int) -> Tensor:
-    """Lays a text out in columns of equal length, read downwards; what is left over is dropped."""
+    """Lays a text out in columns of equal length, read downwards; drops the remainder."""
     rows = len(tokens) // columns
     return tokens[: rows * columns].view(columns, rows).t().contiguous()
 
 
 def unigram_perplexity(training: Tensor, predicted: Tensor, vocabulary_size: int) -> float:
-    """Returns the perplexity of add-one smoothed word frequencies, whatever the words before."""
+    """Returns the perplexity of a unigram model: add-one smoothed word frequencies."""
     counts = torch.bincount(training.flatten(), minlength=vocabulary_size).double() + 1
     log_probability = torch.log(counts / counts.sum())
     return math.exp(-log_probability[predicted.flatten()].mean().item())

@@ -1,4 +1,4 @@
-"""Turns Ctrl-C into an orderly end."""
+"""Turns Ctrl-C into an orderly stop."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 from types import FrameType, TracebackType
 
 PATIENCE_S = 0.7
-"""How long the step under way may take to end; the state is saved after it."""
+"""Time allowed after Ctrl-C for the current step to end and the state to be saved."""
 
 
 class Interrupt:
-    """Notes the first Ctrl-C within a ``with`` block; a second one, or a stuck step, breaks it off.
+    """Records the first Ctrl-C in a ``with`` block; a second one or a timeout interrupts the block.
 
     Attributes:
         is_requested: Whether Ctrl-C was pressed.
@@ -44,7 +44,7 @@ class Interrupt:
 
 
 def _press_ctrl_c() -> None:
-    # A signal to the main thread also ends a wait that it is in.
+    # A signal sent to the main thread also interrupts a blocking wait there.
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     signal.pthread_kill(main_thread, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The parts of the model, and where they live.
+"""The parts of the model, and the workers that they live on.
 
 ::
 
@@ -8,9 +8,10 @@
     LSTM           ── outputs ─────► Decoder, and the loss
     loss           ◄─ one number ──  (batch * window * H numbers went up)
 
-Going back, gradients of the same sizes travel the other way. The vocabulary-sized logits never
-leave the server. Every trainer has its own copy of the LSTM; after each backward pass the copies'
-gradients are added up on the server, so that the same optimizer step keeps the copies equal.
+In the backward pass, gradients of the same sizes travel the other way. The vocabulary-sized logits
+never leave the server, except with ``--logits-travel``. Every trainer has its own copy of the LSTM.
+After each backward pass the server sums the copies' gradients, so that the same optimizer step
+keeps the copies equal.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class EmbeddingTable(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Turns the LSTM's outputs into a guess of the next word; lives on the server."""
+    """Predicts the next word from the LSTM's outputs; lives on the server."""
 
     def __init__(self, vocabulary: int, hidden: int, dropout: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -55,19 +56,19 @@ class Decoder(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Returns the mean loss where the targets are given, else the logits."""
+        """Returns the mean loss if targets are given, otherwise the logits."""
         with torch.set_grad_enabled(self.training):
             logits: Tensor = self.linear(self.dropout(outputs))
             return logits if targets is None else mean_loss(logits, targets)
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean cross entropy over all places, in nats."""
+    """Returns the mean cross entropy over all positions, in nats."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class GradientSum:
-    """Adds up the gradients of the trainers' LSTM copies; lives on the server."""
+    """Sums the gradients of the trainers' LSTM copies; lives on the server."""
 
     def __init__(self, trainers: int) -> None:
         self._trainers = trainers
@@ -77,14 +78,14 @@ class GradientSum:
 
     @rpc.functions.async_execution  # no thread of the server waits for the other trainers
     def add(self, trainer: int, gradients: list[Tensor]) -> Future[list[Tensor]]:
-        """Takes one trainer's gradients; the answer, the sums, comes when all have given theirs."""
+        """Adds one trainer's gradients; the future has the sums once all trainers have called."""
         with self._lock:
             self._parts[trainer] = gradients
             total, parts = self._total, self._parts
             if len(parts) < self._trainers:
                 return total
             self._total, self._parts = Future(), {}
-        # Always added in the order of the trainers, so that a run can be repeated bit by bit.
+        # Sum in the order of the trainers, so that a run is reproducible bit for bit.
         in_order = [parts[number] for number in sorted(parts)]
         total.set_result([torch.stack(same).sum(0) for same in zip(*in_order, strict=True)])
         return total
@@ -92,7 +93,7 @@ class GradientSum:
 
 @dataclass
 class Traffic:
-    """Counts the bytes that this worker sent and received, by what they were for."""
+    """Counts the bytes that this worker sent and received, by purpose."""
 
     sent: int = 0
     received: int = 0
@@ -110,15 +111,15 @@ class Trainer:
     """Reads its own columns of the text with its own copy of the LSTM; lives on a trainer.
 
     Args:
-        number: Which of the trainers this is, from 0.
-        lstm: The LSTM to start with; every trainer is sent the same one.
+        number: Index of this trainer, from 0.
+        lstm: The initial LSTM; every trainer receives the same one.
         embedding: The embedding table on the server.
         decoder: The decoder on the server.
-        gradient_sum: A reference to the ``GradientSum`` on the server; None for a lone trainer.
+        gradient_sum: A reference to the ``GradientSum`` on the server; None for a single trainer.
         training: Tokens to train on, shape ``(rows, batch)``.
-        held_out: Tokens to be tested on, shape ``(rows, columns)``.
+        held_out: Tokens to test on, shape ``(rows, columns)``.
         window: Rows that are read in one step.
-        do_logits_travel: Whether the loss is taken here, of logits that the server sends.
+        do_logits_travel: Whether the server sends the logits and the trainer computes the loss.
     """
 
     def __init__(
@@ -155,12 +156,12 @@ class Trainer:
         if row == 0:
             self._hidden = None
         loss, hidden = self._read(self._training, row, self._hidden)
-        # Text goes on where the last window ended, gradients do not.
+        # The hidden state continues from the last window; gradients do not.
         self._hidden = (hidden[0].detach(), hidden[1].detach())
         return loss
 
     def share_gradients(self, context_id: int) -> Traffic:
-        """Replaces the gradients of this LSTM by the sum over all copies; after the backward."""
+        """Replaces this LSTM's gradients with the sums over all copies, after the backward pass."""
         self._traffic.book("model")
         if self._gradient_sum is None:
             return self._traffic
@@ -168,7 +169,7 @@ class Trainer:
         mine = [gradients[parameter] for parameter in self._lstm.parameters()]
         summed = self._gradient_sum.rpc_sync().add(self._number, mine)
         for gradient, total in zip(mine, summed, strict=True):
-            gradient.copy_(total)  # what the context holds is what the optimizer steps with
+            gradient.copy_(total)  # in place: the optimizer reads the context's tensors
         self._traffic.book("lstm")
         return self._traffic
 
@@ -185,11 +186,11 @@ class Trainer:
         return total, words
 
     def state(self) -> dict[str, Any]:
-        """Returns the LSTM and how far its memory of the text has come."""
+        """Returns the state of the LSTM and its hidden state after the last window."""
         return {"lstm": self._lstm.state_dict(), "hidden": self._hidden}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on from what ``state`` returned."""
+        """Restores a state that ``state`` returned."""
         self._lstm.load_state_dict(state["lstm"])
         self._hidden = state["hidden"]
 
@@ -205,11 +206,11 @@ class Trainer:
 
 
 def prepare_worker(seed: int, threads: int) -> None:
-    """Sets the random numbers and the threads of the worker that runs this."""
+    """Sets the random seed and the number of threads of the worker that runs this."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
 
 
 def set_training(module_rref: rpc.RRef[nn.Module], is_training: bool) -> None:
-    """Switches a module between training and evaluation; runs where the module lives."""
+    """Switches a module between training and evaluation; runs on the module's owner."""
     module_rref.local_value().train(is_training)

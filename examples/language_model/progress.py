@@ -1,4 +1,4 @@
-"""Shows how a run comes along: a live table on a terminal, a line every few seconds elsewhere."""
+"""Shows the progress of a run: a live table on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from synchronous import StepReport
 REFRESHES_PER_S = 5
 LINE_EVERY_S = 5.0
 SMOOTHING = 0.95
-"""Weight of the past in the figures shown, so that they can be read."""
+"""Weight of past steps in the displayed figures, which keeps them steady enough to read."""
 
 
 class ProgressDisplay:
     """Shows loss, perplexity, tokens per second and traffic of every trainer; a context manager.
 
     Args:
-        console: Where to show it.
+        console: The console to draw on.
         trainers: Names of the trainers.
-        steps: Numbers of the steps to come; a resumed run does not begin at 0.
+        steps: Numbers of the steps to run; a resumed run does not begin at 0.
         tokens_per_step: Words that one trainer reads in a step.
     """
 
@@ -68,7 +68,7 @@ class ProgressDisplay:
             self._live.stop()
 
     def show_step(self, report: StepReport) -> None:
-        """Takes in one step."""
+        """Updates the display after a step."""
         self._losses = [
             smoothed(old, new, self._shown)
             for old, new in zip(self._losses or report.losses, report.losses, strict=True)
@@ -82,7 +82,7 @@ class ProgressDisplay:
             self._print_line()
 
     def show_epoch(self, epoch: int, perplexity: float) -> None:
-        """Says how well the model does on held-out text after an epoch."""
+        """Prints the perplexity on held-out text after an epoch."""
         self._console.print(
             f"after epoch {epoch:2d}: perplexity {perplexity:6.1f} on held-out text",
             highlight=False,
@@ -124,16 +124,16 @@ class ProgressDisplay:
 
 
 def smoothed(old: float, new: float, count: int) -> float:
-    """Moves the figure of ``count`` values a little towards a new value.
+    """Returns the moving average ``old`` of ``count`` values, updated with a new value.
 
-    At first it is the mean of all, or the first values would weigh on many after them.
+    At first it is the plain mean, or the first values would weigh on many later averages.
     """
     weight = min(SMOOTHING, count / (count + 1))
     return weight * old + (1 - weight) * new
 
 
 def readable_bytes(size_bytes: float) -> str:
-    """Writes a number of bytes with the unit that suits it, for instance ``1.50 MB``."""
+    """Returns a number of bytes as text with a suitable unit, for instance ``1.50 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if size_bytes < 1000 or unit == "GB":
             break

@@ -1,4 +1,4 @@
-"""What a run leaves behind: figures as JSON, the loss curve as a picture, a table on the screen."""
+"""Reports a run: figures as JSON, the loss curve as a picture, a table on the screen."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class HeldOutPoint:
 
 @dataclass
 class History:
-    """Everything that a run's figures are made of, collected step by step.
+    """The data behind a run's figures, collected step by step.
 
     Attributes:
         losses: Per step, every trainer's loss.
         held_out: Perplexity on held-out text, after every epoch.
         training_s: Seconds spent in steps.
         traffic: Per trainer, its traffic since the workers started.
-        traffic_steps: Steps that ``traffic`` covers: those of this run, without a resumed one's.
+        traffic_steps: Steps that ``traffic`` covers: this run's, without those before a resume.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -51,22 +51,22 @@ class History:
     traffic_steps: int = 0
 
     def add_step(self, report: StepReport) -> None:
-        """Takes in one step."""
+        """Records one step."""
         self.losses.append(report.losses)
         self.training_s += report.seconds
         self.traffic = report.traffic
         self.traffic_steps += 1
 
     def add_held_out(self, perplexity: float) -> None:
-        """Takes in a test on held-out text."""
+        """Records a test on held-out text."""
         self.held_out.append(HeldOutPoint(len(self.losses), perplexity))
 
     def is_tested(self) -> bool:
-        """Tells whether the model of the last step was tested on held-out text."""
+        """Returns whether the model of the last step was tested on held-out text."""
         return bool(self.held_out) and self.held_out[-1].step == len(self.losses)
 
     def state(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to draw the whole curve."""
+        """Returns the data that a resumed run needs to draw the whole curve."""
         return {
             "losses": self.losses,
             "held_out": [asdict(point) for point in self.held_out],
@@ -75,7 +75,7 @@ class History:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> History:
-        """Goes on from what ``state`` returned."""
+        """Restores a history from the data that ``state`` returned."""
         points = [HeldOutPoint(**point) for point in state["held_out"]]
         return cls(state["losses"], points, state["training_s"])
 
@@ -86,12 +86,12 @@ class History:
 
 
 def activation_bytes(batch: int, window: int, width: int) -> int:
-    """Returns the bytes of ``width`` numbers a word, there and as gradients back: 2·B·T·4·width."""
+    """Returns the bytes of ``width`` numbers per word and their gradients: 2·B·T·4·width."""
     return 2 * batch * window * FLOAT_BYTES * width
 
 
 def lstm_bytes(embedding: int, hidden: int) -> int:
-    """Returns the bytes of the LSTM's gradients, sent to be added up and received as sums."""
+    """Returns the bytes of the LSTM's gradients, sent to the server and received as sums."""
     return 2 * FLOAT_BYTES * 4 * hidden * (embedding + hidden + 2)
 
 
@@ -142,7 +142,7 @@ def write_figures(figures: dict[str, Any], path: Path) -> None:
 
 
 def print_table(console: Console, figures: dict[str, Any]) -> None:
-    """Prints what came out, beside what it has to be compared with."""
+    """Prints the results beside the figures to compare them with."""
     result, moved = figures["result"], figures["bytes_per_step_and_trainer"]
     logits_travel = figures["settings"]["logits_travel"]
     expected = moved["model_logits_travel" if logits_travel else "model_loss_on_server"]
@@ -171,10 +171,10 @@ def print_table(console: Console, figures: dict[str, Any]) -> None:
 
 
 def draw_picture(figures: dict[str, Any], path: Path) -> None:
-    """Draws perplexity over steps: every trainer's, held-out text's and that of word counts."""
+    """Draws perplexity over steps: of each trainer, of held-out text and of the unigram model."""
     import matplotlib
 
-    matplotlib.use("Agg")  # no window: this may run where there is no screen
+    matplotlib.use("Agg")  # draws without a window, so no display is needed
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -205,7 +205,7 @@ def draw_picture(figures: dict[str, Any], path: Path) -> None:
 
 
 def smooth_curve(losses: Sequence[float]) -> list[float]:
-    """Returns the losses with the noise of single steps taken out."""
+    """Returns the losses with the noise of single steps smoothed out."""
     smooth: list[float] = []
     for step, loss in enumerate(losses):
         smooth.append(smoothed(smooth[-1] if smooth else 0.0, loss, step))

@@ -1,4 +1,4 @@
-"""What a run can be told, on the command line and in a saved state."""
+"""The settings of a run, from the command line or from a saved state."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import NoReturn
 
 @dataclass(frozen=True)
 class Settings:
-    """All that shapes the text, the model and its training.
+    """Settings of the text, the model and its training.
 
     Attributes:
-        data: Path of the text; None for the one that Python carries.
-        trainers: Workers that train.
+        data: Path of the text; None for the text that Python includes.
+        trainers: Number of workers that train.
         batch: Columns of text that one trainer reads side by side (B).
         window: Words of a column that are read in one step (T).
-        vocabulary: Most words that are told apart; the others are one unknown word.
-        embedding: Numbers that stand for a word (E).
-        hidden: Numbers that the LSTM puts out for a word (H).
-        dropout: Share of numbers left out at random while training.
-        learning_rate: Adam's.
-        seed: Where random numbers start.
-        logits_travel: Whether trainers compute the loss, of logits that the server sends.
+        vocabulary: Maximum size of the vocabulary; all other words become one unknown word.
+        embedding: Size of a word's embedding (E).
+        hidden: Number of the LSTM's outputs for a word (H).
+        dropout: Share of values dropped at random in training.
+        learning_rate: Learning rate of Adam.
+        seed: Random seed.
+        logits_travel: Whether the server sends the logits and the trainers compute the loss.
     """
 
     data: str | None = None
@@ -44,14 +44,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Options:
-    """One command line.
+    """The parsed command line.
 
     Attributes:
-        settings: What a new run is shaped by; a resumed one keeps its own.
-        epochs: How often the text is read.
+        settings: Settings of a new run; a resumed run keeps its own.
+        epochs: Number of passes over the text.
         minutes: Limit on the training time.
-        out: Folder for what the run leaves; None for one named after the time, under ``runs``.
-        resume: A saved state to go on from.
+        out: Folder for the results; None for one named after the time, under ``runs``.
+        resume: A saved state to resume from.
     """
 
     settings: Settings
@@ -62,14 +62,14 @@ class Options:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, instead of after all options."""
+    """Reports an error in one line, without listing all options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (--help lists the options)\n")
 
 
 def parse_options(arguments: list[str] | None = None) -> Options:
-    """Reads the command line; ends the program with status 2 where it cannot be meant."""
+    """Parses the command line; exits with status 2 if it is invalid."""
     parser = OneLineParser(
         prog="train.py",
         description="Trains a language model with its embedding table and decoder on a server "
@@ -129,7 +129,7 @@ def _add_settings(group: argparse._ArgumentGroup) -> None:
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """Returns a reader of whole numbers from ``least`` up."""
+    """Returns a function that parses whole numbers from ``least`` up."""
 
     def read(text: str) -> int:
         with contextlib.suppress(ValueError):
@@ -141,7 +141,7 @@ def whole_number(least: int) -> Callable[[str], int]:
 
 
 def above_zero(text: str) -> float:
-    """Reads a number above 0."""
+    """Parses a number above 0."""
     with contextlib.suppress(ValueError):
         if 0 < (number := float(text)) < math.inf:
             return number
@@ -149,7 +149,7 @@ def above_zero(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """Reads a number from 0 up, below 1."""
+    """Parses a number of at least 0 and below 1."""
     with contextlib.suppress(ValueError):
         if 0 <= (number := float(text)) < 1:
             return number

@@ -1,8 +1,8 @@
 """Steps all trainers together, as if one trainer had read all their batches.
 
-One distributed autograd context spans a step: every trainer computes its loss, the mean of the
-losses is backpropagated through trainers and server at once, the gradients of the LSTM copies are
-added up, and the optimizer steps each parameter on the worker where it lives.
+One distributed autograd context spans a step. Every trainer computes its loss, and one backward
+pass runs from the mean of the losses through the trainers and the server. Then the server sums the
+gradients of the LSTM copies, and the optimizer steps each parameter on the worker where it lives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torchweft.optim import DistributedOptimizer
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step gave: per trainer its loss and its traffic so far, and the time it took."""
+    """The result of one step: each trainer's loss and traffic so far, and the step's duration."""
 
     losses: list[float]
     traffic: list[Traffic]
@@ -48,7 +48,7 @@ class SynchronousTraining:
     Args:
         server: Name of the worker that holds the embedding table and the decoder.
         trainers: Names of the workers that train.
-        corpus: The text, laid out for as many trainers.
+        corpus: The text, laid out for this number of trainers.
         settings: Sizes and rates.
         optimizer_type: The local optimizer to run on every worker.
         dtype: Type of all parameters.
@@ -108,7 +108,7 @@ class SynchronousTraining:
         started = time.perf_counter()
         with autograd.context() as context_id:
             losses = wait_all([t.rpc_async().training_loss(row) for t in self._trainers])
-            # Every trainer reads equally many words, so the mean of means is the mean.
+            # All trainers read the same number of words, so the mean of means is the mean.
             autograd.backward(context_id, [torch.stack(losses).mean()])
             traffic = wait_all([t.rpc_async().share_gradients(context_id) for t in self._trainers])
             self._optimizer.step(context_id)
@@ -116,7 +116,7 @@ class SynchronousTraining:
         return StepReport([loss.item() for loss in losses], traffic, seconds)
 
     def held_out_perplexity(self) -> float:
-        """Returns the perplexity on text that nobody trained on, without dropout."""
+        """Returns the perplexity on the held-out text, without dropout."""
         self._set_training(False)
         parts = wait_all([t.rpc_async().held_out_loss() for t in self._trainers])
         self._set_training(True)
@@ -132,7 +132,7 @@ class SynchronousTraining:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on from what ``state`` returned."""
+        """Restores a model that ``state`` returned."""
         self._embedding.get_module_rref().rpc_sync().load_state_dict(state["embedding"])
         self._decoder.get_module_rref().rpc_sync().load_state_dict(state["decoder"])
         for trainer, trainer_state in zip(self._trainers, state["trainers"], strict=True):

@@ -1,7 +1,8 @@
 """Trains a language model over several workers: ``python train.py``, or ``make demo``.
 
 The driver, which is this program, starts one server and several trainers, steps them together and
-shows how it goes. It never holds a parameter, and no gradient passes through it.
+shows their progress. No parameter's gradient passes through it, and it holds parameters only to
+create the LSTM and to save and restore the model.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SERVER = "server"
 
 
 class UnusableFolder(ValueError):
-    """Results cannot be left in a folder; the message is for the person who named it."""
+    """The folder for the results cannot be used; the message is for the user."""
 
 
 @dataclass
@@ -37,13 +38,13 @@ class Run:
     """One run of this program.
 
     Attributes:
-        options: What it was told.
-        settings: What shapes it: a resumed run keeps those it was started with.
+        options: Its command line.
+        settings: Its settings; a resumed run keeps the settings that it was started with.
         corpus: Its text.
         history: Its figures so far.
-        folder: Where it leaves results.
-        model: The saved model that it goes on from, where it does.
-        saved_step: Steps done when the state was last saved; None where that was never.
+        folder: Folder for its results.
+        model: The saved model that it resumes from; None for a new run.
+        saved_step: Steps done when the state was last saved; None if it never was.
     """
 
     options: Options
@@ -61,7 +62,7 @@ class Run:
 
     @property
     def state_path(self) -> Path:
-        """Where the state is saved."""
+        """Path of the saved state."""
         return self.folder / "state.pt"
 
     def save(self, training: SynchronousTraining) -> None:
@@ -70,7 +71,7 @@ class Run:
         self.saved_step = len(self.history.losses)
 
     def last_state(self) -> str:
-        """Says where the last saved state is."""
+        """Returns a message that says where the last saved state is."""
         if self.saved_step is None:
             return "no state was saved yet"
         path = self.state_path
@@ -78,11 +79,11 @@ class Run:
 
 
 def prepare_run(options: Options) -> Run:
-    """Loads all that a run needs before its workers are started.
+    """Loads the text and the saved state, and makes the folder, before the workers are started.
 
     Raises:
         UnusableText: The text cannot be trained on.
-        UnusableState: The state cannot be gone on from.
+        UnusableState: The state cannot be resumed.
         UnusableFolder: The folder for the results cannot be written to.
     """
     checkpoint = load_checkpoint(options.resume) if options.resume else None
@@ -103,7 +104,7 @@ def prepare_run(options: Options) -> Run:
 
 
 def make_folder(path: Path) -> Path:
-    """Makes the folder for the results, or checks that it can be written to."""
+    """Creates the folder for the results if it is missing, and checks that it is writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -117,7 +118,7 @@ def train_on_workers(run: Run, console: Console) -> None:
     """Places the model on the workers and trains it.
 
     Raises:
-        KeyboardInterrupt: Somebody pressed Ctrl-C; the state is saved, if there was time to.
+        KeyboardInterrupt: The user pressed Ctrl-C; the state is saved if there was time.
     """
     training = SynchronousTraining(SERVER, run.trainers, run.corpus, run.settings)
     if run.model is not None:
@@ -130,7 +131,7 @@ def train_on_workers(run: Run, console: Console) -> None:
 
 
 def train(run: Run, training: SynchronousTraining, interrupt: Interrupt, console: Console) -> None:
-    """Steps until all epochs are done, the time is up, or somebody wants to stop."""
+    """Steps until all epochs are done, the time is up, or the user presses Ctrl-C."""
     per_epoch = len(training.rows)
     steps = range(len(run.history.losses), run.options.epochs * per_epoch)
     tokens_per_step = run.settings.batch * run.settings.window

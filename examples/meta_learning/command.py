@@ -1,4 +1,4 @@
-"""What the program can be told on the command line."""
+"""Parses the command line."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from learning import Schedule
 
 @dataclass(frozen=True)
 class Options:
-    """One command line.
+    """The parsed command line.
 
     Attributes:
-        problem: What is to be learned, ``sinusoid`` or ``digits``.
-        workers: Worker processes to start; 0 for none at all.
-        schedule: What the training consists of.
+        problem: The tasks to learn, ``sinusoid`` or ``digits``.
+        workers: Worker processes to start; 0 for none.
+        schedule: The training schedule.
         double: Whether to compute in ``float64``.
         out: Folder for the picture and the figures; None for one named after the time.
     """
@@ -36,14 +36,14 @@ TASKS = {"sinusoid": 25, "digits": 16}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, instead of after all options."""
+    """Reports an error in one line, without listing all options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (--help lists the options)\n")
 
 
 def parse_options(arguments: list[str] | None = None) -> Options:
-    """Reads the command line; ends the program with status 2 where it cannot be meant."""
+    """Parses the command line; exits with status 2 if it is invalid."""
     parser = OneLineParser(prog="train.py", description="Learns to learn (MAML), over workers.")
     add = parser.add_argument
     add("problem", choices=list(ITERATIONS), help="waves from ten points, or digits by class")
@@ -67,7 +67,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """Returns a reader of whole numbers from ``least`` up."""
+    """Returns a function that parses whole numbers from ``least`` up."""
 
     def read(text: str) -> int:
         with contextlib.suppress(ValueError):

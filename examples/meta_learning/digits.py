@@ -1,8 +1,7 @@
-"""Handwritten digits by class: each task is to tell three digits apart, from one image of each.
+"""Handwritten digits by class: each task is to distinguish three digits, from one image of each.
 
-Some digits are held out: no task of the training has them. With the images of few digits a network
-soon knows them by heart; so the training tasks show each digit turned and mirrored, which makes
-eight classes of it.
+Some digits are held out: no training task contains them. A network soon memorizes the images of so
+few digits. Therefore training tasks rotate and mirror each digit, which makes eight classes of it.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ CHANNELS = 16
 
 @dataclass(frozen=True)
 class Digits:
-    """Tasks of ``ways`` digits out of ``classes``, numbered anew in each task.
+    """Tasks of ``ways`` digits out of ``classes``; each task assigns new labels.
 
     Attributes:
-        classes: The digits that tasks are made of.
-        turned: Whether each digit is turned and mirrored, in one of eight ways in each task.
+        classes: The digits that tasks draw from.
+        turned: Whether each task shows each digit in one of eight rotations and reflections.
         ways: Digits in a task.
-        shots: Images of each to adapt to.
-        inner_rate: Rate of the inner steps.
-        inner_steps: How many there are in training.
+        shots: Images of each digit to adapt to.
+        inner_rate: Learning rate of the inner steps.
+        inner_steps: Number of inner steps in training.
     """
 
     score_name: ClassVar[str] = "accuracy"

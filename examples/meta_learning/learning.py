@@ -1,6 +1,6 @@
-"""Trains and tests over workers: the meta-step is here.
+"""Trains and tests over workers; contains the meta-step.
 
-``python train.py`` is the program around it.
+``train.py`` is the program that uses it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SCRATCH_RATES = (0.3, 1.0, 3.0, 10.0)
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a training consists of.
+    """The training schedule.
 
     Attributes:
         iterations: Meta-steps; each is one step of the parameters that all tasks share.
         tasks: Tasks in a meta-step.
-        first_order: Whether gradients within the inner steps are constants.
-        one_by_one: Whether each task is a part of its own, instead of a share for each worker.
-        seed: Where the choice of tasks starts.
+        first_order: Whether to treat gradients within the inner steps as constants.
+        one_by_one: Whether each task is a separate part, instead of one part for each worker.
+        seed: Seed of the random choice of tasks.
     """
 
     iterations: int
@@ -54,11 +54,11 @@ class Test:
 
 @dataclass
 class History:
-    """How a training went.
+    """The record of a training run.
 
     Attributes:
         losses: The query loss of each meta-step.
-        tests: Scores of held-out tasks from time to time, and at the end.
+        tests: Scores of held-out tasks, at intervals and at the end.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -67,12 +67,12 @@ class History:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Mean scores of held-out tasks before and after each of some inner steps.
+    """Mean scores of held-out tasks, before the inner steps and after each of them.
 
     Attributes:
         trained: From the meta-trained parameters.
-        scratch: From untrained ones.
-        scratch_rate: The rate of the steps from these: the best of several.
+        scratch: From untrained parameters.
+        scratch_rate: Learning rate of the steps from scratch: the best of several.
     """
 
     trained: list[float]
@@ -90,8 +90,8 @@ def train(
 ) -> None:
     """Trains the parameters that all tasks share; without workers, in this process alone.
 
-    In each meta-step every worker adapts them to its share of the tasks. The gradient of the mean
-    loss comes back through the inner steps there, into ``.grad`` of the parameters here.
+    In each meta-step every worker adapts the parameters to its share of the tasks. The gradient of
+    the mean loss flows back through the workers' inner steps into ``.grad`` of the parameters here.
     """
     shares = mapreduce.dim_partitioner(0, exclusive=schedule.one_by_one, workers=workers or None)
     optimizer = torch.optim.Adam(model.parameters(), lr=META_RATE)
@@ -121,7 +121,7 @@ def train(
 
 
 def add_test(history: History, model: nn.Module, tested: Problem, workers: Sequence[str]) -> None:
-    """Notes how well the model adapts to held-out tasks now, in as many steps as in training."""
+    """Records how well the model adapts to held-out tasks, in as many steps as in training."""
     scores = test_scores(model, tested, workers, tested.inner_steps)
     history.tests.append(Test(len(history.losses), scores[0], scores[-1]))
 
@@ -129,7 +129,7 @@ def add_test(history: History, model: nn.Module, tested: Problem, workers: Seque
 def test_scores(
     model: nn.Module, tested: Problem, workers: Sequence[str], steps: int
 ) -> list[float]:
-    """Returns the mean score of held-out tasks before and after each of some inner steps."""
+    """Returns the mean score of held-out tasks, before the inner steps and after each of them."""
     seeds = torch.arange(FIRST_TESTED, FIRST_TESTED + TESTED_TASKS)
     arguments = (model, seeds, tested, steps)
     if workers:
@@ -148,7 +148,7 @@ def test_scores(
 def compare(
     model: nn.Module, untrained: nn.Module, tested: Problem, workers: Sequence[str]
 ) -> Comparison:
-    """Adapts to held-out tasks from the trained parameters, and from untrained ones."""
+    """Compares adaptation to held-out tasks from trained and from untrained parameters."""
     trained = test_scores(model, tested, workers, COMPARED_STEPS)
     rates = [factor * tested.inner_rate for factor in SCRATCH_RATES]
     from_scratch = [

@@ -1,13 +1,13 @@
 """MAML: finds parameters from which a few gradient steps on a few examples fit a new task.
 
 For each task, gradient steps on its *support* examples lead from the parameters that all tasks
-share to adapted ones, which are judged on the task's *query* examples. The shared parameters are
-trained on the mean of the query losses, so its gradient goes back through the steps. First-order
-MAML takes the gradients within the steps for constants. (Finn, Abbeel and Levine 2017,
-arXiv 1703.03400.)
+share to adapted parameters, which are evaluated on the task's *query* examples. The shared
+parameters are trained on the mean of the query losses, so its gradient passes back through the
+steps. First-order MAML treats the gradients within the steps as constants. (Finn, Abbeel and
+Levine 2017, arXiv 1703.03400.)
 
-Everything here is a pure function of parameters and task numbers, so it does not matter where it
-runs, or how often.
+All functions here are pure functions of parameters and task numbers, so they may run on any worker
+and any number of times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Parameters = dict[str, Tensor]
 
 
 class Task(NamedTuple):
-    """A few examples to adapt to, and others of the same task to be judged on."""
+    """Examples to adapt to (support), and examples of the same task to evaluate on (query)."""
 
     support_x: Tensor
     support_y: Tensor
@@ -35,10 +35,10 @@ class Problem(Protocol):
     """A family of tasks, and how a network adapts to one of them; a dataclass.
 
     Attributes:
-        inner_rate: Rate of the inner steps.
-        inner_steps: How many there are in training.
-        score_name: What the score is called.
-        higher_is_better: Whether a high score is a good one.
+        inner_rate: Learning rate of the inner steps.
+        inner_steps: Number of inner steps in training.
+        score_name: Name of the score.
+        higher_is_better: Whether a higher score is better.
     """
 
     inner_rate: float
@@ -47,28 +47,28 @@ class Problem(Protocol):
     higher_is_better: ClassVar[bool]
 
     def make_network(self) -> nn.Module:
-        """Returns an untrained network, of torch's own random numbers."""
+        """Returns an untrained network, initialized from torch's global random numbers."""
 
     def make_task(self, seed: int) -> Task:
-        """Returns the task of a number: the same one whenever and wherever it is made."""
+        """Returns the task with this number: the same task on every call and every worker."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Returns what gradient steps make smaller, as a mean over examples."""
+        """Returns the loss that gradient steps minimize, as a mean over examples."""
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """Returns what people want to know, as a mean over examples."""
+        """Returns the score to report, as a mean over examples."""
 
 
 def query_loss(model: nn.Module, seeds: Tensor, problem: Problem, first_order: bool) -> Tensor:
-    """Returns the mean query loss of some tasks, each after its own inner steps.
+    """Returns the mean query loss of the tasks, each after its own inner steps.
 
-    Tasks are made where they are needed, so only their numbers travel.
+    Each worker makes its tasks from their numbers, so only the numbers are sent.
 
     Args:
         model: The network, with the parameters that all tasks share.
         seeds: Numbers of the tasks, shape ``(tasks,)``.
-        problem: What kind of tasks they are.
-        first_order: Whether gradients within the steps are constants.
+        problem: The family of the tasks.
+        first_order: Whether to treat gradients within the steps as constants.
     """
     shared = dict(model.named_parameters())
 
@@ -95,7 +95,7 @@ def inner_step(
 
 
 def query_scores(model: nn.Module, seeds: Tensor, problem: Problem, steps: int) -> Tensor:
-    """Returns the query scores of tasks before and after each of some inner steps.
+    """Returns the query scores of tasks, before the inner steps and after each of them.
 
     No graph is kept. The result has shape ``(tasks, steps + 1)``.
     """
@@ -114,7 +114,7 @@ def query_scores(model: nn.Module, seeds: Tensor, problem: Problem, steps: int) 
 
 
 def make_tasks(problem: Problem, seeds: Tensor, model: nn.Module) -> Task:
-    """Makes tasks of the model's dtype; every tensor has a first dimension for the tasks."""
+    """Makes tasks of the model's dtype; the first dimension of every tensor is the task."""
     dtype = next(model.parameters()).dtype
     made = (problem.make_task(seed) for seed in seeds.tolist())
     return Task(*(_stack(column, dtype) for column in zip(*made, strict=True)))

@@ -1,4 +1,4 @@
-"""Draws the adaptation: what a network makes of a held-out task after each inner step."""
+"""Draws the adaptation: a network's outputs for a held-out task after some inner steps."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def draw_picture(
     comparison: Comparison,
     path: Path,
 ) -> None:
-    """Draws one held-out task with and without meta-learning, and the scores of all.
+    """Draws one held-out task with and without meta-learning, and the scores of all tasks.
 
     Raises:
         ImportError: matplotlib is missing.
     """
     import matplotlib
 
-    matplotlib.use("Agg")  # no window: this may run where there is no screen
+    matplotlib.use("Agg")  # draws without a window, so no display is needed
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
@@ -54,7 +54,7 @@ def draw_picture(
 def outputs_after(
     model: nn.Module, problem: Problem, task: Task, x: Tensor, steps: tuple[int, ...]
 ) -> list[Tensor]:
-    """Returns the outputs at ``x`` after each of these numbers of inner steps."""
+    """Returns the outputs at ``x`` after each number of inner steps in ``steps``."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     outputs = []
     for step in range(max(steps) + 1):
@@ -79,7 +79,7 @@ def _draw_wave(axes: Any, model: nn.Module, problem: Sinusoids) -> None:
 
 
 def _draw_digits(axes: Any, model: nn.Module, problem: Digits) -> None:
-    """Draws the images to adapt to, and those to recognise: framed green where that worked."""
+    """Draws the support images, and the query images: in a green frame if recognised."""
     task = _task(model, problem, SHOWN_DIGITS)
     steps = problem.inner_steps
     (output,) = outputs_after(model, problem, task, task.query_x, (steps,))

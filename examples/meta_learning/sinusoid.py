@@ -1,4 +1,4 @@
-"""Sine waves: each task is one wave, to be found from ten points of it."""
+"""Sine waves: each task is to fit one wave from ten of its points."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Sinusoids:
     """Waves of any amplitude from 0.1 to 5 and any phase from 0 to pi, on [-5, 5].
 
     Attributes:
-        shots: Points to adapt to; as many others are the query.
+        shots: Points to adapt to; the query has as many other points.
         hidden: Width of the network's two hidden layers.
-        inner_rate: Rate of the inner steps.
-        inner_steps: How many there are in training.
+        inner_rate: Learning rate of the inner steps.
+        inner_steps: Number of inner steps in training.
     """
 
     score_name: ClassVar[str] = "mean squared error"
@@ -49,7 +49,7 @@ class Sinusoids:
         return Task(x[: self.shots], y[: self.shots], x[self.shots :], y[self.shots :])
 
     def make_curve(self, seed: int, x: Tensor) -> Tensor:
-        """Returns the whole wave of the task of that number, at ``x``."""
+        """Returns the values at ``x`` of the wave of task ``seed``."""
         amplitude, phase = draw_wave(torch.Generator().manual_seed(seed))
         return amplitude * torch.sin(x - phase)
 

@@ -30,17 +30,17 @@ from torchweft.errors import WeftError
 
 
 class Unusable(ValueError):
-    """The program cannot run like this; the message is for the person who started it."""
+    """The program cannot run as requested; the message is for the user."""
 
 
 def make_problems(name: str) -> tuple[Problem, Problem]:
-    """Returns the tasks to train on, and those to test with.
+    """Returns the tasks to train on and the tasks to test with.
 
     Raises:
         Unusable: The package with the images is missing.
     """
     if name == "sinusoid":
-        return Sinusoids(), Sinusoids()  # other numbers are other waves
+        return Sinusoids(), Sinusoids()  # test tasks have other numbers, so other waves
     try:
         images_by_digit()
     except ImportError as error:
@@ -51,7 +51,7 @@ def make_problems(name: str) -> tuple[Problem, Problem]:
 
 
 def make_folder(path: Path | None) -> Path:
-    """Makes the folder for the results, or checks that it can be written to."""
+    """Creates the folder for the results if it is missing, and checks that it is writable."""
     path = path or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -64,12 +64,12 @@ def make_folder(path: Path | None) -> Path:
 
 @contextlib.contextmanager
 def started_workers(count: int) -> Iterator[list[str]]:
-    """Starts workers, and yields their names; each of them computes on one core."""
+    """Starts workers and yields their names; each worker computes with one thread."""
     torch.set_num_threads(1)
     if not count:
         yield []
         return
-    # Without the check, a run that lost a worker is as good as another: its tasks ran elsewhere.
+    # check=False: a run that lost a worker is valid, since other workers ran its tasks.
     with weft.cluster(workers=count, check=False) as cluster:
         for name in cluster.names:
             rpc.rpc_sync(name, torch.set_num_threads, args=(1,))
@@ -77,7 +77,7 @@ def started_workers(count: int) -> Iterator[list[str]]:
 
 
 def run(options: Options, history: History) -> None:
-    """Trains, compares with training from scratch, and leaves figures and a picture."""
+    """Trains, compares with training from scratch, and writes figures and a picture."""
     problem, tested = make_problems(options.problem)
     folder = make_folder(options.out)
     torch.manual_seed(options.schedule.seed)
@@ -94,7 +94,7 @@ def run(options: Options, history: History) -> None:
 
 
 def summary(problem: Problem, history: History, comparison: Comparison, seconds: float) -> str:
-    """Says in words what came out."""
+    """Returns a summary of the results as text."""
     test, steps = history.tests[-1], problem.inner_steps
     return "\n".join(
         [
@@ -131,7 +131,7 @@ def report_picture(
     comparison: Comparison,
     folder: Path,
 ) -> None:
-    """Draws the picture, where that is possible, and says what was left where."""
+    """Draws the picture if matplotlib is installed, and prints which files were written."""
     left = "figures.json is"
     try:
         draw_picture(problem, model, untrained, history, comparison, folder / "adaptation.png")

@@ -2,9 +2,9 @@
 
     torchweft run -n 3 --restarts 10 examples/restarting/train.py SNAPSHOTS
 
-Kill any of the workers while it runs (``kill -9``, the lines say which process is which): the
-launcher starts the group anew, and the loop goes on from the last snapshot. The losses it prints
-are those of a run that nobody disturbed, digit for digit.
+Kill any worker during the run (``kill -9``; each worker prints its process id). The launcher
+restarts the group, and the loop continues from the last snapshot. The printed losses equal those
+of an undisturbed run, digit for digit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EVERY = 50
 
 
 class Layer(nn.Module):
-    """A layer with dropout: what it gives depends on the random numbers of its worker, too."""
+    """A layer with dropout, so its output also depends on its worker's random numbers."""
 
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def make_state() -> dict[str, object]:
-    """Returns all that makes up the training, as it is before the first step."""
+    """Returns the state of the training before the first step."""
     torch.manual_seed(0)
     for rank in (1, 2):
         weft.rpc_sync(rank, torch.manual_seed, args=(rank,))

@@ -14,7 +14,7 @@ from tests.conformance.cases import CaseName
 from tests.conformance.running import Runner, default_jobs
 
 NOT_INSTALLED = 3
-"""The exit code where a package is missing; what is to do stands in the standard error."""
+"""The exit code if a package is missing; standard error says what to do."""
 
 
 def main(logs: str, limit_s: str) -> int:

@@ -1,4 +1,4 @@
-"""The names of PyTorch's tests, and what became of one that was run."""
+"""The names of PyTorch's tests, and the results of their runs."""
 
 from __future__ import annotations
 

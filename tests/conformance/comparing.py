@@ -1,4 +1,4 @@
-"""Compares a run with the committed list, and writes what is new into that."""
+"""Compares a run with the committed list, and adds new results to the list."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Comparison:
         on_purpose: Listed as failing, and failed.
         unlisted: Failed, and the list does not say why.
         new: Passed every time, and is not listed as passing.
-        unsteady: Passed some of the times.
+        unsteady: Passed only some of the times.
     """
 
     regressed: list[Verdict] = field(default_factory=list)
@@ -44,14 +44,14 @@ def compare(
     categories: Mapping[CaseName, str],
     patterns: Sequence[str] = (),
 ) -> Comparison:
-    """Holds a run against the list.
+    """Compares a run with the list.
 
     Args:
-        baseline: What is expected.
-        verdicts: What was run.
-        catalogue: All tests that there are.
-        categories: Of each test, as far as it has one.
-        patterns: What was asked to be run; others of the list are not missing.
+        baseline: The expected results.
+        verdicts: The results of the run.
+        catalogue: All existing tests.
+        categories: The category of each test that has one.
+        patterns: The requested patterns; other tests of the list are not missing.
     """
     found = Comparison()
     for verdict in verdicts:
@@ -88,10 +88,11 @@ def updated(
     catalogue: Collection[CaseName],
     torch: str,
 ) -> Baseline:
-    """Returns the list with what is new in a run.
+    """Returns the list with the new results of a run.
 
-    New passes and skips come in, times are those of this run, tests that are no more go out. What
-    is listed as passing stays so, whatever it did now: a test is given up by hand, with a reason.
+    New passes and skips are added, times are those of this run, and tests that no longer exist are
+    removed. A test that is listed as passing stays so, whatever its result now: it is given up by
+    hand, with a reason.
     """
     there = set(catalogue)
     tests = {case: expected for case, expected in baseline.tests.items() if case in there}

@@ -1,4 +1,4 @@
-"""What is seen while tests run: a line for each, or on a terminal one line that counts."""
+"""The output while tests run: a line for each, or on a terminal one line that counts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Display:
 
     Args:
         total: How many runs there will be.
-        categories: Of each test, as far as it has one.
-        every_line: Whether a test that passed has a line of its own too; always where the output
-            is no terminal.
+        categories: The category of each test that has one.
+        every_line: Whether a test that passed has a line of its own too; always so if the output
+            is not a terminal.
     """
 
     def __init__(self, total: int, categories: Mapping[CaseName, str], every_line: bool) -> None:

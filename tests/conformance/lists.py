@@ -1,4 +1,4 @@
-"""The two committed lists: each test's category, and what became of it on the recorded run."""
+"""The two committed lists: each test's category, and its result in the recorded run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPECTED = HERE / "expected.csv"
 SAMPLE = HERE / "sample.txt"
 
 UNKNOWN = "unknown"
-"""The category of a test that the list does not have: another torch brings others along."""
+"""The category of a test that is not in the list: another torch has other tests."""
 
 _RECORDED_WITH = "# recorded with torch "
 _COLUMNS = ("suite", "class", "test", "expected", "seconds", "difference", "reason")
@@ -28,7 +28,7 @@ class Expected:
     """What is expected of a test.
 
     Attributes:
-        outcome: ``fail`` says that Weft does not pass it, knowingly.
+        outcome: ``fail`` says that Weft is known not to pass it.
         seconds: How long it took.
         difference: Where a test fails: the heading of ``docs/migration.md`` that explains it.
         reason: The same in a few words.
@@ -49,7 +49,7 @@ class Baseline:
 
     @classmethod
     def read(cls, path: Path = EXPECTED) -> Baseline:
-        """Reads the list; one that is not there is empty."""
+        """Reads the list; a missing file is an empty list."""
         if not path.exists():
             return cls()
         first, _, rest = path.read_text().partition("\n")

@@ -1,6 +1,6 @@
-"""Writes what ``expected.csv`` says into ``docs/migration.md``.
+"""Writes the results in ``expected.csv`` into ``docs/migration.md``.
 
-``python -m tests.conformance.report`` prints it, ``--write`` replaces it in the page.
+``python -m tests.conformance.report`` prints the text, ``--write`` replaces it in the page.
 """
 
 from __future__ import annotations

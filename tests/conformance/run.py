@@ -20,9 +20,9 @@ DONE, WRONG, NOTHING_RUN = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the tests asked for and says how they went; returns the exit code."""
+    """Runs the requested tests and reports the results; returns the exit code."""
     options = _parse(arguments)
-    # An ended runner ends its tests: they are in process groups of their own.
+    # A terminated runner must end its tests, which are in process groups of their own.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     begin = time.monotonic()
     try:

@@ -20,14 +20,14 @@ from tests.conformance.cases import CaseName, Outcome, Result
 POLL_S = 0.01
 
 GRACE_S = 10.0
-"""How long a test may go on past its limit: its own watcher ends it at the limit and says where
-its workers were, so that the runner need not."""
+"""How long a test may exceed its limit: its own watcher ends it at the limit and says where its
+workers were, so that the runner need not."""
 
 _EXIT_CODES: dict[int, Outcome] = {0: "pass", 1: "fail", 2: "skip"}
 
 
 def default_jobs() -> int:
-    """Returns how many tests run side by side: they wait a good part of the time."""
+    """Returns how many tests run side by side; tests wait a good part of the time."""
     return min(32, max(2, 3 * len(os.sched_getaffinity(0)) // 2))
 
 
@@ -46,7 +46,7 @@ class Runner:
 
     Args:
         classes: Test classes by suite and name.
-        logs: Folder for one file per test and run; made where it is missing.
+        logs: Folder for one file per test and run; created if it is missing.
         jobs: How many tests run side by side.
         limit_s: After how long a test has failed.
     """
@@ -73,7 +73,7 @@ class Runner:
         """Runs all tests in their order, then all once more, and yields each as it ends."""
         self.logs.mkdir(parents=True, exist_ok=True)
         todo = [(case, turn) for turn in range(repeat) for case in cases][::-1]
-        # Frozen, objects stay in memory pages that the forked processes share.
+        # Frozen objects stay in memory pages that the forked processes share.
         gc.freeze()
         with temporary_folder():
             try:
@@ -89,11 +89,11 @@ class Runner:
 
     def _start(self, case: CaseName, turn: int, repeat: int) -> None:
         log = self.logs / (f"{case}.{turn + 1}.log" if repeat > 1 else f"{case}.log")
-        sys.stdout.flush()  # or the child would write what is left in the buffer once more
+        sys.stdout.flush()  # or the child would write the rest of the buffer again
         pid = os.fork()
         if pid == 0:
             _run_here(self.classes[f"{case.suite}.{case.group}"], case.test, log)
-        # In the child too: whoever comes first.
+        # The child does the same: the two race, and the first one makes the group.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         self._running[pid] = Running(case, pid, log, time.monotonic())
@@ -101,7 +101,7 @@ class Runner:
     def _reap(self) -> Iterator[Result]:
         for test in list(self._running.values()):
             seconds = time.monotonic() - test.begin
-            # It stays a zombie, so that its number is that of its group for the kill below.
+            # It stays a zombie, so that its pid still names its group for the kill below.
             has_ended = os.waitid(os.P_PID, test.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if not has_ended and seconds < self.limit_s + GRACE_S:
                 continue
@@ -112,7 +112,7 @@ class Runner:
             yield Result(test.case, outcome, seconds, test.log)
 
     def _end(self, pid: int) -> int:
-        """Kills what is left of a test's processes; returns the exit code of its first one."""
+        """Kills a test's remaining processes; returns the exit code of its first one."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
@@ -122,9 +122,9 @@ class Runner:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[None]:
-    """Has temporary files made in one folder from here on, and removes that at the end.
+    """Puts the block's temporary files into one folder, and removes it at the end.
 
-    PyTorch's tests leave theirs behind.
+    PyTorch's tests leave their temporary files behind.
     """
     before = os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix="weft-", ignore_cleanup_errors=True) as folder:
@@ -160,11 +160,11 @@ def _run_here(case: type[unittest.TestCase], test: str, log: Path) -> None:
 
 
 def _write_to(log: Path) -> None:
-    """Makes a file all that this process and its children write to, and nothing their input."""
+    """Redirects the output of this process and its children to a file; their input is empty."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # What is there may be somebody's who captures output.
+    # The present streams may be those of a program that captures output.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

@@ -1,10 +1,10 @@
 """PyTorch's own tests of ``torch.distributed.rpc``, loaded so that they test Weft.
 
-The tests come with the torch wheel. Three things are changed in them: the modules they test are
-Weft's (``torchweft.compat``, and what ``shims`` adds), their workers are forked from this process
-instead of started anew, which takes 0.3 s instead of 14, and what ``torch.jit.script`` cannot
-compile stays a Python function while the modules are imported, as they compile programs that call
-RPC functions right there.
+The tests come with the torch wheel. Three things are changed in them. The modules under test are
+Weft's (``torchweft.compat``, and the additions of ``shims``). Their workers are forked from this
+process instead of started anew, which takes 0.3 s instead of 14. Functions that
+``torch.jit.script`` cannot compile stay Python functions while the modules are imported, because
+the modules compile programs that call RPC functions during their import.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _SUITES = {
 
 
 class NotInstalled(Exception):
-    """Something that PyTorch's test modules import is not there."""
+    """A package that PyTorch's test modules import is missing."""
 
 
 def load(limit_s: float = 60.0) -> dict[str, type[unittest.TestCase]]:
     """Returns PyTorch's test classes by suite and name, for instance ``tp.RpcTest``.
 
     Args:
-        limit_s: After how long a test gives its workers up, and writes where they were.
+        limit_s: After how long a test gives up its workers, and writes where they were.
 
     Raises:
         NotInstalled: A package that the test modules import is missing.
@@ -81,7 +81,7 @@ def catalogue(classes: dict[str, type[unittest.TestCase]]) -> list[CaseName]:
 def _prepare_environment() -> None:
     """Sets what must be set before torch is imported."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Counting the GPUs in the common way leaves forked processes unable to use one.
+    # Counting the GPUs in the usual way leaves forked processes unable to use one.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Some tests call workers that may still be in init_process_group, and rely on slow calls.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
@@ -100,7 +100,7 @@ def _import_test_modules() -> Any:
 
 
 def _script_if_possible(script: Any, function: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Does what ``torch.jit.script`` does, and leaves alone what that cannot compile."""
+    """Does what ``torch.jit.script`` does, but returns what it cannot compile unchanged."""
     if function is None:  # with arguments, as a decorator
         return functools.partial(_script_if_possible, script, *args, **kwargs)
     try:
@@ -110,11 +110,11 @@ def _script_if_possible(script: Any, function: Any = None, *args: Any, **kwargs:
 
 
 def _fork_workers(rpc_utils: Any, limit_s: float) -> None:
-    """Has each test fork its workers, and these use one thread for computing each.
+    """Makes each test fork its workers, which use one thread for computing each.
 
-    The number is set in the worker and not before the fork: a pool of threads that the parent has
-    made is not there in the child, and several threads of the child that are the first to use torch
-    would all notice at the same time ("Invalid thread pool").
+    The number is set in the worker and not before the fork: a thread pool of the parent does not
+    exist in the child. If several threads of the child are the first to use torch, all would notice
+    that at the same time ("Invalid thread pool").
     """
     import torch
     import torch.multiprocessing

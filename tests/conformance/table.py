@@ -1,4 +1,4 @@
-"""What a run is summed up as: tables by category and class, and what went wrong."""
+"""The summary of a run: tables by category and class, and what went wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAST_LINES = 14
 """How much of a failed test's log is shown."""
 
 _LOG_PREFIX = re.compile(r"^[DIWEF]\d{4} \S+ \d+ \S+:\d+\] ?")
-"""What torch's loggers put before each line: level and date, time, process, place."""
+"""The prefix of torch's loggers on each line: level and date, time, process, place."""
 
 
 def count(
@@ -25,7 +25,7 @@ def count(
     on_purpose: Iterable[Verdict],
     key: Callable[[CaseName], str],
 ) -> dict[str, Counter[str]]:
-    """Returns how many tests there are of each outcome, by what ``key`` says of a test."""
+    """Returns how many tests there are of each outcome, by the ``key`` of a test."""
     excused = {verdict.case for verdict in on_purpose}
     counts: dict[str, Counter[str]] = {}
     for verdict in verdicts:
@@ -110,7 +110,7 @@ def _failures(title: str, verdicts: Sequence[Verdict]) -> Iterator[str]:
 
 
 def last_lines(log: Path, number: int = LAST_LINES) -> list[str]:
-    """Returns the last lines that say something of a test's log."""
+    """Returns the last lines of a test's log that say something."""
     try:
         text = log.read_text(errors="replace")
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """A sample of PyTorch's own RPC tests, a hundred quick ones of all their classes, run on Weft.
 
 All of them run in one warm process beside this one, some at a time, so that each costs half a
-second; a test here waits for its own to end. ``make conformance`` runs the whole suite.
+second. A test here waits for its PyTorch test to end. ``make conformance`` runs the whole suite.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tests.conformance.table import last_lines
 
 LIMIT_S = 30.0
 
-# They run beside all tests here, and so are what they have in shared memory.
+# PyTorch's tests run beside the tests here, so their shared memory may appear at any time.
 pytestmark = pytest.mark.keeps("shared memory")
 
 
 class Batch:
-    """The process that runs the sample, and what it has said so far."""
+    """The process that runs the sample, and its results so far."""
 
     def __init__(self, cases: Sequence[str], logs: Path) -> None:
         command = [sys.executable, "-m", "tests.conformance.batch", str(logs), str(LIMIT_S)]
@@ -66,7 +66,7 @@ class Batch:
         return text if code == NOT_INSTALLED else f"the sample's runner ended with {code}:\n{text}"
 
     def close(self) -> None:
-        """Ends the process, and it ends its tests."""
+        """Ends the process, which ends its tests."""
         assert self.process.stdout is not None
         self.process.terminate()
         self.process.wait()
@@ -78,7 +78,7 @@ class Batch:
 def batch(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Batch]:
-    """Runs those of the sample that are asked for."""
+    """Runs the tests of the sample that are asked for."""
     wanted = [
         str(item.callspec.params["case"])
         for item in request.session.items

@@ -1,4 +1,4 @@
-"""Whole programs start many interpreters that import torch: on a busy machine that takes long."""
+"""Sets a time limit: on a busy machine, a program's many interpreters import torch slowly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 LIMIT_S = 240.0
-"""For a test of this folder that does not set its own limit."""
+"""Time limit of a test in this folder that does not set its own."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

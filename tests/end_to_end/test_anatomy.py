@@ -1,4 +1,4 @@
-"""The parts of a call can all be run: they use what is inside of Weft, which changes."""
+"""The benchmark of the parts of a call runs: it uses internals of Weft, which change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules under DDP end without hanging the process, also when their process group went first."""
+"""Deleting a DDP module does not hang the process, even after its process group is destroyed."""
 
 from __future__ import annotations
 

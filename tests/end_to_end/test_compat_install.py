@@ -1,4 +1,4 @@
-"""``torchweft.compat`` in programs that start processes, as a person runs them."""
+"""``torchweft.compat`` in programs that start processes, as users run them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[..., list[str]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Runs a program with the arguments given for Python; returns the lines that it prints."""
+    """Runs a program with arguments for Python; returns the lines that it prints, sorted."""
 
     def start(body: str, *arguments: str) -> list[str]:
         script = tmp_path / "script.py"

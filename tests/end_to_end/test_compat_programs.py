@@ -1,7 +1,7 @@
-"""Programs as PyTorch's tutorials write them, run by PyTorch and by Weft: the same comes out.
+"""Programs in the style of PyTorch's tutorials give the same results with PyTorch and with Weft.
 
-The programs are in ``tests/programs``; none of them knows of Weft. Losses are compared to the last
-bit wherever the program determines in what order numbers are added.
+The programs are in ``tests/programs``; none of them uses Weft explicitly. Losses must be equal to
+the last bit wherever the program determines the order of additions.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import pytest
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
 LIMIT_S = 150.0
-"""For one run; most of it is starting processes that import torch."""
+"""For one run; most of it is the start of processes that import torch."""
 
 END_S = 2.0
-"""Time for the processes of a program to be gone after it has ended."""
+"""How soon the processes of a program must be gone after it has ended."""
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 COMPAT = ["-m", "torchweft.compat"]
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S + 20)
 
 
 def run(*arguments: str, folder: Path = PROGRAMS) -> list[dict[str, Any]]:
-    """Runs Python with the arguments; returns the JSON lines that come out, sorted.
+    """Runs Python with the arguments; returns the JSON lines that it prints, sorted.
 
-    The processes are a session of their own: none of it may be left when the first has ended.
+    The processes form a session of their own: none may be left when the first has ended.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -109,7 +109,7 @@ IMPORTS = (
     (rf"^import torch\.distributed\.({MODULES}) as", r"import torchweft.\1 as"),
     (rf"^from torch\.distributed\.({MODULES}) import", r"from torchweft.\1 import"),
 )
-"""What a program changes, as ``docs/migration.md`` says."""
+"""The changes of imports that ``docs/migration.md`` describes."""
 
 
 def write_with_our_imports(program: str, folder: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_pipeline_computes_the_same() -> None:
     by_torch, by_weft = run_both("pipeline.py")
     for expected, found in zip(by_torch, by_weft, strict=True):
         if expected["split_size"] == 2:
-            # The gradients of eight micro-batches are added in an order that nothing determines.
+            # Nothing determines the order in which gradients of eight micro-batches are added.
             expected["losses"] = pytest.approx(expected["losses"], rel=1e-6)
         assert found == expected
 
@@ -152,25 +152,25 @@ REMADE = [
 
 
 def _both(kind: str) -> list[str]:
-    """Returns the bases of an error that is of its own kind and a ``RuntimeError``."""
+    """Returns the base classes of an error that is both of a kind and a ``RuntimeError``."""
     return ["BaseException", "Exception", "RuntimeError", kind, kind, "object"]
 
 
 BY_DESIGN: dict[str, tuple[object, object]] = {
-    # An error keeps its kind wherever it can be made again, and is a RuntimeError as PyTorch's.
+    # An error keeps its kind if it can be rebuilt, and is a RuntimeError, as PyTorch's are.
     "errors_that_are_of_their_own_kind_and_runtime_errors": (
         {**{kind: [False, True] for kind in REMADE}, "OwnError": [False, False]},
         {kind: [True, True] for kind in [*REMADE, "OwnError"]},
     ),
-    # It comes along as the error's cause.
+    # Weft adds it as a note of the error (Python 3.10: as its cause).
     "remote_traceback_in_the_text_of_an_error": ([True, True], [False, False]),
     "lambdas": ("refused", 2),
-    # PyTorch gives the error itself as the result.
+    # PyTorch returns the error itself as the result.
     "an_error_set_in_a_future_of_an_asynchronous_function": (
         {"returned": "ValueError"},
         {"kinds": _both("ValueError"), "says": []},
     ),
-    # PyTorch looks for an overload in TorchScript's way; what is called here is the function.
+    # PyTorch selects an overload as TorchScript does; Weft calls the function.
     "operator_that_gets_what_it_cannot_take": (
         {"kinds": ["BaseException", "Exception", "RuntimeError", "object"], "says": []},
         {"kinds": _both("TypeError"), "says": []},
@@ -198,7 +198,7 @@ def test_probes_are_answered_the_same() -> None:
 
 
 def compare(expected: Any, found: Any, place: str) -> list[str]:
-    """Says where two answers differ; an error may be of more kinds than the one expected."""
+    """Returns where two answers differ; an error may be of more kinds than the expected one."""
     if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
         pairs = enumerate(zip(expected, found, strict=True))
         return [line for index, (e, f) in pairs for line in compare(e, f, f"{place}[{index}]")]

@@ -1,4 +1,4 @@
-"""Many contexts and tensors, one after the other: nothing of a worker grows with their number."""
+"""Many contexts and tensors in sequence: no resource of a worker grows with their number."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _workers() -> Iterator[None]:
 
 
 def nothing_grows(train: Callable[[int], None], first: int, then: int) -> None:
-    """Compares what there is after some contexts, and after many more."""
+    """Compares the resources in use after some contexts and after many more."""
     train(first)
     await_no_context()
     before = [rpc.rpc_sync(name, autograd_functions.footprint) for name in NAMES]
@@ -81,7 +81,7 @@ def test_ten_thousand_tensors_leave_nothing() -> None:
     for _ in range(5_000):  # there and back
         rpc.rpc_sync(FIRST, functions.identity, args=(sent,))
     no_loans(*NAMES)
-    # One or two slabs more where a worker was slow to drop its argument.
+    # A worker that drops its argument late needs one or two slabs more.
     for name, resident_bytes in zip(NAMES, residents, strict=True):
         assert rpc.rpc_sync(name, statistics).resident_bytes <= resident_bytes + 4 * sent.numel()
     for (bytes_before, files_before), (bytes_now, files_now) in zip(before, measure(), strict=True):

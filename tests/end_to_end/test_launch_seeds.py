@@ -1,4 +1,4 @@
-"""A seed of the launcher makes what its workers draw reproducible, and different for each."""
+"""A launcher's seed makes random numbers reproducible, and different for each worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_a_seed_makes_different_numbers_reproducible() -> None:
     state = torch.get_rng_state()
     drawn = []
-    # Of the second nursery, nothing is imported when its workers begin.
+    # The second nursery has imported nothing when its workers begin.
     for preload in (WARM_MODULES, ()):
         with Nursery(preload=preload) as own, cluster(workers=2, nursery=own, seed=3):
             drawn.append([rpc.rpc_sync(f"worker{rank}", draw) for rank in (0, 1)])

@@ -1,7 +1,7 @@
-"""Programs as users of ``torchopt.distributed`` write them, with their imports changed.
+"""Programs in the style of ``torchopt.distributed``, with their imports changed.
 
-They are in ``tests/programs/torchopt_distributed``. What they compute is compared to a single
-process, which calls their functions for each part.
+They are in ``tests/programs/torchopt_distributed``. Their results are compared with those of a
+single process, which calls their functions for each part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 PROGRAMS = Path(__file__).parents[1] / "programs" / "torchopt_distributed"
 LIMIT_S = 150.0
-"""For one run; most of it is starting processes that import torch."""
+"""For one run; most of it is the start of processes that import torch."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 STARTS = {
@@ -33,13 +33,13 @@ STARTS = {
 }
 
 Answers = dict[str, list[dict[str, Any]]]
-"""What workers have printed, by program; and by rank, where all of them print something."""
+"""The answers that workers printed, by program, sorted by rank if they have one."""
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
 def run(*arguments: str) -> str:
-    """Runs Python to its end; returns what comes out."""
+    """Runs Python to its end; returns its standard output."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=PROGRAMS,
@@ -62,7 +62,7 @@ def run(*arguments: str) -> str:
 
 def answers_in(out: str) -> Answers:
     answers: Answers = defaultdict(list)
-    # Not by lines: torchrun's workers write the end of a line for itself, when others write, too.
+    # Do not split lines: torchrun's workers write line ends separately, so lines may mix.
     for found in re.finditer(r'{"program"', out):
         answer, _ = json.JSONDecoder().raw_decode(out, found.start())
         answers[answer["program"]].append(answer)
@@ -73,7 +73,7 @@ def answers_in(out: str) -> Answers:
 
 @pytest.fixture(scope="module", params=STARTS)
 def out(request: pytest.FixtureRequest) -> str:
-    """What the workers of a group print that runs all programs, one after the other."""
+    """The output of a group of workers that runs all programs, one after the other."""
     return run(*STARTS[request.param], "all_samples.py")
 
 
@@ -157,7 +157,7 @@ def assert_trained(
     functions: dict[str, Any],
     losses_of: Callable[[nn.Module, Tensor], list[Tensor]],
 ) -> None:
-    """Trains by the last of the losses, and compares all of them."""
+    """Trains on the last of the losses, and compares all losses."""
     args = program["args"]
     with torch.random.fork_rng():
         model = functions["build_model"]()

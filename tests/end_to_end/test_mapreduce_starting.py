@@ -1,4 +1,4 @@
-"""``auto_init_rpc`` in programs as a person starts them, and how all of their processes end."""
+"""``auto_init_rpc`` in programs as users start them, and how all their processes end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 LIMIT_S = 150.0
-"""How long a program may take from its start; on a busy machine much of it goes into imports."""
+"""How long a program may take; on a busy machine imports take much of this time."""
 
 PROMPT_S = 20.0
-"""How soon all must have ended once one has; the limits of Weft's own waits are beyond it."""
+"""How soon all processes must end after the first; Weft's own time limits are longer."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 WEFT_RUN = ("-m", "torchweft", "run", "-n", "2", "--names", "trainer,helper")
@@ -24,10 +24,10 @@ LAUNCHED = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
 
 Process = subprocess.Popen[str]
 Start = Callable[..., Process]
-"""Starts Python with arguments, and variables for its environment."""
+"""Starts Python with arguments and environment variables."""
 
 Ended = tuple[int, str, str]
-"""How a process has ended: its status, and what it has written to both outputs."""
+"""How a process ended: its exit status, standard output and standard error."""
 
 SAMPLE = """
 import os, sys
@@ -99,7 +99,7 @@ atexit.register(print, "handlers run")
 main()
 """
 
-# All but one return at once, and wait at their exit; that one says its number and goes on.
+# All ranks but one return at once and wait at their exit; the other rank prints and runs on.
 STAYING = """
 import atexit, os, sys, threading
 import torchweft.mapreduce.world as todist
@@ -139,14 +139,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for process in started:
         with process:
             try:
-                os.killpg(process.pid, signal.SIGKILL)  # A launcher, and whom it has started.
+                os.killpg(process.pid, signal.SIGKILL)  # a launcher and its children
             except ProcessLookupError:
                 pass
 
 
 @pytest.fixture
 def start_three(start: Start, tmp_path: Path) -> Callable[..., list[Process]]:
-    """Starts a program three times, with nobody who would end the others when one has ended."""
+    """Starts a program three times, without a launcher to end the others when one ends."""
 
     def start_all(body: str, *arguments: str) -> list[Process]:
         script = write(tmp_path, body)
@@ -241,7 +241,7 @@ def test_nobody_waits_at_its_exit_for_one_that_is_killed(
 
 
 def check_complaint(err: str, who: str, *, lost: str, why: str) -> None:
-    """Checks that a worker says one line at its end, about the one that was lost."""
+    """Checks that a worker prints one line at its end, about the lost worker."""
     assert len(err.splitlines()) == 1, err
     assert err.startswith(f"weft: worker '{who}")
     assert f": shut down without every worker: {lost} is lost since " in err

@@ -1,4 +1,4 @@
-"""The page of errors is what the mistakes lead to; quick ones are made again, in forks."""
+"""The page of errors shows what mistakes lead to; quick mistakes are repeated, in forks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK = [mistake.title for mistake in page.ALL if mistake.is_quick]
 
 @pytest.fixture(scope="module")
 def made() -> Any:
-    """What the quick mistakes lead to now, by title."""
+    """The outcomes of the quick mistakes, made now, by title."""
     process = subprocess.run(
         [sys.executable, "-m", "tests.mistakes.quick"],
         cwd=page.ROOT,

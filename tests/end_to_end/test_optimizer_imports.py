@@ -1,4 +1,4 @@
-"""What is imported until the first step, and that steps are PyTorch's bit by bit."""
+"""Checks the imports up to the first step, and that steps equal PyTorch's bit for bit."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ print(*added)
 
 def test_a_program_imports_little_until_its_first_step(tmp_path: Path) -> None:
     added = run("-c", UNTIL_THE_FIRST_STEP, str(tmp_path / "store")).split()
-    # What Weft itself needs, and PyTorch does not: everything else is imported where it is used.
+    # Needed by Weft and not by PyTorch. Weft imports everything else on first use.
     needed = {"cloudpickle", "faulthandler", "hmac", "ipaddress", "secrets", "numpy"}
     assert {name.partition(".")[0] for name in added} <= needed, added

@@ -1,4 +1,4 @@
-"""Programs in the pages run as they stand there."""
+"""Programs in the documentation pages run unchanged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_the_programs_of_the_readme_learn_shows(number: int, tmp_path: Path
 
 @pytest.fixture
 def guide(tmp_path: Path) -> Path:
-    """A folder with the programs of the guide, by the names that their first lines give them."""
+    """A folder with the programs of the guide, named by their first lines."""
     for block in programs_of("docs/meta-learning.md"):
         name = block.splitlines()[0].removeprefix("# ")
         (tmp_path / name).write_text(block)
@@ -77,7 +77,7 @@ def test_the_programs_of_the_guide_compute_the_same(guide: Path) -> None:
     assert len(expected) == 5
     for name in ("on_workers.py", "nested.py"):
         found = [figure_of(line) for line in run(guide / name)]
-        # As many digits as are printed.
+        # The tolerance is that of the printed digits.
         assert found == pytest.approx(expected, abs=2e-4), name
 
 

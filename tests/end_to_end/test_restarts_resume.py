@@ -13,7 +13,7 @@ from tests.processes.weft_run import Start, finish, running
 
 pytestmark = pytest.mark.timeout(120)
 
-# Without an optimizer: the first one that a process makes imports for seconds.
+# No optimizer: for the first one, a process imports modules for seconds.
 TRAINING = """
 import json
 import torch
@@ -81,7 +81,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def train(start: Start, directory: Path, *deaths: str) -> tuple[list[str], dict[str, Any]]:
-    """Trains to the end; returns where each life of the driver began, and what came out."""
+    """Trains to the end; returns where each life of the driver began, and the result."""
     directory.mkdir()
     process = start(
         TRAINING,

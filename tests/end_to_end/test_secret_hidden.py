@@ -1,4 +1,4 @@
-"""The secret shows nowhere: not in logs, command lines, tracebacks, environments or pickles."""
+"""The secret appears in no log, command line, traceback, environment or pickle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOLD = (
 
 
 def run(environment: dict[str, str]) -> tuple[int, str]:
-    """Runs two workers that tell everything; returns the exit code and all that was said."""
+    """Runs two workers that print all that they can; returns the exit code and the output."""
     done = subprocess.run(
         [sys.executable, "-m", "torchweft", "run", "-n", "2", str(PROGRAM)],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},

@@ -1,4 +1,4 @@
-"""Training runs with faults; ``python -m tests.faults`` runs as many as are asked for."""
+"""Training runs with faults; ``python -m tests.faults`` makes any number of runs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_every_kind_of_training_by_maps_is_among_the_runs() -> None:
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """What is said of each run."""
+    """The report of each run."""
     return _run(tmp_path_factory.mktemp("logs"), RUNS)
 
 
 @pytest.fixture(scope="module")
 def map_lines(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """What is said of each run of training by maps."""
+    """The report of each run of training by maps."""
     return _run(tmp_path_factory.mktemp("logs"), MAP_RUNS, "--maps")
 
 

@@ -1,4 +1,4 @@
-"""Weft trains where nothing of ``torch.distributed.rpc`` and its kin is left to be used."""
+"""Weft trains where ``torch.distributed.rpc`` and its related modules cannot be used."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model" / "train.py"
 
 
 def run_blocked(folder: Path, *arguments: str) -> tuple[str, list[list[str]]]:
-    """Runs a program whose processes all lose PyTorch's RPC when they import torch.
+    """Runs a program whose processes block PyTorch's RPC when they import torch.
 
     Returns:
-        What it printed, and what its processes recorded, a line each.
+        Its output, and the words of each line that its processes recorded.
     """
     record = folder / "record"
     path = os.pathsep.join(filter(None, [str(BLOCKING), os.environ.get("PYTHONPATH")]))
@@ -47,7 +47,7 @@ def test_the_demonstration_trains(tmp_path: Path) -> None:
     ]
     out, lines = run_blocked(tmp_path, str(EXAMPLE), *quick, "--out", str(tmp_path))
     assert "perplexity, unigram model" in out
-    # The driver, and the process that all workers were forked from, when it had lost it.
+    # The driver, and the nursery, from which the workers fork once its RPC is blocked.
     assert [what for what, *_ in lines] == ["blocked", "blocked"], lines
 
 
@@ -147,7 +147,7 @@ TOUCHES = {
 
 def test_what_touches_it_all_the_same_fails_and_is_recorded(tmp_path: Path) -> None:
     program = "import sys, torch, torch.nn.parallel.distributed, torch._jit_internal\n"
-    # What a module has taken from there before, as PyTorch's own modules have.
+    # A method of a class that a module took earlier, as PyTorch's own modules do.
     program += "held = torch.nn.parallel.distributed.RRef.rpc_sync\n"
     for code in TOUCHES:
         program += f"try:\n    {code}\nexcept (ImportError, AttributeError, RuntimeError): pass\n"

@@ -1,4 +1,4 @@
-"""Optimizers that Weft steps, beside PyTorch's own way; a program, as it ends with the compiler."""
+"""Compares Weft's and PyTorch's steps. A program of its own: it ends with the compiler loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 3
 
 
 class GradModes(SGD):
-    """Notes whether gradients were enabled within its steps."""
+    """Records whether gradients were enabled within its steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,7 +35,7 @@ class GradModes(SGD):
 
 
 class OwnStep(Adam):
-    """Has a step of its own around that of its base."""
+    """Overrides ``step`` and calls that of its base."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.param_groups[0]["lr"] *= 0.5
@@ -43,7 +43,7 @@ class OwnStep(Adam):
 
 
 class OwnGroups(SGD):
-    """Looks at each group that it is given."""
+    """Changes each group that it is given."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         param_group["lr"] = 0.25
@@ -51,7 +51,7 @@ class OwnGroups(SGD):
 
 
 class Made(SGD):
-    """Is made in a way of its own."""
+    """Overrides ``__new__``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Made:
         made = super().__new__(cls)
@@ -104,14 +104,14 @@ def stepped_by_weft(kind: type[Optimizer], options: dict[str, Any]) -> Any:
     local = LocalOptimizer(make, parts[:first], threading.Lock())
     local.add(parts[first:])
     for step in range(STEPS):
-        if step == 1:  # it goes on from what it has saved
+        if step == 1:  # continues from its saved state
             local.load(local.save({}))
         local.step(dict(zip(held, gradients(step), strict=True)), {})
     return held, eager.call(made[0], "state_dict")
 
 
 def takes_more(kind: type[Optimizer]) -> bool:
-    """Whether an optimizer takes groups later; PyTorch 2.6's Adagrad then has no state for them."""
+    """Returns whether groups can be added later; PyTorch 2.6's Adagrad makes no state for them."""
     return not issubclass(kind, Adagrad)
 
 
@@ -170,7 +170,7 @@ def check_a_failing_constructor() -> None:
 
 
 def main() -> None:
-    """Exits with 0 where all is as it should be."""
+    """Runs all checks; raises if one fails."""
     kinds = plain_kinds()
     assert {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop"} <= {kind.__name__ for kind in kinds}
     options: dict[Callable[..., Any], dict[str, Any]] = {SGD: {"lr": 0.1, "momentum": 0.9}}
@@ -180,7 +180,7 @@ def main() -> None:
     check_a_failing_constructor()
     assert COMPILER not in sys.modules, "an optimizer has imported PyTorch's compiler"
 
-    # What has ways of its own takes PyTorch's, with all that belongs to them.
+    # Customized optimizers are stepped by PyTorch's functions, which import the compiler.
     special = {kind: {"lr": 0.1} for kind in (OwnStep, OwnGroups, Made, ByMetaclass)}
     for kind, own in special.items():
         ours[kind] = flat(stepped_by_weft(kind, own))

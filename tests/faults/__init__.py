@@ -1,12 +1,11 @@
 """Random faults in training runs: every run ends as it must, nothing hangs, nothing is left.
 
-``python -m tests.faults --runs 200`` runs a small distributed training so often, each time with
-faults of its own, drawn from the number of the run. ``--only 17`` runs one again.
+``python -m tests.faults --runs 200`` runs a small distributed training 200 times, each time with
+other faults, drawn from the number of the run. ``--only 17`` repeats one run.
 
-``--maps`` has training by maps instead, which goes on without those who are lost (``map_plan``,
-``maps``).
+``--maps`` trains by maps instead, which continue without lost workers (``map_plan``, ``maps``).
 
-``plan``: what happens in a run. ``model``: what is trained. ``points``: where in the code a fault
-can strike. ``worker``: one process. ``running``: forks the workers, and does things to them.
-``verdict``: whether all is as it must be.
+``plan``: the events of a run. ``model``: the training. ``points``: places in the code where a fault
+can strike. ``worker``: one process. ``running``: forks the workers and injects faults.
+``verdict``: checks the outcome.
 """

@@ -33,7 +33,7 @@ FAILED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what is asked for; returns the exit code."""
+    """Carries out the requested runs; returns the exit code."""
     options = _parse(arguments)
     obstacle = hosts.isolate()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -101,7 +101,7 @@ class _Campaign:
             self._counts["skipped"] += 1
             self._say(f"{plan.number:6} skipped: no network of its own: {self._obstacle}")
             return
-        if self._obstacle:  # Its port may be somebody's.
+        if self._obstacle:  # The port may be in use.
             plan = replace(plan, has_store_server=False)
         outcome = run(plan, self._tls, self._folder)
         wrong = problems(plan, outcome, result)
@@ -145,7 +145,7 @@ class _Campaign:
 
 
 def _after_s(plan: Plan, outcome: Outcome) -> float | None:
-    """Returns how long after its main fault a run was over; None where that says nothing."""
+    """Returns how long after its main fault a run was over; None where that has no meaning."""
     struck_s = outcome.struck_s[-1]
     if plan.faults[-1].kind not in FATAL or struck_s is None:
         return None

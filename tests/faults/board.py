@@ -1,4 +1,4 @@
-"""What the workers of a run and its injector share: how far the training is, what has struck."""
+"""Data that the workers of a run share with its injector: training progress, struck faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STRUCK = 8
 
 
 class Board:
-    """Numbers in memory that forked processes share. Each has one writer."""
+    """Numbers in memory that forked processes share. Each number has one writer."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)

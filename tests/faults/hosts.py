@@ -1,6 +1,6 @@
-"""A network and shared memory of this process alone, with an address for each worker.
+"""A private network and private shared memory of this process, with an address for each worker.
 
-An address that is taken away is a cable that is pulled: nothing comes, and nobody says so.
+Removing an address acts like pulling a cable: nothing arrives, and no error is reported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def isolate() -> str:
     """Gives this process, which must have one thread, a network of its own.
 
     Returns:
-        Why that cannot be, or nothing.
+        Why that is impossible, or an empty string.
     """
     user, group = os.geteuid(), os.getegid()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -41,7 +41,7 @@ def isolate() -> str:
             plug_in(rank)
     except OSError as error:
         return str(error)
-    # What others leave in the common one is not this program's fault.
+    # Files that other programs leave in the common one are not this program's fault.
     libc.mount(None, b"/", None, _PRIVATE | _RECURSIVE, None)
     libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, None)
     return ""
@@ -56,19 +56,19 @@ def address_of(rank: int) -> str:
 
 
 def plug_in(rank: int) -> None:
-    """Has a worker's address reach it, and be reached by it; it may do so already."""
+    """Adds a worker's address to the network, if it is missing."""
     with contextlib.suppress(FileExistsError):
         _run_ip("addr", "add", f"{address_of(rank)}/32", "dev", "lo")
 
 
 def unplug(rank: int) -> None:
-    """Has nothing go to a worker's address, or come from it, any more; it may be so already."""
+    """Removes a worker's address from the network, if it is there."""
     with contextlib.suppress(FileNotFoundError):
         _run_ip("addr", "del", f"{address_of(rank)}/32", "dev", "lo")
 
 
 def dial_from(rank: int) -> None:
-    """Has this process dial from a worker's address."""
+    """Makes this process dial from a worker's address."""
     dial = addresses.dial
 
     def dial_bound(address: Address, timeout_s: float) -> socket.socket:

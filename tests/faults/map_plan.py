@@ -1,4 +1,4 @@
-"""What happens in one run of training by maps, drawn from its number."""
+"""The plan of one run of training by maps, drawn from its number."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from tests.faults.plan import (
 STEPS = 5
 _LAST_STEP = STEPS - 1
 _DELAY_S = 0.4
-"""How long after the begin of a step a fault comes at most, where it comes by time."""
+"""The longest delay of a timed fault after the start of a step."""
 
 BACKWARD, GRAD, TWICE, RECORDED = WAYS = ("backward", "grad", "twice", "recorded")
-"""How gradients are computed: once into ``.grad``, or returned; twice through one graph; or so that
-they have a graph themselves, and those of their squares are computed, too."""
+"""How gradients are computed: once into ``.grad``, or returned; twice through one graph; or with a
+graph of their own, through which gradients of their squares are computed, too."""
 
 PLAIN, DEPENDENT, BESIDE, NESTED, INNER = SHAPES = (
     *("plain", "dependent", "beside", "nested"),
     "inner",
 )
-"""One map; one whose arguments are results of another; two at a time; one in each part; one in each
-step of an inner loop, with gradients computed there."""
+"""One map; a map whose arguments are results of another; two maps at a time; a map in each part; a
+map in each step of an inner loop, with gradients computed there."""
 
 EACH, WHOLE_EACH, CHUNKS, CHOSEN = CUTS_OF_TASKS = ("each", "whole each", "chunks", "chosen")
-"""One task for each part, without or with its dimension; one part for each worker; a function's."""
+"""One task per part, without or with its dimension; one part per worker; a function decides."""
 
 POINTS = {
     "part": 12,
@@ -63,7 +63,7 @@ POINTS = {
     "sending": 80,
     "context ends": 4,
 }
-"""Where a worker may end, and at which time at most that it gets there."""
+"""The points where a worker may end, and the last pass at which it may."""
 
 _OF_NESTED = "inner part"
 _OF_TREES = "content"
@@ -71,12 +71,12 @@ _OF_TREES = "content"
 
 @dataclass(frozen=True)
 class Program:
-    """What is computed, and how.
+    """The computation of a run.
 
     Attributes:
         shape: Which maps there are.
         way: How gradients are computed.
-        cut: Who gets which tasks.
+        cut: How tasks are divided among parts and workers.
         takes_part: Whether the trainer runs parts, too.
         balance: As for a map.
         concurrency: As for a map.
@@ -118,7 +118,7 @@ def draw_maps(number: int) -> Plan:
     others = [LEFT, RIGHT, HEAD, SPARE][: chance.choice((2, 3, 3, 4))]
     program = _program(chance)
     network = chance.choice((UNIX, UNIX, UNIX, TCP, TCP, CUT, HOSTS))
-    # Somebody must be left to run parts, and those within parts.
+    # A worker must be left to run parts, and the parts of nested maps.
     has_caller = program.takes_part and program.shape not in (NESTED, INNER)
     most = len(others) if has_caller else len(others) - 1
     kinds = [KILL] * (number % 8 != 0) + [KILL] * (chance.random() < 0.4)

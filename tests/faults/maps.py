@@ -1,6 +1,6 @@
-"""What is trained by maps: a network that learns to adapt to sinusoids, task by task.
+"""The training by maps: a network that learns to adapt to sinusoids, task by task.
 
-Each step computes the gradient by maps and in this process alone; they must be equal.
+Each step computes the gradient by maps and in this process alone; both must be equal.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _program = Program()
 
 
 def prepare(program: Program) -> None:
-    """Tells this process what is computed."""
+    """Sets the program that this process computes."""
     global _program
     _program = program
 
 
 def left_behind() -> list[str]:
-    """Returns what maps and passes have left in this process."""
+    """Returns the objects that maps and passes have left in this process."""
     kinds = (Context, LocalPass, Execution, MapCall, Shared)
     return [f"a {type(each).__name__}" for each in gc.get_objects() if type(each) in kinds]
 
 
 class Unequal(Exception):
-    """Something is not what a single process computes."""
+    """A result differs from that of a single process."""
 
 
 class Point(torch.autograd.Function):
-    """The identity; gradients that come by say so."""
+    """The identity, whose gradient reaches a point."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, point: str) -> Tensor:
@@ -81,7 +81,7 @@ def _with_point(value: Tensor, point: str) -> Tensor:
     return made
 
 
-# What is computed
+# The computation
 
 
 def network() -> nn.Sequential:
@@ -91,7 +91,7 @@ def network() -> nn.Sequential:
 
 
 def _draw(seed: int) -> tuple[Tensor, Tensor]:
-    """Returns a sinusoid as inputs and values: to adapt to, and to judge by."""
+    """Returns a sinusoid as inputs and values: one set to adapt to, one to judge by."""
     generator = torch.Generator().manual_seed(seed)
     amplitude, phase = torch.rand(2, generator=generator, dtype=torch.float64)
     inputs = torch.rand(2, SHOTS, 1, generator=generator, dtype=torch.float64) * 10 - 5
@@ -138,7 +138,7 @@ def adapted_errors(model: nn.Module, seeds: Tensor, of_before: Tensor, scale: An
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the weights of a model; the gradient of the first says when it comes."""
+    """Returns the weights of a model; the gradient of the first one reaches a point."""
     weights: dict[str, Tensor] = dict(model.named_parameters())
     first = next(iter(weights))
     return {**weights, first: _with_point(weights[first], "gradient made")}
@@ -166,7 +166,7 @@ def part(model: nn.Module, seeds: Tensor, of_before: Tensor, scale: Any) -> Tens
 
 
 def _nested(model: nn.Module, seeds: Tensor, of_before: Tensor, scale: Any) -> Tensor:
-    """A part that has a map of its own compute half of it."""
+    """A part that computes half of its result by a map of its own."""
     own = adapted_errors(model, seeds, of_before, scale)
     others = mapreduce.remote_sync_call(
         inner_part,
@@ -222,7 +222,7 @@ _COMPUTE = {
 
 
 def _inner_workers() -> list[str]:
-    """Those that nested maps run on: all but the trainer, which never runs out of threads."""
+    """Returns the workers of nested maps: all but the trainer, which never runs out of threads."""
     return [info.name for info in rpc.get_worker_infos() if info.name != TRAINER]
 
 
@@ -271,7 +271,7 @@ class Training:
         self.within = THROUGH_OTHERS if _program.shape == INNER else EXACT
 
     def run(self, note_step: Callable[[int], None]) -> str:
-        """Trains, and returns that all was equal.
+        """Trains; returns ``equal``, or raises ``Unequal``.
 
         Args:
             note_step: Called with the number of each step before it.
@@ -337,7 +337,7 @@ class Training:
             except AutogradError as error:
                 if not isinstance(error.__cause__, WorkerLost):
                     raise
-                # More than results of maps has come to the trainer: gradients have.
+                # Besides the results of maps, gradients have come to the trainer.
                 return list(first)
         return list(grad(context_id, loss, self.leaves))
 

@@ -1,8 +1,8 @@
-"""What is trained: a table whose rows two workers share, a model on a third, a scale here.
+"""The training: a table whose rows two workers share, a model on a third, a scale at the trainer.
 
-Every step does what a real program would: calls with gradients in both directions, also of
-workers that are called, a result that is not used, references that are made, handed on and dropped,
-a tensor large enough for a way of its own, and a step of every owner's optimizer.
+Every step does what a real program would: calls with gradients in both directions, also from
+workers that are called, an unused result, references that are made, handed on and dropped, a
+tensor large enough for a channel of its own, and a step of every owner's optimizer.
 
 The sums do not depend on the order in which messages come: no gradient has more than two parts.
 """
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-# What the first optimizer of a process imports: not once in every worker.
+# The first optimizer of a process imports this; import it once, not in every worker.
 import torch._dynamo
 from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ _POLL_S = 0.01
 
 
 class Value:
-    """What references refer to; it is counted."""
+    """A value that references refer to; its living instances are counted."""
 
     alive: ClassVar[weakref.WeakSet[Value]] = weakref.WeakSet()
 
@@ -70,7 +70,7 @@ class Shard:
 
 
 class Head(nn.Module):
-    """What comes after the table."""
+    """The module that follows the table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Head(nn.Module):
         points.reach("serving")
         points.reach("taking over")
         mixed = torch.tanh((left + right.to_here()) @ self.mix)
-        # Nobody uses the answer: whether gradients come from there must be found out.
+        # The answer is not used: the pass must discover whether gradients come from there.
         rpc.rpc_sync(RIGHT, twice, args=(mixed,))
         squares: Tensor = (wide * wide).mean(dim=1)
         return (mixed @ self.out).tanh(), squares
@@ -113,7 +113,7 @@ def use(reference: rpc.RRef[Value], factor: float) -> Tensor:
 
 
 def fetch_back(reference: rpc.RRef[Tensor]) -> Tensor:
-    """Gets a value of the caller, and has the caller compute something, too."""
+    """Fetches a value of the caller, and makes the caller compute something, too."""
     points.reach("taking over")
     result: Tensor = rpc.rpc_sync(TRAINER, twice, args=(reference.to_here(),))
     return result
@@ -145,7 +145,7 @@ class Training:
         self.digest = hashlib.sha256()
 
     def run(self, note_step: Callable[[int], None]) -> str:
-        """Trains; returns what tells one result from another.
+        """Trains; returns a digest of the results.
 
         Args:
             note_step: Called with the number of each step before it.
@@ -200,7 +200,7 @@ def count_here() -> dict[str, int]:
 
 
 def await_none_left() -> dict[str, dict[str, int]]:
-    """Waits until no worker that is there has any values or references; returns what is left."""
+    """Waits until no present worker has any values or references; returns the rest."""
     deadline_s = time.monotonic() + CENSUS_LIMIT_S
     while True:
         counts: dict[str, dict[str, int]] = {}

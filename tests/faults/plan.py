@@ -1,4 +1,4 @@
-"""What happens in one run, drawn from its number: the network, the roles, the faults."""
+"""The plan of one run, drawn from its number: the network, the roles, the faults."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ TRAINER, LEFT, RIGHT, HEAD = NAMES = ("trainer", "left", "right", "head")
 """The trainer; the two shards of the table; the model's other part."""
 
 SPARE = "spare"
-"""One more, in training by maps."""
+"""One more worker, in training by maps."""
 
 STEPS = 10
 MOST_CUTS = 30
 
 LAST_STEP = STEPS - 2
-"""The last step at which a fault may begin: it is to strike while there is something to do."""
+"""The last step at which a fault may begin, so that it strikes while there is work to do."""
 
 UNIX, TCP, CUT, HOSTS = "unix", "tcp", "cut", "hosts"
-"""Unix sockets; TCP; TCP through a process that breaks; TCP between addresses that can go away."""
+"""Unix sockets; TCP; TCP through a process that breaks it; TCP between removable addresses."""
 
 SURVIVED, LOST, RAISED, TORN, WENT_ON = "survived", "lost", "raised", "torn", "went on"
 """How a run must end: as without faults; with the loss of a worker; with an error in one call; with
-the loss of each other of two workers; with the loss of a worker, and the result nevertheless."""
+two workers that lose each other; with the loss of a worker, and the result nevertheless."""
 
 KILL, EXIT, PARTITION = FATAL = ("kill", "exit", "partition")
 MEMORY, STARVE = "memory", "starve"
-"""No memory for something that a program does, or that Weft does when it receives."""
+"""A lack of memory in an operation of the program, or of Weft when it receives."""
 
 CUTS, STALL, CABLE, STOP, HOLD, DATA = BESIDE = ("cuts", "stall", "cable", "stop", "hold", "data")
-"""What no worker is lost by."""
+"""Faults by which no worker is lost."""
 
 AT_ANY_TIME = ""
 POINTS: dict[str, tuple[str, ...]] = {
-    # Who gets there, by role.
+    # The roles that get there.
     AT_ANY_TIME: NAMES,
     "sending": NAMES,
     "hello": (HEAD, RIGHT),
@@ -59,10 +59,10 @@ POINTS: dict[str, tuple[str, ...]] = {
     "streaming": (TRAINER, HEAD),
     "arriving": (TRAINER, HEAD),
 }
-"""Where a fault can strike in a worker, and who comes there; see ``tests.faults.points``."""
+"""Points where a fault can strike, and the workers that get there; see ``tests.faults.points``."""
 
 OF_JOINING = ("registering", "registered")
-"""Of these, the others hear nothing until their time to join is up."""
+"""Faults at these points are not noticed by other workers until their time to join is up."""
 
 OF_CONNECTING = ("hello", "welcome", "joined")
 _REPEATED = {
@@ -78,7 +78,7 @@ _REPEATED = {
     "streaming": 6,
     "arriving": 6,
 }
-"""Of points that a worker passes often: at which time at most it strikes there."""
+"""For points that a worker passes often: the last pass at which a fault may strike."""
 
 CYCLE: tuple[tuple[str, str], ...] = (
     (CUTS, AT_ANY_TIME),
@@ -122,7 +122,7 @@ CYCLE: tuple[tuple[str, str], ...] = (
     (EXIT, "discovered"),
     (STOP, AT_ANY_TIME),
 )
-"""The main fault of each run, by its number: so any stretch of numbers has all kinds."""
+"""The main fault of each run, by its number, so that any stretch of numbers has all kinds."""
 
 _NEEDS = {
     CUTS: CUT,
@@ -134,7 +134,7 @@ _NEEDS = {
     "streaming": HOSTS,
     "arriving": TCP,
 }
-"""The network that a fault, or its point, is possible in."""
+"""The network that a fault, or its point, requires."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,10 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        kind: What.
-        victim: The worker that it happens to; of no use where it happens to the network.
+        kind: What goes wrong.
+        victim: The worker that it hits; meaningless if it hits the network.
         point: Where in the victim's code; empty for a time that the injector chooses.
-        count: At which time that the victim gets there.
+        count: The pass of the victim through that point at which it strikes.
         step: The step of the training from which on the injector may do it.
         delay_s: How long after that.
         seconds: How long it lasts.
@@ -173,17 +173,17 @@ class Plan:
     """One run.
 
     Attributes:
-        number: From which the rest was drawn.
-        network: What the workers talk over.
-        is_secure: Whether by TLS.
+        number: The number from which the rest was drawn.
+        network: The network between the workers.
+        is_secure: Whether it uses TLS.
         ranks: The rank of each worker.
         faults: What goes wrong.
         cut_bytes: After how many bytes a connection breaks, on average.
         has_store_server: Whether rank 0 serves the store by which they find each other.
-        shares_memory: Whether, over Unix sockets, tensors go through shared memory; or are pulled.
-        detection_s: Of the workers' options.
-        reconnect_s: Of the workers' options.
-        program: What is computed by maps; None for the training without.
+        shares_memory: Whether tensors over Unix sockets go through shared memory, or are pulled.
+        detection_s: As in the workers' options.
+        reconnect_s: As in the workers' options.
+        program: The computation by maps; None for the training without maps.
     """
 
     number: int
@@ -260,7 +260,7 @@ def _fault(chance: random.Random, kind: str, point: str, ranks: dict[str, int]) 
         STALL: chance.uniform(0.2, 2.0),
         CABLE: chance.uniform(0.1, 1.0),
     }
-    # While they join, only what the workers do themselves is at the same point in every run.
+    # During joining, only the workers' own actions are at the same point in every run.
     step = chance.randint(1, LAST_STEP)
     return Fault(
         kind,

@@ -1,6 +1,6 @@
-"""Places in the code where a fault can strike: of the program by name, of Weft by wrapping it.
+"""Places in the code where a fault can strike: named in the program, wrapped in Weft.
 
-Only in the worker that is the victim, only that place, is anything wrapped.
+Only the victim wraps anything, and only the place of its fault.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _armed: dict[str, Callable[[Callable[[], object]], None]] = {}
 
 
 def reach(point: str, first: Callable[[], object] = lambda: None) -> None:
-    """Says that this worker is at a point; does not return, or raises, if a fault strikes there.
+    """Notes that this worker is at a point; does not return, or raises, if a fault strikes there.
 
     Args:
         point: Its name.
@@ -53,7 +53,7 @@ def reach(point: str, first: Callable[[], object] = lambda: None) -> None:
 
 
 def arm(fault: Fault, number: int, board: Board) -> None:
-    """Has a fault of this worker strike at its point."""
+    """Arms a fault of this worker, which strikes at its point."""
     lock = threading.Lock()
     count = 0
 
@@ -74,7 +74,7 @@ def arm(fault: Fault, number: int, board: Board) -> None:
 
 
 def end(kind: str) -> None:
-    """Ends this process, or what it does now."""
+    """Ends this process, or its current operation."""
     if kind == KILL:
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == EXIT:
@@ -84,7 +84,7 @@ def end(kind: str) -> None:
 
 
 def _before(owner: Any, name: str, point: str) -> Callable[[], None]:
-    """Returns what makes every call of a function a point."""
+    """Returns a function that makes every call of ``owner.name`` a point."""
 
     def wrap() -> None:
         function = getattr(owner, name)
@@ -115,7 +115,7 @@ def _after(owner: Any, name: str, point: str) -> Callable[[], None]:
 
 
 def _amid_sending() -> None:
-    """Strikes when the first half of what is to be sent has left."""
+    """Strikes when the first half of the bytes to send has left."""
     for link_class in (Link, ResumableLink):
         send = link_class.send
 
@@ -127,7 +127,7 @@ def _amid_sending() -> None:
 
 
 def _send_half(link: Link, states: list[Any]) -> None:
-    # Kept until this process ends: another thread's frame behind half a frame would be nonsense.
+    # Held until this process ends: another thread's frame after half a frame would be nonsense.
     link._writing.acquire()
     link._take_begun()
     data = b"".join(bytes(state) for state in [*link._queue, *states])
@@ -147,7 +147,7 @@ def _amid_closing() -> None:
 
 
 def _around_greeting(kind: Kind, *, is_sent: bool) -> Callable[[], None]:
-    """Returns what makes the greetings of a kind a point, before or after they are sent."""
+    """Returns a function that makes a kind of greeting a point, before or after it is sent."""
     point = kind.name.lower()
 
     def wrap() -> None:

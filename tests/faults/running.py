@@ -1,7 +1,7 @@
-"""Runs one plan: forks the workers, does to them what the plan says, and waits for their ends.
+"""Runs one plan: forks the workers, injects the plan's faults, and waits for the workers' ends.
 
-This process imports and forks; it never computes or starts a thread, since those it forks would
-inherit locks that nobody ever opens.
+This process imports and forks; it never computes or starts a thread, because forked workers would
+inherit locks that are never released.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _POLL_S = 0.002
 
 @dataclass
 class Ending:
-    """How one worker ended: its exit code, negative for a signal, and what it said."""
+    """How one worker ended: its exit code, negative for a signal, and its report."""
 
     exit_code: int | None = None
     ended_s: float = 0.0
@@ -55,10 +55,10 @@ class Outcome:
     """How a run went.
 
     Attributes:
-        endings: Of all workers, by name.
+        endings: The endings of all workers, by name.
         struck_s: When each fault struck, by its place in the plan; None where it did not.
         took_s: How long it took.
-        left: What it left in this process.
+        left: The resources that it left in this process.
     """
 
     endings: dict[str, Ending]
@@ -76,9 +76,9 @@ def run(plan: Plan, tls: TlsOptions, folder: Path) -> Outcome:
     """Runs a plan; blocks until all of it is over.
 
     Args:
-        plan: What is to happen.
-        tls: For secure runs.
-        folder: Gets what the workers write.
+        plan: The plan.
+        tls: The TLS options of secure runs.
+        folder: The folder for the workers' files.
     """
     before = take_state()
     begin_s = time.monotonic()
@@ -115,11 +115,11 @@ class _Run:
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Makes what the workers need, and takes it away with all that is left of them."""
+        """Sets up what the workers need; at the end removes it, and the remaining workers."""
         plan = self._plan
         stores = tempfile.mkdtemp(dir=self._folder)
         if plan.has_store_server:
-            # Not among those that systems give to whoever asks for any.
+            # Not one of the ephemeral ports.
             self._store = f"tcp://127.0.0.1:{20_000 + plan.number % 10_000}"
         else:
             self._store = f"file://{stores}/store"

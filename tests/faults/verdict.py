@@ -1,4 +1,4 @@
-"""Whether a run ended as it must."""
+"""Checks whether a run ended as it must."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from tests.faults.worker import INIT_LIMIT_S, Report
 from torchweft import knobs
 
 MARGIN_S = 5.0
-"""What may come on top of the times that were set, on a machine that is busy."""
+"""Time that a busy machine may take in addition to the time limits that were set."""
 
 _JOINING_GRACE_S = 5.0
 _CODES = {KILL: -9, EXIT: EXIT_CODE}
 
 
 def problems(plan: Plan, outcome: Outcome, result: str) -> list[str]:
-    """Returns what is wrong with how a run ended; nothing if it is as it must be.
+    """Returns the problems with how a run ended; none if it ended as it must.
 
     Args:
-        plan: What was done.
-        outcome: How it went.
-        result: Of a run without faults.
+        plan: The plan of the run.
+        outcome: The outcome of the run.
+        result: The result of a run without faults.
     """
     return [*outcome.left, *_all_problems(plan, outcome, result)]
 
 
 def must_have(plan: Plan, outcome: Outcome) -> str:
-    """Returns how the run must have ended: faults that did not strike are none."""
+    """Returns how the run must have ended; faults that did not strike do not count."""
     kinds = {fault.kind for fault, _ in _struck(plan, outcome)}
     if kinds & set(FATAL):
         return WENT_ON if _can_go_on(plan, outcome) else LOST
@@ -57,7 +57,7 @@ def must_have(plan: Plan, outcome: Outcome) -> str:
 
 
 def _can_go_on(plan: Plan, outcome: Outcome) -> bool:
-    """Whether what was lost is computed again by others."""
+    """Returns whether other workers compute lost parts again."""
     victims = {fault.victim for fault, _ in _struck(plan, outcome) if fault.kind in FATAL}
     return plan.program is not None and plan.program.may_rerun and TRAINER not in victims
 
@@ -125,7 +125,7 @@ def _lost(plan: Plan, outcome: Outcome, name: str, report: Report) -> Iterator[s
     for error in report.errors:
         if not error.is_typed:
             yield f"{name}: an error that is none of Weft's: {error.type_name}: {error.text}"
-    # Who was told of the end before the leader died has no reason to complain.
+    # A worker that was told of the end before the leader died has no reason to complain.
     if not report.errors and all(fault.point != "closing" for fault, _ in fatal):
         yield f"{name}: noticed nothing"
     wanted = set(plan.ranks) - victims if name in victims else victims
@@ -144,7 +144,7 @@ _CHECKS: dict[str, Callable[[Plan, Outcome, str, Report], Iterator[str]]] = {
 
 
 def _limit_s(plan: Plan, outcome: Outcome, begin_s: float) -> float:
-    """Returns how long after the first fatal fault everybody must have ended."""
+    """Returns how long after the first fatal fault all workers must have ended."""
     limit_s = MARGIN_S
     for fault, struck_s in _struck(plan, outcome):
         if fault.kind not in FATAL:
@@ -154,7 +154,7 @@ def _limit_s(plan: Plan, outcome: Outcome, begin_s: float) -> float:
         elif fault.point in OF_JOINING:
             limit_s += INIT_LIMIT_S + _JOINING_GRACE_S
         elif plan.network == CUT:
-            # Somebody listens there, but does not speak: the network.
+            # The network's process still listens there, but does not speak.
             is_new = fault.point in OF_CONNECTING
             limit_s += knobs.CONNECT_TIMEOUT_S.default if is_new else plan.reconnect_s
     return limit_s

@@ -1,4 +1,4 @@
-"""One worker of a run: joins, trains or serves, leaves, and says how it went."""
+"""One worker of a run: joins, trains or serves, leaves, and reports how it went."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from torchweft.secret import Secret
 from torchweft.transport.secure import TlsOptions
 
 LIMIT_S = 45.0
-"""After this long a worker shows what its threads do, and ends."""
+"""After this time a worker dumps the tracebacks of its threads, and ends."""
 
 INIT_LIMIT_S = 3.0
 _SECRET = b"of the runs with random faults"
@@ -44,13 +44,13 @@ _SECRET = b"of the runs with random faults"
 
 @dataclass(frozen=True)
 class Complaint:
-    """An error with which something ended.
+    """An error that ended an operation.
 
     Attributes:
         type_name: Its type.
-        text: What it says.
-        is_typed: Whether it is one of Weft's.
-        names: The workers that it names in its fields, or its causes in theirs.
+        text: Its message.
+        is_typed: Whether it is one of Weft's errors.
+        names: The workers that it or its causes name in their fields.
         is_memory: Whether it, or a cause of it, is a lack of memory.
     """
 
@@ -63,7 +63,7 @@ class Complaint:
 
 @dataclass
 class Report:
-    """How it went for one worker."""
+    """The outcome of one worker."""
 
     errors: list[Complaint] = field(default_factory=list)
     result: str = ""
@@ -76,16 +76,16 @@ class Report:
 
 @dataclass(frozen=True)
 class Place:
-    """What one worker is told besides the plan.
+    """The parameters of one worker besides the plan.
 
     Attributes:
         name: Its name.
         store: Where the workers find each other.
-        board: Shared by all.
-        port: Of the process that breaks connections; 0 for none.
-        tls: For secure runs.
-        commands: Where the injector says what is to happen; owned.
-        report: Where the report goes; owned.
+        board: Shared by all workers.
+        port: The port of the process that breaks connections; 0 for none.
+        tls: The TLS options of secure runs.
+        commands: The descriptor that the injector's commands come from; owned.
+        report: The descriptor that the report goes to; owned.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Place:
 
 
 def work(plan: Plan, place: Place) -> None:
-    """Runs a worker in this process, which has been forked for it, to the end of the process."""
+    """Runs a worker in this process, which was forked for it, and ends the process."""
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     report = Report()
     try:
@@ -131,7 +131,7 @@ def _prepare(plan: Plan, place: Place, report: Report) -> None:
             points.arm(fault, number, place.board)
     _listen_for_noise(report)
     threading.Thread(target=_obey, args=(place.commands,), name="faults", daemon=True).start()
-    # What torch makes when it is first used is there before anything is counted.
+    # Use torch once, so that what its first use creates exists before anything is counted.
     torch.autograd.backward(torch.ones(4, requires_grad=True).sum())
     TCPStore("127.0.0.1", 0, is_master=True)
 
@@ -142,7 +142,7 @@ def _live(plan: Plan, place: Place, report: Report) -> None:
     if is_in and place.name == TRAINER:
         _attempt(report, _train, plan, place, report)
         report.trained_s = time.monotonic()
-        # Without a leader the others go at once, and cannot be asked.
+        # Without a leader the others leave at once, and cannot be asked.
         if not any(plan.leader in error.names for error in report.errors):
             _attempt(report, _count_left, report)
     if is_in:
@@ -159,7 +159,7 @@ def _live(plan: Plan, place: Place, report: Report) -> None:
 
 
 def _attempt(report: Report, function: Any, *args: Any) -> bool:
-    """Calls a function; notes how it failed, and returns whether it did not."""
+    """Calls a function; notes its error, and returns whether it succeeded."""
     try:
         function(*args)
     except Exception as error:
@@ -217,11 +217,11 @@ def _describe(error: BaseException) -> Complaint:
     )
 
 
-# What is done to this worker
+# Faults that the injector commands
 
 
 def _obey(commands: int) -> None:
-    """Does what the injector says, as long as there is one."""
+    """Carries out the injector's commands until the injector ends."""
     with os.fdopen(commands) as stream:
         for line in stream:
             kind, seconds = line.split()
@@ -229,7 +229,7 @@ def _obey(commands: int) -> None:
 
 
 def _hold(seconds: float) -> None:
-    """Keeps the interpreter for a while; what checks for signals or deadlines waits, too."""
+    """Holds the interpreter lock for a while; checks for signals or deadlines wait, too."""
     libc: Any = ctypes.PyDLL(None)
     libc.usleep(int(seconds * 1e6))
 
@@ -253,7 +253,7 @@ _DEEDS: dict[str, Callable[[float], object]] = {
 }
 
 
-# What nobody may say
+# Messages that must not occur
 
 
 def _listen_for_noise(report: Report) -> None:
@@ -261,7 +261,7 @@ def _listen_for_noise(report: Report) -> None:
         def emit(self, record: logging.LogRecord) -> None:
             text = record.getMessage()
             if record.module == "unseen":
-                return  # A call that the fault has ended, and that training had given up before.
+                return  # A call that the fault ended after training had given it up.
             if record.levelno >= logging.ERROR or "was not released" in text:
                 report.noise.append(text)
 

@@ -24,7 +24,7 @@ _COVERAGE = re.compile(r"\bcov: (\d+)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the targets asked for, one after the other; returns the exit code."""
+    """Runs the requested targets, one after the other; returns the exit code."""
     options = _parse(arguments)
     names = NAMES if "all" in options.targets else options.targets
     engine = options.engine or (_GUIDED if importlib.util.find_spec("atheris") else mutational.NAME)
@@ -66,7 +66,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(engine: str, name: str, plan: Plan) -> Report:
-    """Runs one target in a process of its own, which may die of it."""
+    """Runs one target in a process of its own, which an input may kill."""
     with tempfile.TemporaryDirectory(prefix="weft-fuzz-") as folder:
         log = Path(folder) / "log"
         command = [sys.executable, "-m", "tests.fuzz.child", engine, name, str(plan.frames)]

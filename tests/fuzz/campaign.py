@@ -1,4 +1,4 @@
-"""What the two engines have in common: when to stop, what to count, how to report it."""
+"""The part that both engines share: when to stop, what to count, how to report it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.fuzz.last_input import LastInput
 from tests.fuzz.target import Target
 
 _TICK = 4096
-"""Inputs between two looks at the clock."""
+"""The number of inputs between two checks of the clock."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run on one target is to do.
+    """The plan of a run on one target.
 
     Attributes:
         frames: How many inputs to try.
-        seconds: How long to go on at most.
-        seed: What random decisions follow from.
+        seconds: How long to try at most.
+        seed: The seed of all random decisions.
         corpus: Folder of inputs to start from, to which interesting ones are added; None for the
             target's own seeds only.
-        findings: Folder for what is found.
+        findings: Folder for the findings.
     """
 
     frames: int
@@ -38,13 +38,13 @@ class Plan:
 
 @dataclass
 class Report:
-    """How a run has gone.
+    """The result of a run.
 
     Attributes:
         target: Name of the target.
         engine: Name of the engine.
         frames: How many inputs were tried.
-        accepted: How many of them the decoder took.
+        accepted: How many of them the decoder accepted.
         seconds: How long that took.
         reached: What the engine counts as different behaviours.
         findings: How many places in the code were found to be wrong.
@@ -87,8 +87,8 @@ class Campaign:
 
     Args:
         target: What to try.
-        plan: How much.
-        last_input: Gets every input before it is tried, for when that ends the process.
+        plan: How much to try.
+        last_input: Gets every input before it is tried, in case the input ends the process.
     """
 
     def __init__(self, target: Target, plan: Plan, last_input: LastInput | None = None) -> None:
@@ -102,7 +102,7 @@ class Campaign:
         self.is_over = False
 
     def try_one(self, data: bytes) -> BaseException | None:
-        """Tries one input; returns what was raised, as it must or must not, or None."""
+        """Tries one input; returns its refusal, or the error of a finding, or None."""
         if self._last_input is not None:
             self._last_input.note(data)
         self.frames += 1
@@ -118,7 +118,7 @@ class Campaign:
         return refusal
 
     def report(self, engine: str, reached: int) -> Report:
-        """Returns how it has gone so far."""
+        """Returns the result so far."""
         return Report(
             self._target.name,
             engine,
@@ -134,7 +134,7 @@ Engine = Callable[[Target, Plan, LastInput | None], Report]
 
 
 def starting_inputs(target: Target, plan: Plan) -> list[bytes]:
-    """Returns the target's seeds and what is in the corpus."""
+    """Returns the target's seeds and the inputs of the corpus."""
     inputs = target.seeds()
     if plan.corpus is not None and plan.corpus.is_dir():
         inputs += [path.read_bytes() for path in sorted(plan.corpus.iterdir()) if path.is_file()]

@@ -15,10 +15,10 @@ _ADDRESS_SPACE_BYTES = 12 << 30
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the engine, target and plan that the parent has written as arguments."""
+    """Runs the engine, target and plan that the parent passes as arguments."""
     engine, name, frames, seconds, seed, corpus, findings, folder = arguments
     faulthandler.enable()
-    # What takes memory without end fails, and does not stop the machine.
+    # An input that takes memory without end fails, and does not stop the machine.
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES, _ADDRESS_SPACE_BYTES))
     plan = Plan(
         int(frames), float(seconds), int(seed), Path(corpus) if corpus else None, Path(findings)

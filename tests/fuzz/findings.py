@@ -1,4 +1,4 @@
-"""What fuzzing has found: inputs with which a target raised what it must not."""
+"""Findings: inputs for which a target raised an error that it must not raise."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import NamedTuple
 
 Signature = tuple[tuple[str, int], ...]
-"""Files and lines that an error has passed."""
+"""The files and lines of an error's traceback."""
 
 
 def signature_of(error: BaseException) -> Signature:
-    """Returns where an error has come from, the innermost line last."""
+    """Returns the places in an error's traceback, the innermost line last."""
     return tuple(_lines(error.__traceback__))
 
 
@@ -25,7 +25,7 @@ def _lines(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
 
 
 class Finding(NamedTuple):
-    """One input, and what came of it."""
+    """One input, and its error."""
 
     target: str
     data: bytes
@@ -37,7 +37,7 @@ class Finding(NamedTuple):
         return f'    ("{self.target}", bytes.fromhex("{self.data.hex()}")),'
 
     def write(self, folder: Path) -> Path:
-        """Writes the input and what is known of it into ``folder``; returns the input's path."""
+        """Writes the input and its error into ``folder``; returns the input's path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.target}-{hashlib.sha256(self.data).hexdigest()[:12]}"
         path.write_bytes(self.data)
@@ -60,7 +60,7 @@ class Findings:
         self._places: set[tuple[str, Signature]] = set()
 
     def add(self, data: bytes, error: BaseException) -> None:
-        """Takes up that ``data`` made the target raise ``error``."""
+        """Records that ``data`` made the target raise ``error``."""
         place = type(error).__name__, signature_of(error)[-1:]
         if place in self._places:
             return

@@ -1,7 +1,7 @@
 """The engine with atheris: libFuzzer, which sees the branches that an input takes.
 
-libFuzzer decides what to change; half of the changes are its own, half are those of ``Mutator``,
-which knows what lengths and counts look like.
+libFuzzer decides which inputs to change. Half of the changes are its own, half are those of
+``Mutator``, which knows what lengths and counts look like.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def fuzz(name: str, plan: Plan, report_path: Path, last_input: LastInput) -> Non
     Args:
         name: Name of the target, whose modules must not be imported yet.
         plan: How much to try.
-        report_path: Where to write how it went.
+        report_path: Where to write the report.
         last_input: Gets every input before it is tried.
     """
     with atheris.instrument_imports(include=["torchweft"]):

@@ -13,7 +13,7 @@ _VALUES: tuple[Any, ...] = (
 
 
 def change_json(chance: random.Random, text: bytes) -> bytes | None:
-    """Returns ``text`` with one value changed, removed or added; None where it is no JSON."""
+    """Returns ``text`` with one value changed, removed or added; None if it is not JSON."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -27,7 +27,7 @@ def change_json(chance: random.Random, text: bytes) -> bytes | None:
 
 
 def _change(chance: random.Random, value: Any) -> Any:
-    """Goes down to some value inside, and returns the whole with another one there."""
+    """Returns a value with some value inside it replaced."""
     if not value or not isinstance(value, (dict, list)) or chance.random() < 0.15:
         return _other(chance, value)
     step = chance.random()

@@ -1,4 +1,4 @@
-"""Keeps the input that is being tried where it survives the end of the process."""
+"""Keeps the current input where it survives the end of the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LastInput:
     """A file with the last input, written without a system call.
 
     Args:
-        path: The file; made anew.
+        path: The file, which is overwritten.
     """
 
     def __init__(self, path: Path) -> None:
@@ -22,7 +22,7 @@ class LastInput:
             self._memory = mmap.mmap(file.fileno(), _LIMIT_BYTES)
 
     def note(self, data: bytes) -> None:
-        """Writes ``data`` in place of what was there."""
+        """Replaces the content by ``data``."""
         end = _LENGTH_BYTES + len(data)
         self._memory[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
         self._memory[_LENGTH_BYTES:end] = data
@@ -33,7 +33,7 @@ class LastInput:
 
 
 def read_last_input(path: Path) -> bytes:
-    """Returns what was noted last, perhaps by a process that has died."""
+    """Returns the last input, perhaps of a process that has died."""
     content = path.read_bytes()
     size = int.from_bytes(content[:_LENGTH_BYTES], "little")
     return content[_LENGTH_BYTES : _LENGTH_BYTES + size]

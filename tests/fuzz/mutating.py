@@ -1,7 +1,7 @@
-"""Changes valid bytes the way that finds mistakes in decoders of binary messages.
+"""Changes valid bytes in ways that find mistakes in decoders of binary messages.
 
-Random bytes are refused by the first check. What gets deeper is a valid message with one length,
-flag or count changed, a piece of another message in it, or its end missing.
+The first check of a decoder refuses random bytes. A valid message gets deeper if one length, flag
+or count is changed, if it contains a piece of another message, or if its end is missing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _WIDTHS = (1, 2, 4, 8)
 
 
 class Mutator:
-    """Makes new inputs out of known ones.
+    """Makes new inputs out of known inputs.
 
     Args:
-        chance: Where all decisions come from; the same one makes the same inputs.
-        target: What they are for.
+        chance: The source of all decisions; the same random numbers make the same inputs.
+        target: The target of the inputs.
     """
 
     def __init__(self, chance: random.Random, target: Target) -> None:
@@ -80,7 +80,7 @@ class Mutator:
         self._write(data, self._place(data, width), width, self._chance.choice(edges))
 
     def _write_length(self, data: bytearray, _: bytes) -> None:
-        """Writes a number that a length or count could be: what follows, in units of something."""
+        """Writes a number that a length or count could have: the following bytes, in some unit."""
         width = self._chance.choice(_WIDTHS)
         place = self._place(data, width)
         rest = len(data) - place - width
@@ -88,7 +88,7 @@ class Mutator:
         self._write(data, place, width, rest // unit + self._chance.choice((0, 0, -1, 1, -8, 8)))
 
     def _wake_by(self, data: bytearray, _: bytes) -> None:
-        """Adds a little to a number that is there."""
+        """Adds a small amount to an existing number."""
         width = self._chance.choice(_WIDTHS)
         place = self._place(data, width)
         number = int.from_bytes(data[place : place + width], "little")

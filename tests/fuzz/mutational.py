@@ -1,7 +1,7 @@
-"""The engine that needs nothing installed: valid messages, changed, and changed again.
+"""The engine without dependencies, which changes valid messages, and changes the results again.
 
-It knows nothing of branches. An input counts as new where its refusal came from lines that no
-earlier one came from, or where it was accepted with a length unlike those before; such inputs are
+It does not see branches. An input counts as new if its refusal came from lines that no earlier
+refusal came from, or if it was accepted with a length unlike earlier lengths. New inputs are
 changed further.
 """
 
@@ -19,14 +19,14 @@ from tests.fuzz.target import Target
 
 NAME = "mutational"
 _KNOWN = 0.6
-"""Share of inputs that are made of one of those to start from."""
+"""Share of inputs that are made from a starting input."""
 _INNERMOST = 2
 _MADE = 0.5
-"""Share of inputs that are left as a grammar has made them."""
+"""Share of a grammar's inputs that are tried unchanged."""
 
 
 def fuzz(target: Target, plan: Plan, last_input: LastInput | None = None) -> Report:
-    """Tries inputs until the plan is fulfilled; returns how it went."""
+    """Tries inputs until the plan is fulfilled; returns the report."""
     chance = random.Random(f"{plan.seed} {target.name}")
     mutator = Mutator(chance, target)
     campaign = Campaign(target, plan, last_input)
@@ -36,7 +36,7 @@ def fuzz(target: Target, plan: Plan, last_input: LastInput | None = None) -> Rep
     for data in list(pool):
         seen.add(_behaviour(campaign.try_one(data), data))
     while not campaign.is_over:
-        # Mostly the valid ones: of what was refused already, little goes further.
+        # Mostly the starting inputs: few inputs that were refused already get further.
         is_known = len(pool) == known_count or chance.random() < _KNOWN
         first = (
             chance.randrange(known_count) if is_known else chance.randrange(known_count, len(pool))
@@ -55,7 +55,7 @@ def fuzz(target: Target, plan: Plan, last_input: LastInput | None = None) -> Rep
 
 
 def _behaviour(raised: BaseException | None, data: bytes) -> object:
-    # Not all lines: nested values come to the same refusal by thousands of ways.
+    # Not all lines: nested values reach the same refusal in thousands of ways.
     return len(data).bit_length() if raised is None else signature_of(raised)[-_INNERMOST:]
 
 

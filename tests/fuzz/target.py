@@ -1,4 +1,4 @@
-"""A target: one decoder, what it may do with any bytes, and valid bytes to start from."""
+"""A target: one decoder, its permitted behaviour with any bytes, and valid bytes to start from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _SAMPLED = 64
-"""One input in so many is decoded with its memory measured, which takes ten times as long."""
+"""One of this many inputs is decoded with its memory measured, which takes ten times as long."""
 _BASE_BYTES = 1 << 20
 """A frame's header and the lengths in it may take half of it."""
 _FACTOR = 256
@@ -21,17 +21,17 @@ class Target:
     """One decoder.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         run: Decodes the bytes and asserts what must hold. Returns the error with which they were
-            refused, which is of a documented type, or None if they were accepted. Whatever else
+            refused, which is of a documented type, or None if they were accepted. Any error that
             it raises is a finding.
         seeds: Returns valid inputs, and inputs near them that were once accepted wrongly.
         words: Pieces that random bytes hardly ever contain.
         length_limit: Longest input that is worth the time.
         json_from: Where a JSON text begins in an input; None where there is none.
         make: Makes an input by a grammar; half of all inputs are made so.
-        begin: Makes what the target keeps between inputs; its memory is not the input's.
-        end: Lets go of what the target keeps between inputs.
+        begin: Creates the state that the target keeps between inputs; its memory does not count.
+        end: Releases the state that the target keeps between inputs.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Target:
     end: Callable[[], None] = lambda: None
 
     def check(self, data: bytes) -> Exception | None:
-        """Runs the target on one input, now and then with a look at the memory it takes."""
+        """Runs the target on one input, now and then with its memory measured."""
         if zlib.crc32(data) % _SAMPLED:
             return self.run(data)
         return self.check_memory(data)
@@ -53,8 +53,8 @@ class Target:
     def check_memory(self, data: bytes) -> Exception | None:
         """Runs the target on one input and asserts that its size bounds the memory taken.
 
-        The error leads back to this frame, which holds it: the garbage collector will find the two
-        with all that the error's frames hold, as it does where an error is kept in earnest.
+        The error refers to this frame, which holds the error. The garbage collector will find both
+        with all that the error's frames hold, as it does where a program keeps an error.
         """
         self.begin()
         limit_bytes = _BASE_BYTES + _FACTOR * len(data)

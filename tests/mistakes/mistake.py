@@ -1,4 +1,4 @@
-"""One mistake: a program, how it is started, and the line by which its message is known."""
+"""One mistake: a program, its start commands, and the line by which its message is recognized."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass
 
 MARK = "# <-"
-"""Ends the lines of a program that are the mistake."""
+"""The mark at the end of each line of a program that belongs to the mistake."""
 
 PROGRAM = "python program.py"
 
@@ -16,10 +16,10 @@ class Mistake:
     """A mistake.
 
     Attributes:
-        title: What somebody does wrong, in a few words.
+        title: The mistake, in a few words.
         source: The program.
         message: Regular expression that finds the first line of the message.
-        starts: Commands, begun together; ``PORT`` is a port that nobody uses.
+        starts: Commands, started together; ``PORT`` stands for a free port.
         is_quick: Whether it needs no other process, and is run with every test run.
         shown: What the page shows as the mistake; by default the marked lines.
     """
@@ -33,7 +33,7 @@ class Mistake:
 
     @property
     def program(self) -> str:
-        """The program as it is run: it says when the mistake is made."""
+        """The program as it is run, which prints ``TELLS`` when the mistake is made."""
         lines: list[str] = []
         is_told = False
         for line in textwrap.dedent(self.source).strip().splitlines():
@@ -54,7 +54,7 @@ class Mistake:
 
 
 TELLS = "@@ the mistake is made now"
-"""What a program prints right before the mistake."""
+"""The line that a program prints right before the mistake."""
 
 
 def in_cluster(body: str, before: str = "", workers: int = 2) -> str:

@@ -1,4 +1,4 @@
-"""The page of errors: what the mistakes led to when they were last run."""
+"""The page of errors: the outcomes of the mistakes when they were last run."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ runs with every test run.
 
 
 def load() -> dict[str, Outcome]:
-    """Returns what the mistakes led to, by title."""
+    """Returns the stored outcomes of the mistakes, by title."""
     stored = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
     return {title: Outcome(**outcome) for title, outcome in stored.items()}
 
 
 def store(outcomes: dict[str, Outcome]) -> None:
-    """Keeps what the mistakes led to, and writes the page if none is lacking."""
+    """Stores the outcomes of the mistakes, and writes the page if none is missing."""
     known = [mistake.title for mistake in ALL if mistake.title in outcomes]
     rows = {title: outcomes[title]._asdict() for title in known}
     OUTCOMES.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""Runs the quick mistakes in forks of one warm process; prints what they lead to, as JSON.
+"""Runs the quick mistakes in forks of one warm process; prints their outcomes as JSON.
 
 python -m tests.mistakes.quick
 """
@@ -23,7 +23,7 @@ from tests.mistakes.running import Line, Outcome, find
 
 
 def run_forked(mistake: Mistake) -> Outcome:
-    """Runs a mistake in a fork of this process, and returns what comes of it."""
+    """Runs a mistake in a fork of this process, and returns its outcome."""
     with tempfile.TemporaryDirectory(prefix="mistake-") as directory:
         (Path(directory) / "program.py").write_text(mistake.program)
         read_fd, write_fd = os.pipe()

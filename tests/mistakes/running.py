@@ -1,4 +1,4 @@
-"""Runs mistakes as a person does, and finds what that person sees."""
+"""Runs mistakes as a person does, and finds the message that this person sees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENDS = ("Traceback", "The above exception", "During handling", "[")
 
 
 class Outcome(NamedTuple):
-    """What a mistake leads to.
+    """The outcome of a mistake.
 
     Attributes:
         message: The message, as it is printed.
@@ -37,14 +37,14 @@ class Outcome(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line that a process has printed, and when."""
+    """A line that a process has printed, and the time at which it did."""
 
     printed_s: float
     text: str
 
 
 def run(mistake: Mistake) -> Outcome:
-    """Runs a mistake in processes of its own, and returns what comes of it."""
+    """Runs a mistake in processes of its own, and returns its outcome."""
     with tempfile.TemporaryDirectory(prefix="mistake-") as directory:
         (Path(directory) / "program.py").write_text(mistake.program)
         port = str(_free_port())
@@ -82,18 +82,18 @@ def find(mistake: Mistake, lines: Sequence[Line], began_s: float, directory: str
 
 
 def tidy(text: str, directory: str) -> str:
-    """Returns a message without what only this run has in it."""
+    """Returns a message without the parts that are specific to this run."""
     text = text.replace(f"{os.path.realpath(directory)}/", "").replace(f"{directory}/", "")
     return re.sub(r"\n +[~^]+(?=\n|$)", "", text)
 
 
 def alike(text: str) -> str:
-    """Returns what two messages of one mistake have in common: all but the numbers."""
+    """Returns the text that two messages of one mistake share: all but the numbers."""
     return " ".join(re.sub(r"\d+(\.\d+)?", "0", text).split())
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns an environment without what other runs have left in it."""
+    """Returns an environment without variables that other runs have left in it."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -103,7 +103,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 class _Running:
-    """One process, whose lines are noted as they come."""
+    """One process, whose lines are recorded as they come."""
 
     def __init__(self, start: str, directory: str) -> None:
         words = shlex.split(start)
@@ -131,12 +131,12 @@ class _Running:
             self.lines.append(Line(time.monotonic(), line.rstrip("\n")))
 
     def wait(self, limit_s: float) -> None:
-        """Waits until the process has ended; not longer than a limit."""
+        """Waits until the process has ended, at most ``limit_s`` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(limit_s, 0))
 
     def close(self) -> None:
-        """Ends the process, and what it has started."""
+        """Ends the process, and the processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,4 +1,4 @@
-"""Mistakes that are made before there is a group."""
+"""Mistakes that are made before a group exists."""
 
 from __future__ import annotations
 

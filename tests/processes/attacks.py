@@ -1,4 +1,4 @@
-"""What the tests of restricted workers run, and send to them: all of it is in an allowed module."""
+"""Functions and values for the tests of restricted workers; this module is an allowed one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torchweft.rpc.worker import current_worker
 from torchweft.serialize.objects import Packed, pack
 
 LIMIT_S = 10.0
-_ = system  # Imported to be reached from outside.
+_ = system  # Imported so that an attacker can try to reach it through this module.
 
 
 class Payload:
-    """Is pickled as a call of ``os.system``."""
+    """Pickles to a call of ``os.system``."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -34,7 +34,7 @@ class Payload:
 
 
 class Bad(ValueError):
-    """An error that carries one."""
+    """An error that carries a ``Payload``."""
 
     def __init__(self, path: str) -> None:
         super().__init__("an error with something in it", Payload(path))
@@ -42,7 +42,7 @@ class Bad(ValueError):
 
 
 class Model(nn.Module):
-    """A model of the program's own."""
+    """A model that the program defines."""
 
     def __init__(self, rows: int = 5) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 
 class Counter:
-    """A value with methods, some of them not for others."""
+    """A value with methods, some of which other workers may not call."""
 
     def __init__(self, start: int = 0) -> None:
         self.total = start
@@ -88,18 +88,18 @@ def fail_with_payload(path: str) -> None:
 
 
 def call_named(to: str, name: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function by a name that this worker makes up."""
+    """Calls a function of another worker by an arbitrary name."""
     worker = current_worker()
     return calls.call_and_wait(worker, current().find(to), name, args, kwargs, LIMIT_S)
 
 
 def send_pickle(to: str, value: Any) -> Any:
-    """Sends a pickle to a worker that has said that it reads none."""
+    """Sends a pickle to a worker that has announced that it reads no pickles."""
     return _send(to, value, functools.partial(pack, main_by_name=False))
 
 
 def send_freely(to: str, value: Any) -> Any:
-    """Sends a worker plain values that no honest one makes."""
+    """Sends a worker plain values that no honest worker makes."""
     return _send(to, value, pack_freely)
 
 
@@ -129,7 +129,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).sum()
 
 
-# What strict workers run
+# Functions for strict workers
 
 
 def make_counter(start: int) -> Counter:

@@ -1,4 +1,4 @@
-"""What the workers of the autograd tests run, and what they tell of their state."""
+"""Functions that the workers of the autograd tests run, and queries of their state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parameter(name: str, *shape: int) -> torch.nn.Parameter:
 
 
 def gradients(context_id: int) -> dict[str, Tensor]:
-    """Returns the gradients of this worker's parameters; none if it did not take part."""
+    """Returns the gradients of this worker's parameters; empty if it did not take part."""
     try:
         found = torchweft.autograd.get_gradients(context_id)
     except AutogradError:
@@ -64,7 +64,7 @@ def scaled(factor: float) -> Tensor:
 
 
 def add(first: Any, second: Any) -> Tensor:
-    """Adds two tensors, or what references refer to."""
+    """Adds the exponential of the second tensor to the first; either may be a reference."""
     values = [each.to_here() if isinstance(each, rpc.RRef) else each for each in (first, second)]
     return values[0] + values[1].exp()
 
@@ -74,7 +74,7 @@ def total(reference: rpc.RRef[Tensor]) -> Tensor:
 
 
 def recurse(depth: int, value: Tensor, me: str, other: str) -> Tensor:
-    """Computes a layer here and one there, in turn, each within the call of the one before."""
+    """Computes layers on two workers in turn, each in a call nested in the previous call."""
     if depth == 0:
         return value
     inner: Tensor = rpc.rpc_sync(other, recurse, (depth - 1, layer(value), other, me))
@@ -126,7 +126,7 @@ class Decoder:
 
 
 class Meeting(torch.autograd.Function):
-    """Its backward on one worker ends only after it has begun on another one too."""
+    """Its backward on a worker ends only after its backward on the other worker has begun."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, name: str, other: str) -> Tensor:
@@ -145,7 +145,7 @@ def meet(value: Tensor, name: str, other: str) -> Tensor:
     return result
 
 
-# Functions that go wrong in backward
+# Functions that fail in backward
 
 
 class Fatal(torch.autograd.Function):
@@ -174,7 +174,7 @@ def die() -> None:
 
 
 def pass_to(other: str, function: Any, value: Tensor) -> Tensor:
-    """Has another worker compute between two layers of this one."""
+    """Computes a layer here, then a function on another worker, then a layer here."""
     return layer(rpc.rpc_sync(other, function, (layer(value),)))
 
 
@@ -196,7 +196,7 @@ def open_gate(name: str) -> None:
     gate(name).set()
 
 
-# What is left
+# Leftovers
 
 
 def footprint() -> dict[str, int]:
@@ -212,7 +212,7 @@ def footprint() -> dict[str, int]:
 
 
 def remains() -> dict[str, list[Any]]:
-    """Returns what this worker still keeps of contexts and passes."""
+    """Returns the contexts and passes that this worker still keeps."""
     engine = current_engine()
     return {
         "contexts": engine.contexts.ids(),

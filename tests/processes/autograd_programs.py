@@ -1,10 +1,10 @@
-"""Random programs over three workers: drawn as plain data, run by real workers and by one process.
+"""Random programs over three workers, drawn as plain data, for real workers and for one process.
 
-A program is a body of steps. A body computes with a list of values, the later ones preferred,
-and may call other workers, which run a body of their own. ``Site`` runs bodies; what differs
-between real workers and their model in one process is only how a value gets from one to another.
+A program is a body of steps. A body computes with a list of values, preferably recent ones, and
+may call other workers, which run bodies of their own. ``Site`` runs bodies. Real workers and their
+model in one process differ only in how a value gets from one worker to another.
 
-Calls that run side by side do not touch the hidden states of workers: their order is open.
+Concurrent calls do not touch the hidden states of workers, because their order is undefined.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ WORKERS = 3
 Gradients = dict[tuple[int, str], Tensor]
 
 
-# What a program consists of. Values are named by how long ago they came into the body's list.
+# The parts of a program. A step names a value by its age in the body's list; 0 is the last value.
 
 
 class Compute(NamedTuple):
-    """Adds a value made of two."""
+    """Adds a value computed from two values."""
 
     operation: str
     first: int
@@ -39,7 +39,7 @@ class Compute(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Adds a parameter of this worker, as it is."""
+    """Adds a parameter of this worker, unchanged."""
 
     name: str
 
@@ -51,7 +51,7 @@ class Remember(NamedTuple):
 
 
 class Touch(NamedTuple):
-    """Changes an argument that came from another worker in place, and hooks it."""
+    """Changes in place an argument that came from another worker, and adds a hook to it."""
 
     place: int
 
@@ -66,7 +66,7 @@ class Call(NamedTuple):
 
 
 class FanOut(NamedTuple):
-    """Makes calls side by side, and adds the results of all."""
+    """Makes concurrent calls, and adds the results of all."""
 
     calls: tuple[Call, ...]
 
@@ -82,7 +82,7 @@ class Body(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A forward pass on one worker, and what to backpropagate from, how often."""
+    """A forward pass on one worker, and the number of backward passes from its results."""
 
     seed: int
     leader: int
@@ -130,7 +130,7 @@ class Generator:
         chance = self._chance
         to = chance.choice([other for other in range(WORKERS) if other != worker] * 4 + [worker])
         way = chance.choice(["sync", "sync", "sync", "remote"])
-        # A reference is made while its maker goes on.
+        # The caller goes on while the value of a reference is made.
         may_remember = may_remember and way == "sync"
         steps = [
             self._step(to, depth - 1, may_remember) for _ in range(chance.choice([0, 1, 2, 2, 3]))
@@ -145,11 +145,11 @@ class Generator:
 
 
 def random_program(seed: int) -> Program:
-    """Returns the program with a number; always the same."""
+    """Returns the program of a seed; always the same."""
     return Generator(seed).program()
 
 
-# What runs it
+# Running programs
 
 
 def new_parameters(worker: int) -> dict[str, Tensor]:
@@ -163,7 +163,7 @@ def _parameter(worker: int, name: str) -> Tensor:
 
 
 class Site:
-    """A worker, as far as bodies see it."""
+    """A worker as bodies see it."""
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
         self.parameters = parameters
@@ -174,7 +174,7 @@ class Site:
         raise NotImplementedError
 
     def call(self, calls: Sequence[Call], arguments: list[list[Any]]) -> list[list[Any]]:
-        """Makes calls, side by side where there are several."""
+        """Makes calls, concurrently if there are several."""
         raise NotImplementedError
 
     def run(self, body: Body, arguments: Sequence[Any]) -> list[Any]:
@@ -219,7 +219,7 @@ class Site:
         else:
             result = _layer(first, self.parameters["w"], second)
         if step.operation == "hooked":
-            # Not linear: it must see the whole gradient.
+            # Not linear, so the result is right only if the hook gets the whole gradient.
             result.register_hook(lambda gradient: gradient.clamp(-0.3, 0.3))
         if step.operation == "kept":
             result.retain_grad()
@@ -238,7 +238,8 @@ def _arguments_of(call: Call, values: list[Any]) -> list[Any]:
     chosen = [_at(values, age) for age in call.arguments]
     if not any(isinstance(step, Touch) for step in call.body.steps):
         return chosen
-    # What is changed in place must be no other argument as well, but may share its memory.
+    # An argument that is changed in place must not be another argument too, but may share memory
+    # with one.
     fresh = [value * 1 if isinstance(value, Tensor) else value for value in chosen]
     return fresh + [value.view(3) for value in fresh[:1] if isinstance(value, Tensor)]
 
@@ -293,13 +294,13 @@ def serve(run_number: int, body: Body, arguments: list[Any]) -> list[Any]:
 
 
 def serve_one(run_number: int, body: Body, arguments: list[Any]) -> Tensor:
-    """Runs a body here, for its last result."""
+    """Runs a body here and returns its last result."""
     site = _sites[run_number]
     return site.fetch(site.run(body, arguments)[-1])
 
 
 def gradients_here(context_id: int) -> dict[str, Tensor]:
-    """Returns the gradients of this worker's parameters; none if it did not take part."""
+    """Returns the gradients of this worker's parameters; empty if it did not take part."""
     try:
         gradients = torchweft.autograd.get_gradients(context_id)
     except AutogradError:
@@ -333,7 +334,7 @@ def run_on_workers(program: Program, mode: str, run_number: int) -> Gradients:
     return rpc.rpc_sync(program.leader, lead, (program, mode, run_number))
 
 
-# Their model
+# The model in one process
 
 
 class ModelReference(NamedTuple):
@@ -365,7 +366,7 @@ class ModelSite(Site):
         return self._moved(call.to, results)
 
     def _moved(self, other: int, values: list[Any]) -> list[Any]:
-        """Returns values as they arrive: as copies, unless a worker calls itself."""
+        """Returns values as the receiver gets them: copies, unless a worker calls itself."""
         if other == self._worker:
             return values
         return [value.clone() if isinstance(value, Tensor) else value for value in values]

@@ -1,6 +1,6 @@
-"""What a member of a group, who has the secret, can try on a worker that allows little.
+"""Attacks that a member of a group, which has the secret, can try on a strict worker.
 
-Each is a row of the table in ``docs/security/attackers.md``, as those of strangers are.
+Each attack is a row of the table in ``docs/security/attackers.md``, like those of strangers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ HUNG_UP = "is welcome, then hung up on"
 
 
 class MemberRow(NamedTuple):
-    """A row of the table: what a member tries, how, and what comes of it.
+    """A row of the table: an attack and its expected result.
 
-    ``attack`` gets the path of a file that must not come to be.
+    ``attack`` gets the path of a file that must not appear.
     """
 
     title: str

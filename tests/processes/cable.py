@@ -1,7 +1,7 @@
-"""A cable between two hosts that loses, delays and so reorders frames, in user space.
+"""A cable between two hosts, in user space, that loses frames, and reorders them by delays.
 
-For kernels that cannot do so themselves (netem), and with a seed. Run as a program, this is the
-cable: it is told which hosts to connect, a line for each, and works until nobody tells it more.
+For kernels without netem; its randomness has a seed. Run as a program, this module is the cable:
+it reads a line for each host to connect, and carries frames until its standard input ends.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LIMIT_S = 20.0
 
 
 class Impairment(NamedTuple):
-    """What happens to the frames of each direction.
+    """The treatment of the frames of each direction.
 
     Attributes:
-        loss: The part that is lost.
-        delay_s: How long each takes, on average.
-        jitter_s: By how much that varies at most, either way.
+        loss: Fraction of the frames that is lost.
+        delay_s: Mean delay of a frame.
+        jitter_s: Largest deviation from the mean delay, either way.
     """
 
     loss: float
@@ -40,11 +40,11 @@ class Impairment(NamedTuple):
 
 
 class Cable:
-    """Two hosts are connected by it, in a process of its own.
+    """A cable between two hosts, in a process of its own.
 
     Args:
-        impairment: What it does.
-        seed: Of its chance.
+        impairment: How it treats frames.
+        seed: Seeds its randomness.
     """
 
     def __init__(self, impairment: Impairment, seed: int = 1) -> None:
@@ -57,7 +57,7 @@ class Cable:
         )
 
     def connect(self, namespace: str, interface: str) -> None:
-        """Makes a network interface at one end; raises OSError where that cannot be."""
+        """Makes a network interface at one end; raises OSError if that is impossible."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{namespace} {interface}\n")
@@ -67,7 +67,7 @@ class Cable:
             raise OSError(answer or "the cable has broken down")
 
     def close(self) -> str:
-        """Takes it away; returns what it has carried."""
+        """Ends the process; returns its report of frames carried and lost."""
         told, _ = self._process.communicate(timeout=LIMIT_S)
         return told
 
@@ -116,7 +116,7 @@ def _write(end: int, frame: bytes) -> None:
     try:
         os.write(end, frame)
     except OSError:
-        pass  # Its interface is down, or its queue is full: lost as well.
+        pass  # The interface is down or its queue is full: the frame is lost too.
 
 
 def _main(seed: str, *impairment: str) -> None:

@@ -1,4 +1,4 @@
-"""A model on any workers, without random numbers, for tests of snapshots; and what workers run."""
+"""A model on any workers, without random numbers, for snapshot tests; functions for workers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
-# What workers run
+# Functions for workers
 
 
 def count_held() -> int:
@@ -76,14 +76,14 @@ def count_held() -> int:
 
 
 def limit_files(size_bytes: int) -> int:
-    """From now on no file of this process can be longer; returns what it was."""
+    """Limits the size of this process's files; returns the former limit."""
     former, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     return former
 
 
 def write_when_let(gate: str) -> None:
-    """From now on this worker writes a part when a gate is opened, once."""
+    """Makes this worker's next write of a part wait until a gate opens."""
     real = files.write_part
 
     def waiting(path: str, content: Any) -> Any:
@@ -94,7 +94,7 @@ def write_when_let(gate: str) -> None:
     files.write_part = waiting
 
 
-# Trainers that step by themselves
+# Trainers that step independently
 
 
 class Pair:
@@ -131,7 +131,7 @@ def step_half(gate: checkpoint.StepGate, first: Any, second: Any, name: str) -> 
         rpc.rpc_sync(second.owner(), add_one, args=(second,))
 
 
-# What is in the files
+# Contents of the files
 
 
 def last_file(directory: Path, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""A training over several workers for tests of snapshots: what its workers run."""
+"""Functions of a training over several workers, for snapshot tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class Counter:
-    """Something with a state that is no module."""
+    """A stateful object that is not a module."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -61,7 +61,7 @@ def seed(number: int) -> None:
 
 
 def make_state(first: str, second: str, kind: Any = torch.optim.Adam) -> dict[str, Any]:
-    """Returns a training whose model lives on two workers and on this one."""
+    """Returns the state of a training whose model lives on two workers and on this worker."""
     seed(0)
     for number, worker in enumerate(dict.fromkeys([first, second]), start=1):
         rpc.rpc_sync(worker, seed, args=(number,))
@@ -92,7 +92,7 @@ def make_state(first: str, second: str, kind: Any = torch.optim.Adam) -> dict[st
 
 
 def run_step(state: dict[str, Any], *, die: bool = False) -> None:
-    """Trains one step; dies before the parameters are stepped, if it is to."""
+    """Trains one step; with ``die``, kills this process before the optimizer's step."""
     model, kept = state["model"], state["kept"]
     batch = torch.randn(6, WIDTHS[0], generator=state["data"])
     with autograd.context() as context_id:
@@ -116,7 +116,7 @@ def note(seen: rpc.RRef[dict[str, int]], average: rpc.RRef[Tensor], number: int)
 
 
 def digest_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns what two equal trainings have in common, down to the last bit."""
+    """Returns a digest that is the same for trainings whose states agree to the last bit."""
     kept = state["kept"]
     return {
         "losses": list(state["losses"]),
@@ -155,7 +155,7 @@ def _add(found: Any, value: Any) -> None:
         found.update(repr(value).encode())
 
 
-# The program of a driver
+# The driver's program
 
 
 def join(name: str, rank: int, world_size: int, method: str) -> None:
@@ -166,7 +166,7 @@ def join(name: str, rank: int, world_size: int, method: str) -> None:
 def train(
     directory: str, first: str, second: str, *, in_background: bool = False, die_at: int = -1
 ) -> tuple[int, dict[str, Any]]:
-    """Trains to the end, from the last snapshot; returns where it began, and what came out."""
+    """Trains from the last snapshot to the end; returns the first step and the digest."""
     state = make_state(first, second)
     steps = checkpoint.resumable(
         STEPS, directory, state, every=EVERY, in_background=in_background, timeout=15.0
@@ -188,7 +188,7 @@ def kill_this() -> None:
 
 
 def die_at(point: str, step: int) -> None:
-    """Has this worker kill itself at a point of the snapshot of a step."""
+    """Makes this worker kill itself at a named point of a step's snapshot."""
     _POINTS[point](f"-step{step}-")
 
 
@@ -234,7 +234,7 @@ def _while_copying(mark: str) -> None:
 
 
 def _while_writing(mark: str) -> None:
-    """Dies when a part has some of its bytes, but not all."""
+    """Dies when some bytes of a part are written, but not all."""
     real = files.HashingFile.write
 
     def dying(self: files.HashingFile, data: Any) -> int:

@@ -1,6 +1,6 @@
-"""What ``torch.jit`` compiles for the tests of remote calls; each importing process compiles it."""
+"""Functions that ``torch.jit`` compiles for tests of remote calls, in each importing process."""
 
-# The compiler wants to see the types themselves, so their evaluation is not put off here.
+# The compiler needs the types themselves, so their evaluation is not postponed here.
 
 import warnings
 

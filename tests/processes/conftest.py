@@ -1,4 +1,4 @@
-"""A group of workers that the tests of a file share, and a check that no reference stays."""
+"""A group of workers that the tests of a file share, and a check that no reference leaks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
 
 WORKER_THREADS = 2
-"""So few that calls which wait for one another would run out of them, if they held them."""
+"""So few that calls which wait for one another would exhaust the threads if each held one."""
 
 
 @pytest.fixture(scope="session")
@@ -27,14 +27,14 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def warm_process() -> Iterator[WarmProcess]:
-    """The same for workers that join one by one."""
+    """A warm process for workers that join one by one."""
     with contextlib.closing(WarmProcess()) as process:
         yield process
 
 
 @pytest.fixture(scope="module")
 def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
-    """Workers that join one by one; those that the tests of a file leave are ended."""
+    """Workers that join one by one; those that the tests of a file leave are killed."""
     with contextlib.closing(OpenWorkers(warm_process)) as workers:
         yield workers
 
@@ -59,7 +59,7 @@ def shared_group(nursery: Nursery) -> Iterator[Cluster]:
 
 @pytest.fixture
 def group(shared_group: Cluster) -> Iterator[Cluster]:
-    """The workers ``worker0`` and ``worker1`` around the test, which is ``driver``.
+    """The workers ``worker0`` and ``worker1``; the test itself is ``driver``.
 
     After the test every worker must hold as many references and values as before.
     """

@@ -1,10 +1,10 @@
-"""Counts what small calls make two workers do; run by ``test_counted_work.py``, once a worker.
+"""Counts the work of two workers for small calls; ``test_counted_work.py`` starts one each.
 
     python -m tests.processes.counting RANK FILE
 
-Rank 0 calls, rank 1 serves, and each prints what it did for a call of each kind, as JSON: Python
-functions called, functions in C called, and those among them that are system calls. They are
-counted by a profile function, so that they are the same on every machine.
+Rank 0 calls and rank 1 serves. Rank 0 prints, as JSON, the work of each worker for a call of each
+kind: Python functions called, C functions called, and how many of those are system calls. A profile
+function counts them, so the counts are the same on every machine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def echo(value: object) -> object:
 
 
 def take() -> dict[str, int]:
-    """Returns what was counted here since the last time."""
+    """Returns the counts of this worker since the last ``take``."""
     taken = dict(_counted)
     _counted.clear()
     return taken
@@ -80,10 +80,10 @@ def kinds() -> dict[str, Callable[[], object]]:
 
 
 def count(call: Callable[[], object]) -> dict[str, dict[str, float]]:
-    """Makes a call again and again; returns what one takes here and there.
+    """Makes a call repeatedly; returns the work of one call at the caller and the callee.
 
-    A busy machine divides what arrives into more pieces now and then. So of several rounds the
-    least counts, of each figure: what every call takes is in all of them.
+    On a busy machine, data sometimes arrives in more pieces. So each figure is the minimum of
+    several rounds: the work that every call needs is in all of them.
     """
     for _ in range(WARM_UP_CALLS):
         call()
@@ -117,7 +117,7 @@ def socket_bytes() -> int:
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Returns how much memory of Python's one call takes here at a time, the least of some."""
+    """Returns the peak of Python memory that one call takes here, the minimum of some rounds."""
     return min(_peak_once(call) for _ in range(ROUNDS))
 
 

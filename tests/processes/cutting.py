@@ -1,8 +1,8 @@
-"""A network that breaks: connections go through a process that cuts them at random bytes.
+"""A faulty network: connections pass through a process that cuts them at random bytes.
 
-Run as a program, this is that process. It prints its port. A connection to it begins with the
-address to go on to, as a line. When its standard input ends, it prints how many connections it has
-cut.
+Run as a program, this module is that process. It prints its port. A connection to it begins with
+the destination address, as a line. When its standard input ends, it prints how many connections
+there were, and how many it has cut.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LIMIT_S = 20.0
 
 
 class CuttingNetwork:
-    """Takes what this process dials by TCP through a process that cuts it.
+    """A process that relays TCP connections and cuts them.
 
     Args:
-        seed: Of the cuts.
-        mean_bytes: How many bytes a connection carries before it is cut, on average.
-        most_cuts: After how many the network is perfect.
+        seed: Seeds the cuts.
+        mean_bytes: Mean number of bytes that a connection carries before it is cut.
+        most_cuts: Number of cuts after which the network is perfect.
     """
 
     def __init__(self, seed: int, mean_bytes: int, most_cuts: int) -> None:
@@ -53,7 +53,7 @@ class CuttingNetwork:
 
 
 def dial_through(port: int | None) -> None:
-    """Has this process dial through the network that listens on ``port``; None for directly."""
+    """Makes this process dial through the network that listens on ``port``; directly if None."""
     addresses.dial = _dial if port is None else _dialler_through(port)
 
 
@@ -113,7 +113,7 @@ class _Cutter:
             await writer.drain()
 
     def _end(self, writer: asyncio.StreamWriter) -> None:
-        """Ends one side: politely, or with a reset that loses what was on its way."""
+        """Closes one side: in order, or with a reset that loses the data in flight."""
         if self._chance.random() < 0.5:
             end: Any = writer.get_extra_info("socket")
             with contextlib.suppress(OSError):  # It may have ended by itself.

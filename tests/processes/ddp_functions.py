@@ -1,4 +1,4 @@
-"""What the workers of the tests of DDP run: trainers with replicas, and a server with a table."""
+"""Functions for the workers of the DDP tests: trainers with replicas, a server with a table."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def make_table() -> nn.Embedding:
 
 
 def make_replica(name: str, options: dict[str, Any]) -> None:
-    """Makes a module under DDP; all trainers must."""
+    """Makes a module under DDP; all trainers must call this."""
     _replicas[name] = DistributedDataParallel(make_net(), **options)
 
 
@@ -103,7 +103,7 @@ def table_gradient(name: str, context_id: int) -> Tensor:
 
 
 def apply_replica(name: str, inputs: Tensor) -> Tensor:
-    """Is called from another worker."""
+    """Applies a replica; other workers call this."""
     outputs: Tensor = _replicas[name](inputs)
     return outputs
 
@@ -123,7 +123,7 @@ def grads(name: str) -> Named:
     return {key: tensor.grad for key, tensor in parameters if tensor.grad is not None}
 
 
-# Programs of a trainer; all trainers run the same, with a batch of their own
+# Programs of a trainer; all trainers run the same program, each with its own batch
 
 
 def loss_of(name: str, indices: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def train(name: str, batches: list[Tensor]) -> tuple[list[tuple[Named, Tensor]],
 
 
 def run_locally_around_a_pass(name: str, indices: Tensor) -> tuple[Named, Named, Named]:
-    """Returns ``.grad`` of a plain pass, the same after a pass in a context, and after another."""
+    """Returns ``.grad`` after a plain pass, then a pass in a context, then a plain pass."""
 
     def run_locally() -> Named:
         _replicas[name](torch.ones(len(indices), WIDTH).double()).sum().backward()
@@ -169,7 +169,7 @@ def run_locally_around_a_pass(name: str, indices: Tensor) -> tuple[Named, Named,
 
 
 def accumulate_without_sync(name: str, batches: list[Tensor]) -> tuple[Named, Named]:
-    """Returns the gradients after a pass for all batches but the last, and after that."""
+    """Returns the gradients after the passes of all batches but the last, and after the last."""
     with torchweft.autograd.context() as context_id:
         with _replicas[name].no_sync():
             for indices in batches[:-1]:
@@ -180,7 +180,7 @@ def accumulate_without_sync(name: str, batches: list[Tensor]) -> tuple[Named, Na
 
 
 def run_passes_of_two_threads(name: str, batches: list[Tensor]) -> list[Named]:
-    """Makes both forward passes before both backward passes, each on a thread of its own."""
+    """Runs both forward passes before both backward passes, with a thread for each batch."""
     have_gone_forward = threading.Barrier(len(batches))
     may_go_back = [threading.Event() for _ in range(len(batches) + 1)]
     may_go_back[0].set()
@@ -204,7 +204,7 @@ def run_passes_of_two_threads(name: str, batches: list[Tensor]) -> list[Named]:
 
 
 def run_pass_with_hook(name: str, indices: Tensor) -> tuple[int, Named]:
-    """Returns how often a hook of a parameter that doubles its gradient was called."""
+    """Adds a hook that doubles a gradient; returns its number of calls, and the gradients."""
     calls = []
 
     def double(gradient: Tensor) -> Tensor:
@@ -221,13 +221,13 @@ def run_pass_with_failing_collective(name: str, indices: Tensor) -> None:
     def fail() -> torch.futures.Future[Tensor]:
         raise ValueError("the cable is gone")
 
-    # DDP looks at the names of parameters, and at annotations if there are any.
+    # DDP checks the names of the hook's parameters, and annotations if there are any.
     _replicas[name].register_comm_hook(None, lambda state, bucket: fail())
     run_pass(name, indices)
 
 
 def run_pass_or_die(name: str, indices: Tensor) -> None:
-    """Is killed before the average, if it is not the first of the trainers."""
+    """Runs a pass; a trainer other than the first kills itself before the average."""
     if distributed.get_rank() != 0:
         os.kill(os.getpid(), signal.SIGKILL)
     run_pass(name, indices)

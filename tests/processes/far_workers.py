@@ -1,4 +1,4 @@
-"""Workers on hosts of their own, and what the tests of networks that fail have them do."""
+"""Workers on separate hosts, and their functions for the tests of failing networks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _lock = threading.Lock()
 
 
 class Ending(NamedTuple):
-    """How a call ended, and when, in seconds of the clock that all processes of a machine have."""
+    """The outcome and time of a call's end, by the clock that a machine's processes share."""
 
     value: Any
     error: BaseException | None
@@ -46,9 +46,9 @@ class FarWorkers:
     Args:
         warm: Starts the processes.
         hosts: One for each worker.
-        folder: For the file with the secret.
+        folder: Gets the file with the secret.
         settings: Environment variables of all workers.
-        options: Of all workers.
+        options: Options of all workers.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FarWorkers:
         meeting = f"tcp://{hosts[0].address}:{STORE_PORT}"
         environment = {
             "WEFT_SECRET_FILE": str(secret_file),
-            # Processes of one machine and user may read each other's memory whatever their network.
+            # No CMA: a user's processes may read each other's memory even across namespaces.
             **overridden(settings, CMA_FROM_BYTES=1 << 60, STRIPED_FROM_BYTES=1 << 19),
         }
         try:
@@ -128,7 +128,7 @@ def join(
 def try_to_join(
     namespace: str, environment: dict[str, str], rank: int, size: int | None, told: dict[str, Any]
 ) -> tuple[float, Exception | None]:
-    """Returns how long joining took, and what went wrong."""
+    """Joins; returns how many seconds that took, and the error, if any."""
     start_s = time.monotonic()
     try:
         join(namespace, environment, rank, size, told)
@@ -160,7 +160,7 @@ def has_ended(key: str) -> bool:
 
 
 def ending(key: str, limit_s: float = LIMIT_S) -> Ending:
-    """Waits for a call; its end must come."""
+    """Waits for a call to end; fails if it does not."""
     wait_until(lambda: key in _ended_s, lambda: f"call {key!r} has not ended", limit_s)
     try:
         return Ending(_futures[key].wait(), None, _ended_s[key])
@@ -173,7 +173,7 @@ def call(to: str, function: Any, *args: Any) -> Any:
 
 
 def losses(count: int) -> list[tuple[WorkerLost, float]]:
-    """Returns which losses the program was told of, and when, as soon as there are so many."""
+    """Waits until the program was told of ``count`` losses; returns all, with their times."""
     wait_until(lambda: len(_told) >= count, lambda: f"told of {_told}, not of {count}", LIMIT_S)
     return _told
 
@@ -187,7 +187,7 @@ def states_of_others() -> dict[str, str]:
 
 
 def hold(key: str) -> str:
-    """Does not return before ``release``."""
+    """Blocks until ``release``."""
     gate = _gates.setdefault(key, threading.Event())
     _begun.add(key)
     gate.wait()
@@ -237,11 +237,11 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 2
 
 
-# A worker that calls all the time
+# A worker that calls continuously
 
 
 class Caller:
-    """Calls ``count`` of another worker, many at a time, until it is told to stop."""
+    """Calls ``count`` on another worker, many calls at a time, until ``end``."""
 
     IN_FLIGHT = 20
 
@@ -283,7 +283,7 @@ def end_counting(to: str) -> list[int]:
 
 
 def double_all(to: str, sizes_bytes: list[int], rounds: int) -> int:
-    """Has tensors doubled by another worker, all sizes at a time; returns how many were wrong."""
+    """Doubles tensors of all sizes at once on another worker; returns how many were wrong."""
     wrong = 0
     for number in range(rounds):
         chance = torch.Generator().manual_seed(number)

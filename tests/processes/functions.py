@@ -1,4 +1,4 @@
-"""What the workers of these tests run, and what they are asked about themselves."""
+"""Functions that the workers of these tests run, and queries of their state."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def bounce_references(depth: int, names: list[str]) -> int:
 
 
 def wait_for_then(to: str, value: int) -> int:
-    """Blocks in a future of PyTorch's own, which tells nobody that this thread waits."""
+    """Blocks in a plain PyTorch future, which does not report that this thread waits."""
     return rpc.rpc_async(to, identity, args=(value,)).then(lambda done: done.wait() + 1).wait()
 
 
@@ -212,7 +212,7 @@ async def fail_soon(error: Exception) -> None:
 
 
 async def meet(barrier: str, parties: int) -> int:
-    """Returns when as many coroutines as ``parties`` are in here; one alone never would."""
+    """Returns when ``parties`` coroutines have arrived, so they must run concurrently."""
     arrived = _kept.setdefault(barrier, [])
     arrived.append(None)
     while len(arrived) < parties:
@@ -224,7 +224,7 @@ async def meet(barrier: str, parties: int) -> int:
 
 
 class OddError(Exception):
-    """Its constructor takes something else than it hands on."""
+    """Its constructor takes other arguments than it passes on."""
 
     def __init__(self, code: int, *, detail: str) -> None:
         super().__init__(f"code {code}: {detail}")
@@ -233,7 +233,7 @@ class OddError(Exception):
 
 
 class WorseError(OddError):
-    """Cannot be made from its ``args`` by anybody."""
+    """Cannot be rebuilt from its ``args``."""
 
     def __init__(self, first: object, second: object, third: object) -> None:
         super().__init__(3, detail=f"{first}{second}{third}")
@@ -296,7 +296,7 @@ class Unreadable:
         return fail, (ArithmeticError("cannot be rebuilt"),)
 
 
-# Gates: a call stays until it is let through, and holds no thread meanwhile.
+# Gates: a call waits until its gate opens, and holds no thread meanwhile.
 
 
 class _Gate:
@@ -313,7 +313,7 @@ _meeting = threading.Barrier(2)
 
 
 def meet_another() -> None:
-    """Returns when two calls of it run at the same time."""
+    """Returns when two calls of this function run at the same time."""
     _meeting.wait(LIMIT_S)
 
 
@@ -347,7 +347,7 @@ def count_at_gate(name: str) -> int:
 
 
 class Tracked:
-    """A value whose end is counted."""
+    """A value whose live instances are counted."""
 
     alive: ClassVar[weakref.WeakSet[Tracked]] = weakref.WeakSet()
 
@@ -438,7 +438,7 @@ def keep_tensor(name: str, size_bytes: int) -> None:
 
 
 def held_for(peer: str) -> HeldStatistics:
-    """Returns what this worker keeps for another that has not pulled it yet."""
+    """Returns how much memory this worker holds until a peer has pulled it."""
     return current().find(peer).held.statistics()
 
 
@@ -452,13 +452,13 @@ def channel_to(peer: str) -> str:
 
 
 def forbid(peer: str, *kinds: str) -> None:
-    """From now on this worker sends tensors to another by none of these ways."""
+    """Stops this worker from sending tensors to a peer over the given channels."""
     for kind in kinds:
         current().find(peer).channels.disable(ChannelKind[kind], "forbidden by a test")
 
 
 def break_pulling() -> None:
-    """From now on this worker cannot read the memory of others."""
+    """Makes every read of another process's memory by this worker fail."""
 
     def refuse(pid: int, address: int, into: memoryview) -> None:
         raise PullError(1, "not permitted any more", pid, address, len(into))
@@ -471,12 +471,12 @@ def break_pulling() -> None:
 
 
 def count_gatherings() -> int:
-    """Returns how many barriers and the like this worker knows at present."""
+    """Returns how many barriers and other gatherings this worker knows at present."""
     return len(current_gatherings())
 
 
 def die_when_settling() -> None:
-    """This worker will die when the shutdown of the group is almost through."""
+    """Makes this worker die when the group's shutdown is almost complete."""
 
     def die(leaving: Leaving, *_: object) -> None:
         os._exit(7)
@@ -485,7 +485,7 @@ def die_when_settling() -> None:
 
 
 WRITE_DELAY_S = 0.2
-"""Long enough for a shutdown that does not wait to be through."""
+"""Long enough that a shutdown which does not wait ends before it."""
 
 
 def write_slowly(path: str) -> None:

@@ -1,4 +1,4 @@
-"""What the workers of the higher-order tests run, and what they tell of their state."""
+"""Functions that the workers of the higher-order tests run, and queries of their state."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def run_on_workers(program: Program) -> Outcome:
         return results, tables
 
 
-# Functions that are called by single tests
+# Functions of single tests
 
 parameter = autograd_functions.parameter
 layer = autograd_functions.layer
@@ -124,7 +124,7 @@ class OnceOnly(torch.autograd.Function):
 
 
 class _BrokenInBackward(torch.autograd.Function):
-    """Its backward pass works, and what that has recorded does not."""
+    """Its backward works; differentiating that backward fails."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class _BrokenInBackward(torch.autograd.Function):
 
 
 class _FatalInBackward(torch.autograd.Function):
-    """Its backward pass works; who runs what that has recorded dies."""
+    """Its backward works; differentiating that backward kills the process."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def fatal_at_second(value: Tensor) -> Tensor:
 
 
 def gradient_through(other: str, function: Any, value: Tensor) -> Tensor:
-    """Returns the gradient, with a graph, of what another worker computes."""
+    """Returns the gradient, with a graph, of a result of another worker."""
     result = rpc.rpc_sync(other, function, (layer(value),))
     (gradient,) = torchweft.autograd.grad(
         torchweft.autograd.current_context_id(), result.sum(), value, create_graph=True
@@ -178,7 +178,7 @@ def gradient_through(other: str, function: Any, value: Tensor) -> Tensor:
 
 
 def broken_beside(value: Tensor) -> Tensor:
-    """Is of no use to gradients of ``value``: it depends on a parameter of this worker only."""
+    """Returns a result that depends on a parameter here only: no gradient of ``value`` needs it."""
     made: Tensor = Broken.apply(parameter("v"))  # type: ignore[no-untyped-call]
     return made + value.detach()
 
@@ -197,7 +197,7 @@ def power(value: Tensor) -> Tensor:
 
 
 def note_calls(value: Tensor) -> Tensor:
-    """Notes each gradient that a hook here gets to see."""
+    """Computes a layer with a hook, which notes each gradient that it gets."""
     made = layer(value)
     made.register_hook(lambda gradient: _notes.append(gradient.detach().clone()))
     return made * 2 + made.sin()
@@ -210,7 +210,7 @@ def take_notes() -> list[Any]:
 
 
 def watch_gradients(context_id: int) -> int:
-    """Keeps an eye on the gradients of a context on this worker; returns how many they are."""
+    """Watches the gradients of a context on this worker; returns how many objects are watched."""
     found = torchweft.autograd.get_gradients(context_id).values()
     _watched.extend(weakref.ref(gradient) for gradient in found)
     return len(_watched)
@@ -228,7 +228,7 @@ class _Times(torch.autograd.Function):
 
 
 def watch_nodes(value: Tensor) -> Tensor:
-    """Computes something that keeps a tensor for as long as its graph is there."""
+    """Computes a result whose graph keeps a watched tensor alive."""
     kept = torch.ones(3, dtype=torch.float64)
     _watched.append(weakref.ref(kept))
     made: Tensor = _Times.apply(layer(value), kept)  # type: ignore[no-untyped-call]
@@ -268,7 +268,7 @@ def quadratic(weights: Tensor) -> Tensor:
 
 
 def model_of_descent(weights: Tensor, rate: Tensor, goal: Tensor, steps: int) -> Tensor:
-    """What ``descend`` computes, in one process."""
+    """Computes the result of ``descend`` in one process."""
     for _ in range(steps):
         loss = ((weights.sin() - goal) ** 2).sum()
         (gradient,) = torch.autograd.grad(loss, weights, create_graph=True)

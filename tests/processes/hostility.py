@@ -1,4 +1,4 @@
-"""A member of an open group that has made-up workers join, which send a worker anything."""
+"""A member of an open group that poses as made-up workers, which send a worker arbitrary data."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _PURPOSES = ("data", "introduction", "resume", "probe")
 
 
 class Hung(AssertionError):
-    """The victim kept a connection on which there was nothing more to come."""
+    """The victim kept a connection open that had nothing more to carry."""
 
 
 class _Surprises(logging.Handler):
-    """Keeps what Weft logs of errors that it did not foresee."""
+    """Keeps the log records of errors that Weft did not foresee."""
 
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        # A failure that a stranger tells of, and that nobody looks at, is foreseen: it is logged.
+        # ``unseen`` logs failures that a stranger reports and the program ignores: foreseen.
         if record.exc_info and record.module != "unseen":
             self.texts.append(logging.Formatter().format(record)[-_SHOWN_LENGTH:])
 
@@ -62,7 +62,7 @@ def join(name: str, rank: int, method: str) -> None:
 
 
 def send_frames(to: str, seed: int, count: int) -> dict[str, int]:
-    """Has ``count`` workers that nobody knew join, each with frames that no worker sends."""
+    """Lets ``count`` unknown workers join, each with frames that no worker sends."""
     chance = random.Random(seed)
     target = load("stream")
     mutator, seeds = Mutator(chance, target), target.seeds()
@@ -75,7 +75,7 @@ def send_frames(to: str, seed: int, count: int) -> dict[str, int]:
 
 
 def send_greetings(to: str, seed: int, count: int) -> dict[str, int]:
-    """Has ``count`` workers that nobody knew say of themselves what makes no sense."""
+    """Lets ``count`` unknown workers send greetings with nonsensical facts."""
     chance = random.Random(seed)
     outcomes = []
     for kind in itertools.islice(itertools.cycle(("unix", "tcp")), count):
@@ -92,7 +92,7 @@ def send_greetings(to: str, seed: int, count: int) -> dict[str, int]:
 
 
 def how_it_is() -> dict[str, Any]:
-    """Returns what a worker that is well has: its name, few threads, little memory."""
+    """Returns this worker's name, threads, peak memory and unforeseen errors."""
     return {
         "name": rpc.get_worker_info().name,
         "threads": threading.active_count(),
@@ -106,7 +106,7 @@ def ask(to: str) -> dict[str, Any]:
 
 
 def _greeting(to: str, kind: str) -> Greeting:
-    """Returns what a new worker says of itself."""
+    """Returns the greeting of a new worker."""
     number = next(_ids)
     agent = current()
     me = Registration(f"fake{number}", number, ("unix:@nobody",), facts={})
@@ -118,7 +118,7 @@ def _greeting(to: str, kind: str) -> Greeting:
 
 
 def _greet(to: str, kind: str, greeting: Greeting, content: bytes) -> str:
-    """Returns how it went: welcome, refused or dropped."""
+    """Greets, then sends ``content``; returns the outcome: welcome, refused or dropped."""
     agent = current()
     (listener,) = [each for each in agent.find(to).registration.addresses if each.startswith(kind)]
     descriptors: list[int] = []
@@ -141,7 +141,7 @@ def _greet(to: str, kind: str, greeting: Greeting, content: bytes) -> str:
 
 
 def _send_and_end(connection: socket.socket, content: bytes) -> None:
-    """Sends it all and no more; raises unless the other side hangs up then."""
+    """Sends ``content`` and ends the stream; raises unless the other side then hangs up."""
     connection.settimeout(LIMIT_S)
     try:
         connection.sendall(content)
@@ -151,7 +151,7 @@ def _send_and_end(connection: socket.socket, content: bytes) -> None:
     except TimeoutError:
         raise Hung(f"still connected after {content[:200]!r}") from None
     except OSError:
-        pass  # It has hung up before it had read all.
+        pass  # The other side hung up before it had read all.
 
 
 def _count(outcomes: list[str]) -> dict[str, int]:

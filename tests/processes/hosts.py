@@ -1,8 +1,8 @@
-"""Hosts that are network namespaces: each has a cable to one switch, and cables fail in many ways.
+"""Hosts as network namespaces: each has a cable to one switch, and cables fail in many ways.
 
-All is done with ``ip``, so that no firewall is needed. A frame that shall be lost on its way is
-sent to a machine that is not there; a cable that is pulled at the switch leaves both ends up, so
-that no kernel is told of it.
+All is done with ``ip`` (and ``tc``), so no firewall is needed. Frames that must get lost are sent
+to a machine that does not exist. A cable that is pulled at the switch leaves both ends up, so no
+kernel notices.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Host:
     """One namespace with one network interface.
 
     Args:
-        network: Where it belongs.
-        number: Which of its hosts it is.
+        network: The host's network.
+        number: The host's number in the network.
     """
 
     def __init__(self, network: Network, number: int) -> None:
@@ -43,24 +43,24 @@ class Host:
     def ip(self, *arguments: str) -> None:
         run("ip", "-n", self.namespace, *arguments)
 
-    # What can happen to it
+    # Failures and repairs
 
     def pull(self) -> None:
-        """Pulls its cable: nothing passes any more, and nobody is told."""
+        """Pulls the cable: nothing passes any more, and no kernel notices."""
         self._network.switch("link", "set", self.port, "nomaster")
 
     def plug(self) -> None:
         self._network.switch("link", "set", self.port, "master", SWITCH)
 
     def down(self) -> None:
-        """Takes its interface down: its own kernel knows."""
+        """Takes the interface down, which the host's own kernel notices."""
         self.ip("link", "set", INTERFACE, "down")
 
     def up(self) -> None:
         self.ip("link", "set", INTERFACE, "up")
 
     def mute(self, other: Host) -> None:
-        """Has nothing pass from here to another host, and everything from there to here."""
+        """Blocks all frames from here to another host; frames from there still arrive here."""
         self.ip("neigh", "replace", other.address, "lladdr", NOBODY, "dev", INTERFACE)
 
     def unmute(self, other: Host) -> None:
@@ -73,7 +73,7 @@ class Host:
         self.ip("addr", "add", f"{self.address}/24", "dev", INTERFACE)
 
     def impair(self, how: Impairment) -> None:
-        """Has its kernel lose and delay what it sends; skips the test where it cannot."""
+        """Makes the kernel lose and delay sent frames; skips the test if it cannot."""
         delay = (f"{1e3 * how.delay_s:g}ms", f"{1e3 * how.jitter_s:g}ms")
         loss = ("loss", f"{100 * how.loss:g}%")
         try:
@@ -83,12 +83,12 @@ class Host:
             pytest.skip(f"this kernel cannot lose and delay what is sent (netem): {error}")
 
     def vanish(self) -> None:
-        """Is off at once: it sends nothing any more, whatever runs there."""
+        """Switches the host off: it sends nothing any more, whatever runs there."""
         self._network.switch("link", "del", self.port)
         run("ip", "netns", "del", self.namespace)
 
     def boot(self, mtu_bytes: int = 1500) -> None:
-        """Is on, for the first time or again, and remembers nothing."""
+        """Switches the host on, for the first time or again, without former state."""
         run("ip", "netns", "add", self.namespace)
         if self._network.cable is None:
             self._network.switch("link", "add", self.port, "type", "veth",
@@ -109,9 +109,9 @@ class Network:
     """A switch, and hosts with cables to it.
 
     Args:
-        count: How many hosts.
-        impairment: What a cable between two hosts, without a switch, does to what it carries.
-        mtu_bytes: The longest packet.
+        count: Number of hosts.
+        impairment: If given, a single cable with it connects two hosts, without the switch.
+        mtu_bytes: Size of the longest packet.
     """
 
     def __init__(self, count: int, impairment: Impairment | None, mtu_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What the workers do that are shut down while others do not as they should."""
+"""Functions for workers that are shut down while other workers misbehave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweft.rpc.node import current_node
 
 NAMES = "abc"
 END_LIMIT_S = 0.5
-"""What a worker waits for where somebody hinders it; in programs it is longer."""
+"""How long a hindered worker waits at its end; the default is longer."""
 
 _endless = threading.Event()
 _called: list[object] = []
@@ -26,7 +26,7 @@ def join(name: str, path: str, size: int | None) -> None:
 
 
 def greet_all() -> None:
-    """Calls all others, so that there are connections."""
+    """Calls every worker, so that there are connections."""
     for info in rpc.get_worker_infos():
         assert rpc.rpc_sync(info, add, args=(1, 1)) == 2
 
@@ -37,17 +37,17 @@ def wait_for_ever() -> None:
 
 def call_for_ever(to: str) -> None:
     _called.append(rpc.rpc_async(to, wait_for_ever, timeout=0))
-    assert rpc.rpc_sync(to, add, args=(1, 1)) == 2  # It has begun.
+    assert rpc.rpc_sync(to, add, args=(1, 1)) == 2  # The first call has begun.
 
 
 def send_much(to: str) -> None:
-    """Sends more than fits on the way to a worker that does not read."""
+    """Sends more than the buffers on the way to a worker that does not read can hold."""
     for _ in range(3):
         _called.append(rpc.rpc_async(to, identity, args=("x" * (16 << 20),), timeout=0))
 
 
 def shut_down(limit_s: float) -> tuple[float, Exception | None]:
-    """Returns how many seconds it took, and what went wrong."""
+    """Shuts down; returns how many seconds that took, and the error, if any."""
     begin_s = time.monotonic()
     problem: Exception | None = None
     try:
@@ -68,7 +68,7 @@ def names_here() -> list[str]:
 
 
 def await_ready(count: int) -> None:
-    """Returns when so many others have called ``shutdown``, as the leader knows."""
+    """Waits until the leader knows that ``count`` workers have called ``shutdown``."""
     machine = current_node().leaving._machine
     assert isinstance(machine, ClosedLeaving)
     leader = machine.leader

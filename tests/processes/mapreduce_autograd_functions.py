@@ -1,4 +1,4 @@
-"""What workers run for the tests of ``torchweft.mapreduce.autograd``."""
+"""Functions for workers in the tests of ``torchweft.mapreduce.autograd``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def with_own_weight(value: Tensor) -> Tensor:
 
 
 def ask_for_weight(value: Tensor) -> Tensor:
-    """Calls on: what comes back is no result of the map's caller."""
+    """Makes a nested call, whose result this worker receives, not its caller."""
     return rpc.rpc_sync("worker1", with_own_weight, (value,))
 
 

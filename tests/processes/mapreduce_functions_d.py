@@ -1,4 +1,4 @@
-"""What workers run for the tests of the progress display."""
+"""Functions for workers in the tests of the progress display."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchweft import rpc
 
 
 def never_on(worker: str | None) -> str:
-    """Returns the name of the worker; on that one worker not before a test is over."""
+    """Returns this worker's name; on ``worker`` it blocks for longer than a test."""
     name = rpc.get_worker_info().name
     if name == worker:
         threading.Event().wait(60)

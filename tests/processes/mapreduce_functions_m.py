@@ -1,4 +1,4 @@
-"""What the workers of the tests of maps run."""
+"""Functions for workers in the tests of maps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchweft.agent.current import current
 from torchweft.mapreduce import shared
 
 runs: list[Any] = []
-"""What parts have said here."""
+"""The notes of parts that ran here."""
 
 
 def note(what: Any) -> None:
@@ -45,14 +45,14 @@ def loss(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def loss_with(model: nn.Module, others: list[Tensor], inputs: Tensor) -> Tensor:
-    """All of ``others`` are parameters of the model."""
+    """Adds the sums of ``others``, which must be the model's parameters, to the loss."""
     assert [id(each) for each in others] == [id(each) for each in model.parameters()]
     assert all(isinstance(each, nn.Parameter) for each in others)
     return loss(model, inputs) + sum(each.sum() for each in others)
 
 
 def spoil(model: nn.Module, inputs: Tensor) -> float:
-    """Returns what the model makes of a part, and leaves the model and the part in ruins."""
+    """Returns the loss of a part, then zeroes the model's parameters and the part."""
     result = loss(model, inputs).item()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -77,11 +77,11 @@ def fail_at(value: Tensor, bad: int) -> Tensor:
 
 
 def fail_or_wait(value: Tensor, gate: str) -> Tensor:
-    """Part 0 fails when part 1 has begun, which waits until nobody waits for it any more."""
+    """Part 0 fails when part 1 has begun; part 1 waits until it is cancelled."""
     if int(value) == 0:
         rpc.rpc_sync("driver", functions.pass_gate, args=(gate,))
         raise KeyError("part 0")
-    with rpc.detached():  # It may be cancelled before this is answered.
+    with rpc.detached():  # The part may be cancelled before the answer comes.
         rpc.rpc_sync("driver", functions.open_gate, args=(gate,))
     wait_until(rpc.is_cancelled, lambda: "nobody has cancelled this")
     with rpc.detached():
@@ -96,7 +96,7 @@ def hold(value: Tensor, gate: str) -> Tensor:
 
 
 def wait_for_the_others(value: Tensor, gate: str) -> str:
-    """Part 0 waits until all others have run, wherever that is."""
+    """Part 0 waits until all other parts have run, on any worker."""
     if int(value) == 0:
         rpc.rpc_sync("driver", functions.pass_gate, args=(gate,))
     else:
@@ -111,7 +111,7 @@ def open_when_all_have_run(gate: str) -> None:
 
 
 def map_on(value: Tensor, depth: int) -> float:
-    """Sums a tensor, cut in two on all workers ``depth`` times."""
+    """Sums a tensor, cut into a part for each worker ``depth`` times."""
     if not depth or len(value) < 2:
         return value.sum().item()
     total: float = mapreduce.remote_sync_call(
@@ -130,7 +130,7 @@ def later(value: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def make_counted(names: list[str]) -> None:
-    """Has a worker count the objects that are made on it for maps, from now on."""
+    """Makes this worker note each later call of the named functions of ``shared``."""
     for name in names:
         setattr(shared, name, _counted(getattr(shared, name)))
 
@@ -144,14 +144,14 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def loss_or_die(model: nn.Module, inputs: Tensor, victim: str) -> Tensor:
-    """On one of the workers, nothing comes of it."""
+    """Computes the loss, but kills the process on the victim."""
     if rpc.get_worker_info().name == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     return loss(model, inputs)
 
 
 def loss_and_kill(model: nn.Module, inputs: Tensor, number: Tensor, victim: str) -> Tensor:
-    """The last part ends when the victim is known to be lost; the others have ended before."""
+    """The last part ends when the victim is known to be lost; the other parts end before."""
     rpc.rpc_sync("driver", note, args=(int(number),))
     if int(number) == 2:
         rpc.rpc_sync("driver", functions.pass_gate, args=(f"kill {victim}",))

@@ -1,4 +1,4 @@
-"""What workers run for the tests of partitioners."""
+"""Functions for workers in the tests of partitioners."""
 
 from __future__ import annotations
 

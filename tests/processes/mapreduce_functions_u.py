@@ -1,4 +1,4 @@
-"""What workers of open groups run that begin maps, and those that run their parts."""
+"""Functions for workers of open groups that begin maps, or run their parts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def life_of(value: Tensor) -> tuple[str, int]:
 
 
 def lives(rows: int, names: list[str] | None = None) -> list[tuple[str, int]]:
-    """Returns who has run the parts of a map; without names anybody may."""
+    """Maps ``life_of`` over rows on the named workers, or on all; returns the results."""
     found: list[tuple[str, int]] = mapreduce.remote_sync_call(
         life_of, args=(torch.zeros(rows),), partitioner=each_row if names is None else on(names)
     )
@@ -61,7 +61,7 @@ def lives(rows: int, names: list[str] | None = None) -> list[tuple[str, int]]:
 
 
 def know(*names: str) -> None:
-    """Waits until a worker knows these workers, and no others."""
+    """Waits until this worker knows exactly these workers."""
 
     def known() -> set[str]:
         return {info.name for info in rpc.get_worker_infos()}
@@ -86,7 +86,7 @@ def forward(names: list[str] | None, rows: int) -> None:
 
 
 def backward() -> float:
-    """Returns how far the gradients are from those of a single process."""
+    """Returns the largest difference between the gradients and those of a single process."""
     stack, context_id, total, model, inputs = kept.pop("step")
     with stack:
         autograd.backward(context_id, total)
@@ -118,7 +118,7 @@ def map_as_one_leaves(leaver: str, names: list[str], rows: int, fan_out: int) ->
 
 
 def maps_until_others_left(*left: str) -> int:
-    """Maps on all workers, one time after the other, until only some are left."""
+    """Maps on all workers repeatedly until only ``left`` remain; returns how often."""
     count = 0
     while {info.name for info in rpc.get_worker_infos()} != set(left):
         found = mapreduce.remote_sync_call(double, args=(torch.arange(12.0),))

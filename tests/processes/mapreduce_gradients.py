@@ -14,7 +14,7 @@ from torchweft import mapreduce
 
 
 def on(*names: str) -> Any:
-    """One row after the other, on these workers in turn."""
+    """Returns a partitioner that gives single rows to these workers in turn."""
     return mapreduce.dim_partitioner(0, exclusive=True, keepdim=True, workers=names)
 
 

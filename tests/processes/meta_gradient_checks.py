@@ -1,7 +1,7 @@
-"""Meta-gradients by maps, and what they are compared with: those of a single process.
+"""Meta-gradients by maps, compared with those of a single process.
 
-*Equal to 1e-12* means: no entry of the gradient of any parameter differs by more than that part of
-the largest entry of all.
+*Equal to 1e-12* means: no entry of the gradient of any parameter differs by more than that fraction
+of the largest entry of all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def by_map(
     partitioner: Any,
     before_backward: Callable[[Tensor], None] | None = None,
 ) -> Outcome:
-    """Computes the same by a map.
+    """Computes the outcome by a map.
 
     Args:
         way: ``backward`` into ``.grad``, or ``grad``.
@@ -84,7 +84,7 @@ def flat(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Returns the largest difference of two entries, as a part of the largest entry of all."""
+    """Returns the largest difference of two entries, as a fraction of the largest entry of all."""
     assert [each.shape for each in found] == [each.shape for each in expected]
     return float((flat(found) - flat(expected)).abs().max() / flat(expected).abs().max())
 
@@ -97,7 +97,7 @@ def check(outcome: Outcome, is_second_order: bool, within: float = EXACT) -> Non
 
 @contextlib.contextmanager
 def nothing_kept(group: Cluster, victims: Sequence[str] = ()) -> Iterator[None]:
-    """Whoever survives the block must have no more references than before, and no context."""
+    """Checks that each survivor of the block ends with the references and contexts of before."""
     names = [name for name in (group.name, *group.names) if name not in victims]
 
     def kept() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sinusoid regression by MAML: what the parts of a map compute, and how a worker dies of it.
+"""Sinusoid regression by MAML: functions for the parts of a map, and deaths of workers in them.
 
 A task is drawn from its seed alone, so it is the same wherever and however often it is run.
 """
@@ -39,8 +39,8 @@ class Death(NamedTuple):
     Attributes:
         worker: Its name.
         point: ``begin`` (of a part), ``end`` (of a part), ``backward`` (the gradient of a part's
-            result arrives) or ``gradient`` (the last gradient of a part is computed); the same
-            with ``inner`` before it for a part of the inner loop.
+            result arrives) or ``gradient`` (the last gradient of a part is computed); in a part of
+            the inner loop ``inner begin`` or ``inner backward``.
     """
 
     worker: str
@@ -48,22 +48,22 @@ class Death(NamedTuple):
 
 
 class Doom(NamedTuple):
-    """Who dies, one after the other.
+    """Deaths of workers, one after the other.
 
     Attributes:
-        folder: Has a file for each death that has been.
-        deaths: Each comes when those before it have been.
+        folder: Has a file for each death so far.
+        deaths: Each death comes only after the deaths before it.
     """
 
     folder: str
     deaths: tuple[Death, ...] = ()
 
     def so_far(self) -> int:
-        """Returns how many have died."""
+        """Returns the number of deaths so far."""
         return len(os.listdir(self.folder))
 
     def strike(self, point: str) -> None:
-        """Kills this process, if its time has come."""
+        """Kills this process if the next death is that of this worker at ``point``."""
         if not self.deaths:
             return
         count = self.so_far()
@@ -76,7 +76,7 @@ NOBODY = Doom("")
 
 
 class Mortal(torch.autograd.Function):
-    """The identity; a worker may die when the gradient comes by."""
+    """The identity; ``doom`` may kill the worker when the gradient arrives."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, doom: Doom, point: str) -> Tensor:
@@ -110,7 +110,7 @@ def network() -> nn.Sequential:
 
 
 def draw(seed: int) -> tuple[Tensor, Tensor]:
-    """Returns a sinusoid as inputs and values, (2, SHOTS, 1) each: to adapt to, and to judge by."""
+    """Returns a sinusoid as inputs and values, (2, SHOTS, 1) each: support and query set."""
     generator = torch.Generator().manual_seed(seed)
     amplitude, phase = torch.rand(2, generator=generator, dtype=torch.float64)
     inputs = torch.rand(2, SHOTS, 1, generator=generator, dtype=torch.float64) * 10 - 5
@@ -131,7 +131,7 @@ def descended(weights: Weights, gradients: Gradients) -> Weights:
 
 
 def query_error(model: nn.Module, weights: Weights, seed: int, is_second_order: bool) -> Tensor:
-    """Returns the error of the adapted model; with ``is_second_order`` through the inner loop."""
+    """Returns the error of the adapted model; ``is_second_order`` keeps the inner loop's graph."""
     inputs, goals = draw(seed)
 
     def gradients(weights: Weights) -> Sequence[Tensor]:
@@ -144,7 +144,7 @@ def query_error(model: nn.Module, weights: Weights, seed: int, is_second_order: 
 def mean_query_error(
     model: nn.Module, seeds: Tensor, is_second_order: bool, doom: Doom = NOBODY
 ) -> Tensor:
-    """Returns the mean over the tasks of a part; whoever is doomed may die on the way."""
+    """Returns the mean query error over the tasks of a part; ``doom`` may kill the worker."""
     doom.strike("begin")
     weights: Weights = dict(model.named_parameters())
     first = next(iter(weights))
@@ -161,8 +161,8 @@ class Inner(NamedTuple):
     """How the inner error is computed.
 
     Attributes:
-        workers: By a map over these workers, None for all; where it is empty, by the next worker.
-        doom: Who dies of it.
+        workers: Workers of a map, None for all; if empty, a call to the next worker instead.
+        doom: Deaths of workers meanwhile.
     """
 
     workers: tuple[str, ...] | None
@@ -170,7 +170,7 @@ class Inner(NamedTuple):
 
 
 def query_error_by_others(model: nn.Module, seeds: Tensor, inner: Inner) -> Tensor:
-    """Returns the mean over the tasks of a part, whose inner error other workers compute."""
+    """Returns the mean query error of a part's tasks; other workers compute the inner error."""
     inner.doom.strike("begin")
     mean = torch.stack([_by_others(model, int(seed), inner) for seed in seeds]).mean()
     return mortal(mean, inner.doom, "backward")
@@ -219,7 +219,7 @@ def _mapped(
 def inner_error(
     model: nn.Module, weights: Weights, inputs: Tensor, goals: Tensor, doom: Doom
 ) -> Tensor:
-    """Is run on another worker, or for parts of inputs and goals on several."""
+    """Runs on another worker, or for parts of inputs and goals on several workers."""
     doom.strike("inner begin")
     return mortal(error(model, weights, inputs, goals), doom, "inner backward")
 

@@ -1,6 +1,6 @@
-"""Workers that join and leave one by one, each a process of its own, told what to do one by one.
+"""Workers that join and leave one by one, each a process of its own that takes commands.
 
-A warm process forks them; run as a program, this is that process.
+A warm process forks them; run as a program, this module is that process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from tests.leaks import find_leaks, take_state
 
 LIMIT_S = 45.0
-"""For whatever a worker is told; what is slower on a busy machine than a test may take fails."""
+"""For any command to a worker; a slower command fails, also on a busy machine."""
 
 
 class WarmProcess:
-    """Forks workers, for one test after the other; ends with all of them at ``close``."""
+    """Forks workers, for one test after the other; ``close`` ends it and all of them."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -52,11 +52,11 @@ class WarmProcess:
 
 
 class OpenWorkers:
-    """Starts workers and has them run functions; ends all that is left at ``close``.
+    """Starts workers and makes them run functions; ``close`` kills those that are left.
 
     Args:
         process: Forks the workers. Those of other ``OpenWorkers`` may have the same names.
-        modules: What that process imports first, so that no worker has to.
+        modules: Modules that the process imports first, so that no worker has to.
     """
 
     _numbers = itertools.count()
@@ -86,7 +86,7 @@ class OpenWorkers:
         self._process.ask("kill", (self._number, worker))
 
     def close(self) -> None:
-        """Kills the workers that are left; raises an error if the warm process keeps anything."""
+        """Kills the workers that are left; raises an error if the warm process leaks anything."""
         leaks = self._process.ask("end", self._number)
         assert not leaks, leaks
 
@@ -116,7 +116,7 @@ class _Worker:
 
 
 def _work(connection: Connection) -> None:
-    """Runs what it is told until nobody tells it anything."""
+    """Runs the functions that it receives until the connection ends."""
     try:
         while True:
             function, args = connection.recv()
@@ -158,7 +158,7 @@ class _Workers:
             self._workers.pop(key).kill()
 
     def end(self, number: int) -> list[str]:
-        """Kills the workers of one ``OpenWorkers``; returns what else they left behind."""
+        """Kills the workers of one ``OpenWorkers``; returns leaks, if no other worker is left."""
         for key in [key for key in self._workers if key[0] == number]:
             self.kill(key)
         return [] if self._workers else find_leaks(self._before)

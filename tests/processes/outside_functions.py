@@ -1,4 +1,4 @@
-"""What the workers of the tests of passes outside of contexts run."""
+"""Functions for workers in the tests of passes outside of contexts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def keep(value: Tensor) -> Tensor:
 def forget() -> None:
     kept.clear()
     weight.grad = None
-    gc.collect()  # An error and the frames that it went through are a cycle.
+    gc.collect()  # An error and the frames of its traceback are a cycle.
 
 
 def use_kept(factor: Tensor) -> Tensor:
@@ -46,14 +46,14 @@ def use_kept(factor: Tensor) -> Tensor:
 
 
 def train(value: Tensor) -> Tensor:
-    """Goes back to the caller from a loss of this worker."""
+    """Runs a backward pass from a loss of this worker to the caller."""
     loss = (value * weight).sum()
     torchweft.autograd.backward(loss)
     return loss.detach()
 
 
 async def step_in_a_context(to: str, value: Tensor) -> bool:
-    """Opens a context, awaits within it, and says whether it was the same one afterwards."""
+    """Awaits within a context; returns whether the context was still current afterwards."""
     with torchweft.autograd.context() as context_id:
         value = await rpc.rpc_async(to, layer, (value,))
         is_same = torchweft.autograd.current_context_id() == context_id
@@ -80,7 +80,7 @@ def get_weight() -> Tensor:
 
 
 def take_gradient() -> Tensor | None:
-    """Returns ``.grad`` of the weight here, which has none afterwards."""
+    """Returns ``.grad`` of the weight here, and clears it."""
     gradient, weight.grad = weight.grad, None
     return gradient
 

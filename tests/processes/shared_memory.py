@@ -1,4 +1,4 @@
-"""What the workers of the tests of shared memory run and are asked."""
+"""Functions that the workers of the shared memory tests run, and queries of their state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def statistics() -> SharedStatistics:
 
 
 def loans_of(name: str) -> int:
-    """Returns how many slabs a worker has lent and not had back."""
+    """Returns how many slabs a worker has lent and not got back."""
     return rpc.rpc_sync(name, statistics).loan_count
 
 
@@ -75,7 +75,7 @@ def way_of(peer: str, size_bytes: int) -> ChannelKind:
 
 
 def resources() -> tuple[int, int]:
-    """Returns this process's own resident bytes, and its descriptors."""
+    """Returns this process's resident bytes, and how many descriptors it has."""
     gc.collect()
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))

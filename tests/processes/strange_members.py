@@ -1,4 +1,4 @@
-"""What the workers of the tests of strangers run: the victim, the others, and a bad member."""
+"""Functions for workers in the tests of strangers: the victim, the others, and a bad member."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from torchweft.wire.messages import Kind
 LIMIT_S = 10.0
 CALL_LIMIT_S = 5.0
 GHOST = 77
-"""The id of a worker that is not there."""
+"""The id of a worker that does not exist."""
 
 
 class State(NamedTuple):
-    """How a worker is."""
+    """The observed state of a worker."""
 
     unpickled: list[str]
     threads: int
@@ -79,7 +79,7 @@ def threads() -> int:
 
 
 def dial_at(address: str, worker: int) -> str:
-    """Has this worker dial whoever is at an address now; returns what became of it."""
+    """Makes this worker dial ``worker`` at an address; returns the outcome."""
     ghost = Peer(Registration("ghost", worker, (address,)), main_by_name=False, is_self=False)
     try:
         current()._connector.introduce(ghost, LIMIT_S)
@@ -88,7 +88,7 @@ def dial_at(address: str, worker: int) -> str:
     return "introduced"
 
 
-# A member that calls all the time
+# A member that calls continuously
 
 
 class Calls:
@@ -108,12 +108,12 @@ class Calls:
                 assert rpc.rpc_sync(self._to, functions.name_here, timeout=CALL_LIMIT_S) == self._to
                 self._slowest_s = max(self._slowest_s, time.monotonic() - start_s)
                 self._count += 1
-                time.sleep(0.002)  # There are tests beside it that need the machine.
+                time.sleep(0.002)  # Other tests need the machine at the same time.
         except Exception as error:
             self._error = error
 
     def go_on(self) -> float:
-        """Waits for calls that begin now; returns how long the slowest since last time took."""
+        """Waits for calls that begin now; returns how long the slowest since the last wait took."""
         least = self._count + 2
         wait_until(
             lambda: self._count >= least or self._error is not None, lambda: "no call ends", LIMIT_S
@@ -139,7 +139,7 @@ def call_once(to: str) -> str:
     return rpc.rpc_sync(to, functions.name_here, timeout=CALL_LIMIT_S)
 
 
-# A member that attacks: what a call of it gets
+# A member that attacks: the outcomes of its calls
 
 
 def _raised_by(call: Any) -> str:
@@ -159,7 +159,7 @@ def send_pickle(to: str, path: str) -> str:
 
 
 class Handle:
-    """A value of the victim's program with methods that are not for others."""
+    """A value of the victim's program with methods that other workers may not call."""
 
     def train(self, mode: object) -> object:
         return mode
@@ -172,7 +172,7 @@ def make_handle() -> Any:
 
 
 class _Reduced:
-    """Is pickled as a call, with a state set afterwards."""
+    """Pickles to a call, with a state set afterwards."""
 
     def __init__(self, *parts: Any) -> None:
         self._parts = parts
@@ -182,7 +182,7 @@ class _Reduced:
 
 
 def _all_raise(*calls: Any) -> str:
-    """Returns what all calls get, which is the same."""
+    """Returns the distinct outcomes of the calls; one name if all are the same."""
     return ", ".join(sorted({_raised_by(call) for call in calls}))
 
 
@@ -274,7 +274,7 @@ def send_many_tensors(to: str, path: str) -> str:
     tensor_messages = current_worker().tensor_messages
     before, tensor_messages._tensor_limit = tensor_messages._tensor_limit, 1 << 15
     try:
-        sent = [torch.ones(5000) for _ in range(200)]  # Too large for the way of small ones.
+        sent = [torch.ones(5000) for _ in range(200)]  # Too large for the path of small tensors.
         return _raised_by(lambda: rpc.rpc_sync(to, functions.identity, args=(sent,)))
     finally:
         tensor_messages._tensor_limit = before
@@ -285,13 +285,13 @@ _gate = threading.Event()
 
 
 def begin_many_calls(to: str) -> None:
-    """Makes more calls than may wait; returns when some have been refused."""
+    """Makes more calls than the queue limit; returns when some have been refused."""
     _held[:] = [rpc.rpc_async(to, hold) for _ in range(100)]
     wait_until(lambda: any(call.done() for call in _held), lambda: "none is refused", LIMIT_S)
 
 
 def end_many_calls() -> list[str]:
-    """Returns how they ended, as soon as all have."""
+    """Waits for all calls to end; returns their distinct outcomes."""
     return sorted({_raised_by(call.wait) for call in _held})
 
 
@@ -303,14 +303,14 @@ def open_gate() -> None:
     _gate.set()
 
 
-# A member that attacks: what it may send over a connection of its own
+# A member that attacks: frames over a connection of its own
 
 
 def send_frames(to: str, content: bytes, as_worker: str = "") -> tuple[list[str], bool]:
-    """Sends what no worker sends as a member that is new, or says that it is another one.
+    """Sends ``content`` as a new member, or as one that claims to be ``as_worker``.
 
     Returns:
-        The kinds of frames that came back, and whether the victim hung up.
+        The answer to the greeting, if any, and whether the victim hung up.
     """
     greeting = hostility._greeting(to, "tcp")
     if as_worker:

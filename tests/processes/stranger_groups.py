@@ -23,19 +23,19 @@ STRANGER_LIMIT = 64
 MEMORY_BYTES = 64 << 20
 FEW_THREADS = 12
 SLOWEST_S = 2.0
-"""How long a call between members may take while a stranger does something."""
+"""How long a call between members may take during an attack."""
 _TOKEN_CHARACTERS = 32
 
 
 class Group:
-    """An open group whose workers talk over TCP: a victim, and another one that calls it.
+    """An open group whose workers talk over TCP: a victim, and another worker that calls it.
 
     Args:
         warm: Starts the processes.
-        folder: For the store and the secret.
-        tls: Of all workers.
+        folder: Gets the store and the secret.
+        tls: TLS options of all workers.
         settings: Further environment variables.
-        options: Of the victim alone.
+        options: Options of the victim alone.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Group:
         return told
 
     def suffer(self, row: Row, victim: Victim) -> Got:
-        """Has the victim suffer an attack of a stranger; it and the others must not mind."""
+        """Runs a stranger's attack; checks that it harms neither the victim nor the others."""
         self.do(VICTIM, unpickling.watch)
         before = self.state()
         try:

@@ -1,7 +1,7 @@
-"""What a stranger can try on a worker, over connections of its own: raw sockets and no more.
+"""Attacks that a stranger can try on a worker over connections of its own, with raw sockets only.
 
-Each attack is a row of the table in ``docs/security/attackers.md``: what is tried, and what comes
-back for it. ``tests.processes.strangers_table`` writes that page out of a run.
+Each attack is a row of the table in ``docs/security/attackers.md``: the attack and the answer.
+``tests.processes.strangers_table`` writes that page from a run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchweft.wire.messages import Kind
 
 LIMIT_S = 10.0
 GREETING_S = 1.0
-"""How long a greeting may take at the victim; 10 s where nobody says otherwise."""
+"""How long a greeting may take at the victim; the default is 10 s."""
 AT_ONCE, AT_THE_LIMIT = "at once", "when the time for a greeting is up"
 ANOTHER_SECRET = Secret(b"the secret of another group")
 CHALLENGE, REFUSAL = "a challenge", "that it proved nothing"
@@ -37,7 +37,7 @@ _ALERT_RECORD = 21
 
 
 class Got(NamedTuple):
-    """What came of an attack: what was said, how many bytes, and when the victim hung up."""
+    """The outcome of an attack: the victim's answers, their size, and when it hung up."""
 
     said: tuple[str, ...]
     size_bytes: int
@@ -57,13 +57,13 @@ class Victim:
     """A worker that is attacked.
 
     Attributes:
-        address: Where it listens.
+        address: The address where it listens.
         id: Its id.
-        secret: Of its group; only attackers that have it use it.
-        token: Of the run, as the rendezvous store has it.
+        secret: The group's secret; only attackers that have it use it.
+        token: The token of the run, from the rendezvous store.
         session: The name of the session between it and another worker, whose id is ``other``.
-        dial_at: Has it, or the other, dial an address, as if worker ``to`` were there.
-        tls: What its group uses.
+        dial_at: Makes it, or the other, dial an address, as that of the worker with the given id.
+        tls: The TLS options of its group.
     """
 
     address: addresses.TcpAddress
@@ -78,7 +78,7 @@ class Victim:
 
     @property
     def key(self) -> Secret:
-        """What members prove that they have."""
+        """The key whose possession members prove."""
         return self.secret.derive(self.token)
 
 
@@ -86,7 +86,7 @@ Attack = Callable[[Victim], Got]
 
 
 class Row(NamedTuple):
-    """A row of the table: what is tried, and what comes of it."""
+    """A row of the table: an attack and its expected outcome."""
 
     title: str
     attack: Attack
@@ -151,7 +151,7 @@ def _alert(error: ssl.SSLError) -> str:
 
 
 def send(content: bytes, *, ends: bool = False) -> Attack:
-    """Returns the attack of sending something right away."""
+    """Returns an attack that sends ``content`` at once."""
 
     def run(victim: Victim) -> Got:
         with connected(victim) as connection:
@@ -165,7 +165,7 @@ def send(content: bytes, *, ends: bool = False) -> Attack:
 
 
 def drip(content: bytes) -> Attack:
-    """Returns the attack of sending a byte now and then."""
+    """Returns an attack that sends ``content`` slowly, byte by byte."""
 
     def run(victim: Victim) -> Got:
         with connected(victim) as connection:
@@ -197,7 +197,7 @@ def frame(kind: int, content: bytes) -> bytes:
 
 
 class Recorder:
-    """A connection of which is kept what this side writes, perhaps changed on its way."""
+    """Records what this side writes and reads; ``change`` may alter written data on its way."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -234,7 +234,7 @@ def say_hello(
     greeting: Greeting,
     change: Callable[[bytes], bytes] = lambda data: data,
 ) -> tuple[Got, bytes]:
-    """Greets with a key, and waits for the end; returns what was written, too."""
+    """Greets with a key, and reads to the end; returns the outcome and the data written."""
     recorder = Recorder(connection)
     recorder.change = change
     begun_s = time.monotonic()
@@ -256,11 +256,11 @@ def greet(
 
 
 def replay(greeting: Callable[[Victim], Greeting]) -> Attack:
-    """Returns the attack of saying once more what a member has said."""
+    """Returns an attack that replays a member's greeting."""
 
     def run(victim: Victim) -> Got:
         with connected(victim) as connection:
-            # Nothing is changed by it: the session is not begun, and this is no attempt for it.
+            # The greeting changes nothing: it begins no session, and counts as no attempt for one.
             first, said = say_hello(connection, victim.key, greeting(victim))
             assert first.said[-1] not in (CHALLENGE, REFUSAL), first
         with connected(victim) as connection:
@@ -272,7 +272,7 @@ def replay(greeting: Callable[[Victim], Greeting]) -> Attack:
 
 
 def flip_bits(victim: Victim) -> Got:
-    """A greeting of a member with one bit changed, every 23rd of them; all must fare the same."""
+    """Flips one bit of a member's greeting, for every 23rd bit; all outcomes must be equal."""
     results = set()
     size_bits = 8 * (PROOF_BYTES + NONCE_BYTES + 60)
     for bit in range(8 * HEADER_BYTES, 8 * HEADER_BYTES + size_bits, 23):
@@ -289,7 +289,7 @@ def flip_bits(victim: Victim) -> Got:
 
 
 def between(who: str, to: Callable[[Victim], int]) -> Attack:
-    """Returns the attack of passing on what a worker says that dials the attacker."""
+    """Returns an attack that relays the messages of a worker that dials the attacker."""
 
     def run(victim: Victim) -> Got:
         with socket.create_server((victim.address.host, 0)) as listener:
@@ -317,7 +317,7 @@ def another_run(victim: Victim) -> Secret:
 
 
 def with_pickle(victim: Victim) -> Got:
-    """A call with a pickle, in place of a greeting."""
+    """Sends a call with a pickle in place of a greeting."""
     return send(frame(Kind.HELLO, b"\0" * 64 + pickled_call()) + pickled_call())(victim)
 
 
@@ -407,7 +407,7 @@ STRANGERS = [
 
 
 def speak_tls(prepare: Callable[[ssl.SSLContext, Victim], None]) -> Attack:
-    """Returns the attack of a TLS client that trusts everybody."""
+    """Returns an attack by a TLS client that trusts every certificate."""
 
     def run(victim: Victim) -> Got:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -426,7 +426,7 @@ def speak_tls(prepare: Callable[[ssl.SSLContext, Victim], None]) -> Attack:
 
 
 def as_tls_member(key: Callable[[Victim], Secret]) -> Attack:
-    """Returns the attack of somebody with a certificate of the right authority."""
+    """Returns an attack by a client with a certificate of the right authority."""
 
     def run(victim: Victim) -> Got:
         assert victim.tls is not None
@@ -438,7 +438,7 @@ def as_tls_member(key: Callable[[Victim], Secret]) -> Attack:
 
 
 def downgrade(victim: Victim) -> Got:
-    """A member that has been made to believe that there is no TLS at the other end."""
+    """Greets as a member tricked into believing that the other end has no TLS."""
     with connected(victim) as connection:
         begun_s = time.monotonic()
         text = json.dumps({"worker": victim.other}).encode()
@@ -457,7 +457,7 @@ def _of_another_authority(certificate: str) -> Callable[[ssl.SSLContext, Victim]
 
 
 def tls_rows(certificate: str) -> list[Row]:
-    """Returns what is tried on workers with TLS; the certificate is of another authority."""
+    """Returns the attacks on workers with TLS; ``certificate`` is of another authority."""
     return [
         Row("a greeting without TLS (downgrade)", downgrade, (), AT_ONCE),
         Row("a request of HTTP", send(b"GET / HTTP/1.1\r\n\r\n"), (), AT_ONCE),

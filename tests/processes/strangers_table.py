@@ -1,4 +1,4 @@
-"""Writes ``docs/security/attackers.md``: what each attacker gets, out of a run.
+"""Writes ``docs/security/attackers.md`` from a run: the outcome of each attack.
 
 Run it as ``python -m tests.processes.strangers_table``.
 """

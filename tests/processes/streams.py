@@ -1,4 +1,4 @@
-"""Groups whose large tensors travel over connections of their own, and what those have to show."""
+"""Groups whose large tensors travel over data connections, and queries of those connections."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def await_verdicts(name: str) -> None:
 
 
 def connect_data(name: str) -> None:
-    """Has both sides make their data connections."""
+    """Makes both sides open their data connections."""
     await_verdicts(name)
     rpc.rpc_sync(name, functions.identity, args=(bytes_of(FROM),))
 

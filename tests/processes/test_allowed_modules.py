@@ -1,4 +1,4 @@
-"""Workers with an allow-list: attacks do nothing but get an error, and programs work as before."""
+"""Workers with an allow-list: attacks only get an error, and programs work as before."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Distributed autograd between real workers: one test for each way in which programs hang together.
+"""Distributed autograd between real workers: one test for each shape of program.
 
-The expected gradients are those of a model in one process, which says what the program computes.
+The expected gradients are those of a model in one process that computes the same as the program.
 """
 
 from __future__ import annotations
@@ -385,7 +385,7 @@ def test_branches_on_different_workers_run_at_once(reused: bool) -> None:
             rpc.rpc_sync(worker, functions.meet, (value, name, other))
             for worker, other in ((FIRST, SECOND), (SECOND, FIRST))
         ]
-        # What was sent is used here as well: the pass must look for what is live.
+        # A sent tensor that is also used here makes the pass discover what is live.
         extra = value if reused else torch.zeros(3)
         torchweft.autograd.backward(context_id, [(parts[0] * parts[1] + extra).sum()])
 
@@ -462,7 +462,7 @@ def test_contexts_within_each_other_do_not_mix() -> None:
 def test_an_error_in_backward_names_worker_and_operation(path: tuple[str, ...], mode: Any) -> None:
     with torchweft.autograd.context() as context_id:
         value = functions.parameter("x") * 1
-        # A healthy branch beside it must end too.
+        # A healthy parallel branch must end too.
         other = rpc.rpc_sync(SECOND, functions.layer, (value,))
         if len(path) == 1:
             value = rpc.rpc_sync(path[0], functions.broken, (value,))

@@ -31,7 +31,7 @@ unique = itertools.count()
 USED = [torch.tensor([0, 2, 2, 5]), torch.tensor([1, 2, 3, 0])]
 """A batch for each trainer; all parameters of the model are used."""
 SPARING = [torch.tensor([0, 2, 5]), torch.tensor([1, 3, 3])]
-"""Batches with which one layer is not used."""
+"""Batches that leave one layer unused."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,12 +43,12 @@ def _workers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def on_trainers(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Calls all trainers at once, as collectives demand; returns what they do."""
+    """Calls all trainers at once, as collectives demand; returns their results."""
     calls = [
         rpc.rpc_async(trainer, function, args=own)
         for trainer, own in zip(TRAINERS, arguments, strict=True)
     ]
-    # All, before one raises: collectives of the next function must not overtake those of this.
+    # Wait for all before raising: the next function's collectives must not overtake these.
     for call in calls:
         with contextlib.suppress(Exception):
             call.wait()
@@ -57,7 +57,7 @@ def on_trainers(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...
 
 @pytest.fixture
 def make_replicas() -> Iterator[Callable[..., str]]:
-    """Makes a replica at each trainer by what the test gives; returns its name there."""
+    """Makes a replica at each trainer with the test's options; returns its name there."""
     names = []
 
     def make(**options: Any) -> str:

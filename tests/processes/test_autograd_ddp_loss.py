@@ -1,4 +1,4 @@
-"""A trainer that dies before an average ends the passes of the others, by an error."""
+"""If a trainer dies before an average, the passes of the others end with an error."""
 
 from __future__ import annotations
 

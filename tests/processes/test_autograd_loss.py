@@ -1,4 +1,4 @@
-"""A worker that dies in a backward pass ends it everywhere, by name, and nobody hangs."""
+"""If a worker dies in a backward pass, the pass ends everywhere, and the error names the worker."""
 
 from __future__ import annotations
 

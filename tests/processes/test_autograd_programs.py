@@ -1,6 +1,6 @@
 """Random programs leave the same gradients on real workers as in a single process.
 
-A program that fails is named in the message by its number; ``check`` runs it alone.
+The message of a failure names the program's seed; ``check`` runs that program alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wrong arguments, callables that cannot travel, strangers: a typed error, and all else goes on."""
+"""Wrong arguments and callables give typed errors, strangers are refused; all workers go on."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def is_closed(connection: socket.socket, limit_s: float) -> bool:
     connection.settimeout(limit_s)
     try:
         while connection.recv(4096):
-            pass  # A challenge, and perhaps that nothing was proved.
+            pass  # A challenge, and perhaps a refusal because the greeting proved nothing.
         return True
     except ConnectionError:
         return True

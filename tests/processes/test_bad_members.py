@@ -1,4 +1,4 @@
-"""A member that has the secret, and is an enemy: what it gets from a worker that allows little."""
+"""Attacks by a hostile member, which has the secret, on a strict worker, and their outcomes."""
 
 from __future__ import annotations
 

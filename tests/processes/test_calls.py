@@ -85,7 +85,7 @@ def test_any_callable(group: Cluster, to: str, function: Any, args: Any, expecte
         elif not isinstance(function, Accumulator) and not hasattr(function, "__self__"):
             assert value == expected
         else:
-            # The object goes by value to another worker; here it is the same each time.
+            # Another worker gets a copy of the object; here each call uses the object itself.
             assert value >= expected if isinstance(expected, float) else value == expected
 
 
@@ -106,7 +106,7 @@ def test_positional_and_keyword_arguments(group: Cluster) -> None:
     assert rpc.rpc_sync("worker0", functions.collect) == ((), {})
 
 
-# Functions whose result comes about later
+# Functions whose result comes later
 
 
 def test_async_execution(group: Cluster) -> None:

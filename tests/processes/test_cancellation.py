@@ -1,4 +1,4 @@
-"""Cancelling: what has not begun does not, what runs is told, what was called in turn ends too."""
+"""Cancelling: queued calls never begin, running functions are told, nested calls end too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nothing_stays(group: Cluster) -> Iterator[None]:
 
 
 def noted(worker: str, name: str, count: int) -> list[Any]:
-    """Returns what was noted on a worker, once it is so much."""
+    """Waits until a worker has ``count`` notes, and returns them."""
     wait_until(
         lambda: len(rpc.rpc_sync(worker, timing.noted, args=(name,))) >= count,
         lambda: f"{rpc.rpc_sync(worker, timing.noted, args=(name,))} is noted as {name!r}",
@@ -49,7 +49,7 @@ def test_what_waits_is_not_begun(group: Cluster, ending: str) -> None:
         start("worker0", timing.hold_until_cancelled, "hold " + ending, 2)
         for _ in range(WORKER_THREADS)
     ]
-    # Reference and tensor are given back; the second goes without pickle.
+    # The first call's reference and tensor must be released; the second call needs no pickle.
     large, mine = torch.ones(1 << 19), rpc.RRef(1)
     queued = [
         rpc.rpc_async("worker0", timing.note_and_return, args=(ending, *values), timeout=0.05)

@@ -1,4 +1,4 @@
-"""Nothing is done any more for a worker that is lost."""
+"""Calls that run for a lost worker are cancelled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchweft.launch import Nursery
 
 
 def call_and_wait(to: str) -> None:
-    """Makes calls that nobody will wait for, since this process is killed."""
+    """Makes calls whose caller, this process, is killed before they end."""
     for function in (timing.until_cancelled, timing.sleep_until_cancelled):
         rpc.rpc_async(to, function, args=(function.__name__,), timeout=0)
     value = rpc.remote(to, timing.until_cancelled, args=("value",))

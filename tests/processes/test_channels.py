@@ -1,4 +1,4 @@
-"""Tensors between processes by every way that tensor memory can take."""
+"""Tensors between processes over every channel for tensor memory."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_device_that_the_receiver_lacks(group: Cluster, monkeypatch: pytest.Mo
     with monkeypatch.context() as forged:
         forged.setattr(tensors, "_describe_simple", lambda tensors: None)
         forged.setattr(tensors, "device_code", lambda device: (1, 0))
-        # Of a type that takes a table, where its device is said.
+        # A type that needs a table, which names its device.
         sent = torch.ones(2, dtype=torch.bfloat16)
         with pytest.raises(SerializationError, match=r"on device cuda:0, but worker 'worker0' has"):
             rpc.rpc_sync("worker0", functions.collect, args=(sent, reference))

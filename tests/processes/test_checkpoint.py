@@ -1,4 +1,4 @@
-"""Snapshots of things on several workers: what is in them, where it goes, and what can go wrong."""
+"""Snapshots of values on several workers: their contents, restoring, and failures."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_things_behind_references_keep_who_they_are_and_get_their_content_back(
     saved = checkpoint.save(tmp_path, state, step=7)
     drawn = rpc.rpc_sync("worker0", draw, args=(generator,)), draw(state["random"][1])  # type: ignore[index]
     before = module.to_here().weight
-    # All of it changes.
+    # Change all of it.
     counter.rpc_sync().count()
     for changed, function in ((tensor, zero), (numbers, clear), (module, blank), (own, clear)):
         rpc.rpc_sync(changed.owner(), function, args=(changed,))
@@ -148,7 +148,7 @@ def assert_nothing_held(group: Cluster) -> None:
     } == dict.fromkeys([group.name, *group.names], 0)
 
 
-# What is not as it was
+# Damaged snapshots and other states
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def saved(group: Cluster, tmp_path: Path) -> Iterator[Training]:
         training.train(1)
         checkpoint.save(tmp_path, training.state, step=step)
     yield training
-    vars(training).clear()  # The fixture itself is held for longer, and has references.
+    vars(training).clear()  # pytest holds the fixture for longer, and it has references.
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "manifest", "no manifest"])
@@ -237,7 +237,7 @@ def test_another_state_is_refused_before_anything_changes(
     ] * 2
 
 
-# What goes wrong while saving
+# Failures while saving
 
 
 @pytest.mark.parametrize("worker", ["worker1", "driver"])
@@ -297,7 +297,7 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_future(
 
 @pytest.fixture
 def own_disks(group: Cluster, tmp_path: Path) -> Iterator[Path]:
-    """A directory that is another one for each worker."""
+    """Gives each worker a working directory of its own; returns their parent."""
     before = {name: rpc.rpc_sync(name, os.getcwd) for name in [group.name, *group.names]}
     for name in before:
         (tmp_path / name).mkdir()
@@ -327,7 +327,7 @@ def test_every_worker_may_have_a_disk_of_its_own(group: Cluster, own_disks: Path
     seen = {part["worker"]: part["is_seen"] for part in manifest["snapshot"]["parts"]}
     assert seen == {"driver": True, "worker0": False, "worker1": False}
     expected = training.parameters()
-    # Who owns something else now has it read by who wrote it.
+    # If a part has a new owner, the worker that wrote the part reads it.
     moved = Training("worker1", "driver", "worker0")
     checkpoint.restore(directory, moved.state)
     assert equal(moved.parameters(), expected)

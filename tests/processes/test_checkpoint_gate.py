@@ -1,4 +1,4 @@
-"""``StepGate``: snapshots of parameters that several trainers step, each when it likes."""
+"""``StepGate``: snapshots of parameters that several trainers step independently."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_snapshot_waits_for_a_step_under_way_and_steps_for_the_snapshot(
     with pytest.raises(CallTimeout, match=r"steps are under way on 'worker0'"):
         checkpoint.save(tmp_path, pair.state(), step=0, gate=pair.gate, timeout=0.2)
     assert checkpoint.latest(tmp_path) is None
-    # Who gave up waiting does not keep it closed.
+    # A save that gave up waiting does not keep the gate closed.
     rpc.rpc_sync("worker1", step_often, args=(*things, 1))
     rpc.rpc_sync("worker0", open_gate, args=("half",))
     half.wait()

@@ -1,4 +1,4 @@
-"""A worker of an open group dies and comes back: its part is restored, and all go on."""
+"""A worker of an open group dies and comes back: its part is restored, and training goes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("driver", "first", "second")
 
 @pytest.fixture(scope="module")
 def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
-    # Optimizers import dynamo when the first one is made, which takes a second.
+    # Making the first optimizer imports dynamo, which takes a second.
     started = OpenWorkers(warm_process, "torch._dynamo", "tests.processes.checkpoint_model")
     yield started
     started.close()
@@ -44,7 +44,7 @@ def train_and_save(directory: str) -> None:
 
 
 def go_on(directory: str) -> tuple[str, str]:
-    """Goes on without what the dead worker had; returns how the use of that fails."""
+    """Uses values of the dead worker, then restores them; returns the workers that errors name."""
     former = _kept.pop("training")
     errors = []
     for use in (lambda: former.layers[1](torch.ones(1, 6)), lambda: former.train(1)):

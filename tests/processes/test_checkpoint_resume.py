@@ -1,4 +1,4 @@
-"""Training that is killed and goes on from its last snapshot equals training that was not."""
+"""Training that is killed and goes on from its last snapshot equals uninterrupted training."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
-    # Optimizers import dynamo when the first one is made, which takes a second.
+    # Making the first optimizer imports dynamo, which takes a second.
     started = OpenWorkers(warm_process, "torch._dynamo", training.__name__)
     yield started
     started.close()
 
 
 class Job:
-    """A group of three processes of their own, which train."""
+    """A group of three processes that trains."""
 
     def __init__(self, warm: OpenWorkers, path: Path) -> None:
         self._warm = warm
@@ -51,7 +51,7 @@ class Job:
         return begun, digest
 
     def kill(self) -> None:
-        """Kills every process of it, at once."""
+        """Kills every process of the group."""
         for name in WORKERS:
             self._warm.kill(name)
 
@@ -73,7 +73,7 @@ def jobs(warm: OpenWorkers, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(warm: OpenWorkers, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What comes out of training that nobody kills."""
+    """The digest of a training that is not killed."""
     path = tmp_path_factory.mktemp("uninterrupted")
     job = Job(warm, path)
     job.begin_training(path / "snapshots")
@@ -102,7 +102,7 @@ def test_killed_while_saving_goes_on_from_the_last_whole_snapshot(
 ) -> None:
     directory = tmp_path / "snapshots"
     job = jobs()
-    # Two are kept: when the third is there, the first one is removed.
+    # Two snapshots are kept: when the third is complete, the first is removed.
     job.do(worker, training.die_at, point, 2 if point == "while removing" else 4)
     job.begin_training(directory)
     with pytest.raises((WorkerLost, ConnectionError)):
@@ -115,7 +115,7 @@ def test_killed_while_saving_goes_on_from_the_last_whole_snapshot(
     begun, digest = job.trained()
     assert begun == resumed_from
     assert digest == uninterrupted
-    # What the killed one had left is gone.
+    # The remains of the killed training are gone.
     kept = [snapshot.name for snapshot in checkpoint.list_snapshots(directory)]
     assert sorted(path.name for path in directory.iterdir()) == kept
     assert [int(name.split("-step")[1].split("-")[0]) for name in kept] == [6, training.STEPS]

@@ -1,4 +1,4 @@
-"""Snapshots that are restored onto other workers than those that wrote them, and lost workers."""
+"""Snapshots that are restored onto workers other than their writers, and lost workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    """A warm process with what optimizers import when the first one is made, for a second."""
+    """A warm process with the imports of a first optimizer, which take a second."""
     with Nursery(preload=(*WARM_MODULES, "torch._dynamo", "torchweft.checkpoint")) as warm:
         yield warm
 

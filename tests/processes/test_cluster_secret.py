@@ -1,4 +1,4 @@
-"""``torchweft.cluster`` needs no secret, and is not disturbed by another group's."""
+"""``torchweft.cluster`` needs no secret, and is not disturbed by that of another group."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""``barrier`` and ``all_gather``: of all, of some, again and again, and when somebody cannot come.
+"""``barrier`` and ``all_gather``: of all workers, of some, repeated, and with missing workers.
 
-The driver has rank 0: it leads what it takes part in; ``worker0`` leads what only workers do.
+The driver has rank 0, so it leads the gatherings that it takes part in; ``worker0`` leads those of
+the workers alone.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def gather_in_threads(workers: list[str] | None, threads: int, times: int) -> No
 
 
 def gather_lock(workers: list[str] | None) -> None:
-    """Brings what cannot travel."""
+    """Gathers a value that cannot be sent."""
     rpc.all_gather(threading.Lock(), workers)
 
 
@@ -125,7 +126,7 @@ def test_some_gather_while_others_do_something_else() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_several_threads_gather_at_the_same_time() -> None:
-    # More threads than a worker runs calls at a time: who waits here holds no place.
+    # More waits than a worker runs calls at a time: a waiting call holds no place.
     calls = [rpc.rpc_async(name, gather_in_threads, args=(None, 4, 10)) for name in WORKERS]
     gather_in_threads(None, 4, 10)
     for call in calls:
@@ -148,7 +149,7 @@ def test_who_waits_too_long_gives_up(waiting: str) -> None:
     assert isinstance(error, CallTimeout)
     assert "timed out in all_gather after 0.10 seconds" in str(error)
     assert "'worker1'" in str(error)
-    # The leader has ended it, so it has for the other one; the next one is a new one.
+    # The leader has ended this gathering for the other worker too; the next is a new one.
     late = raised_by(lambda: rpc.rpc_sync(missing, rpc.all_gather, args=(2, some)))
     assert isinstance(late, CallTimeout)
     again = [rpc.rpc_async(name, rpc.all_gather, args=(name, some)) for name in some]
@@ -193,7 +194,7 @@ def name_and(value: Any) -> tuple[str, Any]:
 
 
 def fail_on(name: str) -> str:
-    """Fails on one worker, once ``worker0`` runs this; waits there until nobody waits for it."""
+    """Fails on worker ``name`` once ``worker0`` runs this; elsewhere waits to be cancelled."""
     if rpc.get_worker_info().name == name:
         # A call that is cancelled before it has begun would never run.
         wait_until(
@@ -229,7 +230,7 @@ def test_results_of_several_workers_come_in_their_order() -> None:
     assert results == [("worker1", 3), ("driver", 3), ("worker0", 3)]
     assert rpc.rpc_all([], name_and, args=(3,)) == []
     assert rpc.rpc_all(iter(WORKERS), collect, (1,), {"two": 2}) == [((1,), {"two": 2})] * 2
-    # It can be called remotely; who waits there holds no place.
+    # It can be called remotely; a call that waits there holds no place.
     nested = [rpc.rpc_async("worker0", call_all_here, args=(EVERYBODY, n)) for n in range(20)]
     for number, call in enumerate(nested):
         assert call.wait() == [(name, number) for name in EVERYBODY]

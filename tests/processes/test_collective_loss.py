@@ -19,7 +19,7 @@ from torchweft.launch import Nursery
 
 WORKERS = ["worker0", "worker1"]
 NOTICE_S = 5.0
-"""A worker's end is noticed at once; this is for machines that are busy otherwise."""
+"""A worker's end is noticed at once; the limit allows for busy machines."""
 
 
 def test_a_lost_worker_is_not_waited_for(
@@ -44,7 +44,7 @@ def test_a_lost_worker_is_not_waited_for(
             error = raised_by(call.wait)
             assert isinstance(error, WorkerLost)
             assert error.worker == "worker2"
-        # Who comes after the loss is told so; without the lost one all is well.
+        # Later gatherings raise the loss; those without the lost worker succeed.
         for again in (rpc.barrier, lambda: rpc.all_gather(1)):
             assert isinstance(raised_by(again), WorkerLost)
         assert time.monotonic() - start_s < NOTICE_S

@@ -70,7 +70,7 @@ def test_a_pass_and_what_is_known_of_it() -> None:
         autograd.backward(context_id, [loss])
         assert list(autograd.get_gradients(context_id)) == [leaf]
         assert debug_info() == alive
-        # The other worker takes part until it has heard that all is done.
+        # The other worker takes part until it has heard that the pass is over.
         wait_until(lambda: rpc.rpc_sync(FIRST, debug_info) == alive, lambda: "a pass goes on there")
     assert debug_info()["num_autograd_contexts"] == "0"
     await_end(FIRST, context_id)
@@ -145,7 +145,7 @@ def test_another_number_than_the_workers_is_refused() -> None:
 
 
 def test_a_remote_result_without_gradient_gets_zeros_as_in_pytorch() -> None:
-    enable_zeros()  # As this process would, were it a worker under torchweft.compat.
+    enable_zeros()  # As in a worker under torchweft.compat.
     try:
         with autograd.context() as context_id:
             leaf, other = functions.parameter("x"), functions.parameter("y")

@@ -54,7 +54,7 @@ def outcome_of(workers: OpenWorkers, name: str) -> Any:
         return error
 
 
-# What the workers run
+# Functions for the workers
 
 
 def join(name: str, rank: int, method: str) -> None:
@@ -73,11 +73,11 @@ def hold_a_reference() -> None:
 
 
 def keep_no_leave(*_: Any) -> None:
-    """Stands in for what gives leave to drop references."""
+    """Replaces the function that permits dropping references."""
 
 
 def shut_down(*, ignore: bool = True, gives_leave: bool = True, timeout: float = 0.0) -> bool:
-    """Shuts down; raises what it raises, after a look at what is left."""
+    """Shuts down; checks that no agent is left, also if the shutdown raises."""
     api._ignore_rref_leak = ignore
     if not gives_leave:
         api._delete_all_user_and_unforked_owner_rrefs = keep_no_leave  # type: ignore[assignment]
@@ -112,7 +112,7 @@ def use_after_a_while(reference: rpc.RRef[Any], path: str) -> None:
 
 
 def start_and_shut_down(path: str) -> bool:
-    """Leaves work behind that needs references."""
+    """Starts work that needs references, then shuts down."""
     rpc.rpc_async("worker1", use_after_a_while, args=(rpc.RRef(torch.ones(2)), path))
     return shut_down(ignore=False)
 
@@ -132,7 +132,7 @@ def forget() -> None:
 
 
 def watch_a_reference() -> list[tuple[str, str, str]]:
-    """Shares a value with another worker; returns owners and forks before, meanwhile, after."""
+    """Shares a value with another worker; returns reference counts before, meanwhile, after."""
 
     def counts() -> tuple[str, str, str]:
         wait_until(lambda: information()["num_pending_futures"] == "0", lambda: str(information()))
@@ -225,7 +225,7 @@ def test_a_worker_that_died_is_not_waited_for(workers: OpenWorkers) -> None:
     for name in NAMES[:2]:
         error = outcome_of(workers, name)
         assert isinstance(error, ShutdownError)
-        assert error.missing in (("worker2",), ("worker0",))  # Or who led, and left for that.
+        assert error.missing in (("worker2",), ("worker0",))  # Or the leader, which then left.
     assert time.monotonic() - start_s < NOTICE_S
 
 
@@ -263,7 +263,7 @@ def test_a_backend_of_the_program(graceful: bool) -> None:
 def test_what_can_be_learnt_of_a_worker(workers: OpenWorkers) -> None:
     nothing = ("0", "0", "0")
     assert workers.do("worker0", watch_a_reference) == [nothing, ("1", "1", "0"), nothing]
-    # The call that asks is one that worker1 runs, and worker0 has none open any more.
+    # worker1 runs the call that asks, and worker0 has no call open any more.
     assert workers.do("worker0", ask_how_busy) == (("3", "2", "1"), "0")
     before, meanwhile, after = workers.do("worker0", measure_lateness)
     assert (before, after) == (None, None)
@@ -275,7 +275,7 @@ def test_gathering_by_the_private_names(workers: OpenWorkers) -> None:
     assert on_all(workers, gather_named) == [expected] * 3
 
 
-# Errors, while the group is there
+# Errors while the group exists
 
 
 def missing(key: str) -> None:

@@ -1,4 +1,4 @@
-"""Faults on purpose: the real messages of a worker fail or are late, and what is promised holds."""
+"""Fault injection: a worker's real messages fail or are late, and the guarantees hold."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def faulty(
     delay: Mapping[str, float] | None = None,
     fail_sends: int = 2,
 ) -> Iterator[Faults]:
-    """A group whose driver has faults."""
+    """A group with faults injected at its driver."""
     compat = options(reference_type=RRef)  # type: ignore[arg-type]
     with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=compat):
         yield Faults(current_worker(), Plan(fail, delay or {}, fail_sends))
@@ -64,7 +64,7 @@ def test_a_call_fails_as_often_as_it_is_told(nursery: Nursery, to: str) -> None:
             with pytest.raises(InjectedFault, match="was not sent to worker"):
                 future.wait()
         assert api.rpc_sync(to, functions.add, (1, 2)) == 3
-        # Others are not concerned.
+        # Calls of other kinds are not affected.
         assert api.rpc_sync(to, torch.add, (torch.ones(1), 1)).item() == 2
 
 
@@ -118,7 +118,7 @@ def test_a_late_creation(nursery: Nursery, to: str) -> None:
             assert api.remote(to, Tracked, (3,)).to_here().content == 3
         del late
         await_end_on(to)
-        # Dropped before it is made; the group waits for it all the same when it shuts down.
+        # Dropped before its value is made; the group's shutdown waits for it all the same.
         api.remote(to, Tracked, (4,))
 
 

@@ -1,4 +1,4 @@
-"""Calls that go by a program's own pickler, and what a program teaches the usual one."""
+"""Calls through a program's own pickler, and reducers that it registers with the usual one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def call(request: pytest.FixtureRequest) -> Call:
 
 
 class Sealed:
-    """Only a reducer can take it apart."""
+    """Can be pickled only by a registered reducer."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -150,7 +150,7 @@ _noted: list[tuple[str, str]] = []
 
 
 def note_failures(on: bool) -> list[tuple[str, str]]:
-    """Begins or ends to note the errors of served calls; returns what was noted."""
+    """Starts or stops noting the errors of served calls; returns the notes."""
     worker = current_worker()
     worker.on_failure = (
         (lambda peer, error: _noted.append((peer.name, repr(error)))) if on else None
@@ -173,5 +173,5 @@ def test_a_worker_can_be_told_of_the_calls_that_fail_there(call: Call) -> None:
         assert rpc.rpc_sync("worker0", functions.name_here) == "worker0"
     finally:
         noted = rpc.rpc_sync("worker0", note_failures, (False,))
-    # A value that could not be made fails once more for everybody who fetches it.
+    # A value that could not be made fails once more for each worker that fetches it.
     assert set(noted) == {("driver", "LookupError('noted')")}

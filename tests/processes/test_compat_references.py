@@ -1,6 +1,6 @@
-"""References under ``torchweft.compat``: what PyTorch's offer beyond the documented API.
+"""References under ``torchweft.compat``: features of PyTorch's beyond the documented API.
 
-The ``group`` fixture checks after every test that all workers are rid of all references.
+The ``group`` fixture checks after every test that no worker has kept a reference.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_every_reference_of_such_a_worker_is_of_this_type(group: Cluster) -> Non
     made = api.remote("worker0", Tracked)
     assert type(made) is type(RRef(1)) is RRef
     assert isinstance(rpc.rpc_sync("worker0", functions.make_reference), RRef)
-    for owner in ("worker0", "worker1"):  # A homecomer, and one that is handed on.
+    for owner in ("worker0", "worker1"):  # To its owner, and to a third worker.
         assert rpc.rpc_sync(owner, type_name, args=(made,)) == RRef.__module__
     assert rpc.rpc_sync("worker0", type_name, args=([made],)) == "builtins"
 

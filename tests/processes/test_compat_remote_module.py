@@ -60,7 +60,7 @@ def attributes_of(module: RemoteModule) -> tuple[list[str], bool]:
 
 
 def use(module: RemoteModule, value: Tensor) -> tuple[Any, ...]:
-    """What a received remote module can do, as a part of another too."""
+    """Uses a received remote module, also as a part of another module."""
     whole = Whole(module)
     assert [name for name, _ in whole.named_parameters()] == ["own.weight", "own.bias"]
     return module(value, 2), module.forward(value, times=3), list(whole.state_dict()), repr(module)

@@ -1,4 +1,4 @@
-"""Functions and modules of TorchScript in calls: as what is called, as arguments and as results."""
+"""TorchScript functions and modules in calls: as callables, as arguments and as results."""
 
 from __future__ import annotations
 

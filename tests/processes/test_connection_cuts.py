@@ -30,7 +30,7 @@ CUTS = int(os.environ.get("WEFT_TEST_CUTS", "40"))
 CALLS = int(os.environ.get("WEFT_TEST_CUT_CALLS", "4000"))
 IN_FLIGHT = 100
 BYTES_A_CALL = 150
-"""About: a question and its answer, with what they cost the session."""
+"""Approximate size of a call and its answer, with the session's overhead."""
 
 _counts: Counter[str] = Counter()
 
@@ -72,7 +72,7 @@ def over_tcp(nursery: Nursery) -> Iterator[Cluster]:
 
 
 def cut_now(*workers: str) -> None:
-    """Ends connections of this process, which go over the present network when made again."""
+    """Breaks connections of this process, which reconnects over the current network."""
     for worker in workers:
         link = current().find(worker).link
         if isinstance(link, ResumableLink):
@@ -81,7 +81,7 @@ def cut_now(*workers: str) -> None:
 
 @pytest.fixture
 def network(over_tcp: Cluster, request: pytest.FixtureRequest) -> Iterator[CuttingNetwork]:
-    """A network between this process and the workers that cuts until it has cut often enough."""
+    """A network between this process and the workers that makes a given number of cuts."""
     mean_bytes, most_cuts = request.param
     breaking = CuttingNetwork(7, mean_bytes, most_cuts)
     for name in over_tcp.names:
@@ -95,7 +95,7 @@ def network(over_tcp: Cluster, request: pytest.FixtureRequest) -> Iterator[Cutti
 
 
 def dial_all(group: Cluster, port: int | None) -> None:
-    """Has all connections between this process and the workers made anew, over a network."""
+    """Makes this process and the workers reconnect to each other, over a network."""
     cutting.dial_through(port)
     for name in group.names:
         rpc.rpc_sync(name, cutting.dial_through, args=(port,))
@@ -172,7 +172,7 @@ def fetch_and_add(reference: torchweft.RRef[torch.Tensor]) -> torch.Tensor:
 
 
 class Tower(torch.nn.Module):
-    """A part of a model, of which the next part is on another worker."""
+    """A part of a model whose next part is on another worker."""
 
     def __init__(self, seed: int, next_part: torchweft.RRef[torch.nn.Module] | None) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("network", [(3_000, 60)], indirect=True)
 def test_training_is_what_it_is_in_one_process(over_tcp: Cluster, network: CuttingNetwork) -> None:
-    """Through hand-overs of references, backward passes and steps of the optimizers."""
+    """Covers handing over references, backward passes and optimizer steps."""
     steps = 40
     second = rpc.remote(over_tcp.names[1], Tower, args=(1, None))
     first = rpc.remote(over_tcp.names[0], Tower, args=(2, second))

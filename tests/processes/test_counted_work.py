@@ -1,7 +1,7 @@
-"""What a small call makes its two workers do, counted: it must not grow unnoticed.
+"""Counts the work of two workers for a small call, which must not grow unnoticed.
 
-Times depend on the machine and on what else it does; functions called, system calls and bytes do
-not. A change that has to make one of these grow says so here.
+Times depend on the machine and its load; functions called, system calls and bytes do not. A change
+that must increase one of these says so here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.internal import overridden
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0
 
-# At most so much a call, at the caller and at the callee. One for 4 MiB asks on arrival whether a
-# tensor has a graph at its sender.
+# Upper limits for a call, at the caller and at the callee. One function for 4 MiB asks on arrival
+# whether a tensor has a graph at its sender.
 FUNCTIONS = {
     "nothing": (42, 43),
     "one tensor": (42, 43),
@@ -29,12 +29,12 @@ FUNCTIONS = {
     "a tensor in a context": (73, 71),
     "4 MiB": (143, 146),
 }
-# One of them at the caller, three at the callee, are for deadlines and cancelling: which call the
-# code serves, and when a call arrived. In a context one on each side counts what was sent before,
+# One at the caller and three at the callee are for deadlines and cancelling: which call the code
+# serves, and when a call arrived. In a context, one on each side counts the earlier messages sent,
 # by which a pass for certain tensors knows where it need not go. One at the caller asks whether
-# gradients are wanted: what is computed elsewhere under no_grad must not look as if it had a graph.
-# Another one there, and two at the callee of a context, were functions of Python before: the
-# current context is a context variable.
+# gradients are wanted: a remote result under no_grad must not look as if it had a graph. Another
+# one at the caller, and two at the callee in a context, were Python functions before: the current
+# context is a context variable.
 FUNCTIONS_IN_C = {
     "nothing": (51, 56),
     "one tensor": (57, 62),
@@ -42,9 +42,9 @@ FUNCTIONS_IN_C = {
     "a tensor in a context": (82, 84),
     "4 MiB": (156, 164),
 }
-# The caller is the main thread, which sends and receives within one step of Python each, so that it
-# may be interrupted: a profile function does not see these two. That takes 350 bytes for a moment;
-# every thread that sends looks whether it is the main one.
+# The caller is the main thread. It may be interrupted, so it sends and receives in one step of
+# Python each, and a profile function does not see these two calls. That takes 350 bytes for a
+# moment; every thread that sends checks whether it is the main thread.
 SYSTEM_CALLS = {"caller": 2.1, "callee": 4.1}
 BYTES_OF_PYTHON = {
     "nothing": 1_150,
@@ -64,9 +64,9 @@ BYTES_THROUGH_SOCKETS = {
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What was counted, by kind of call."""
+    """The counts, by kind of call."""
     store = tmp_path_factory.mktemp("counting") / "store"
-    # How often a spinning thread looks, and the timer thread ticks, are matters of time.
+    # How often a spinning thread polls, and how often the timer thread ticks, depends on time.
     still = overridden(SPIN_S=0, REARM_S=60, STALL_S=60)
     environment = {**os.environ, **still, "OMP_NUM_THREADS": "1"}
     workers = [

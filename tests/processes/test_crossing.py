@@ -1,4 +1,4 @@
-"""Two workers that send each other more than a socket holds, at once, by blocking calls."""
+"""Two workers that simultaneously send each other more than a socket holds, by blocking calls."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def first_of(tensor: torch.Tensor) -> float:
 
 
 def exchange(other: str, rounds: int) -> float:
-    """Sends a large tensor again and again, while the other worker does the same."""
+    """Sends a large tensor repeatedly, while the other worker does the same."""
     tensor = torch.ones(ELEMENTS)
     return sum(rpc.rpc_sync(other, first_of, args=(tensor,)) for _ in range(rounds))
 
 
 @pytest.fixture(scope="module")
 def streaming(nursery: Nursery) -> Iterator[Cluster]:
-    """Workers whose tensors, of whatever size, follow their messages."""
+    """Workers whose tensors of any size follow their messages in the stream."""
     with pytest.MonkeyPatch.context() as patch:
         never = {f"{way}_FROM_BYTES": 1 << 60 for way in ("SHM", "CMA", "STRIPED")}
         for name, value in overridden(**never).items():

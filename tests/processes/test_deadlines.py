@@ -1,4 +1,4 @@
-"""Deadlines travel with calls: what a function has left, and what its own calls get of it."""
+"""Deadlines travel with calls: the time left to a function, and to its nested calls."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_limit_of_a_nested_call_names_whose_it_was(group: Cluster) -> None:
     )
     (nested,) = rpc.rpc_sync("worker0", timing.noted, args=("nested",))
     refused = rpc.rpc_sync("worker0", timing.noted, args=("refused",))
-    # Whichever comes first: the limit passes on both workers, and the caller says that it gave up.
+    # Either may come first: the limit expires on both workers, or the caller says that it gave up.
     for late in (nested, *refused):
         assert "'driver'" in str(late)
         assert "waits no longer" in str(late) or "has given up" in str(late)
@@ -99,7 +99,7 @@ def test_the_limit_of_a_nested_call_names_whose_it_was(group: Cluster) -> None:
 def test_what_waited_for_too_long_is_not_begun(
     group: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if this worker had been stopped, and could not say that it gives up.
+    # As if this worker had been stopped, and could not report that it gives up.
     post_ints = current().sender.post_ints
 
     def post_all_else(peer: Peer, kind: Kind, *values: int) -> None:

@@ -1,4 +1,4 @@
-"""Nobody crowds out the others: slow functions, a flood of calls, full queues."""
+"""No caller crowds out other callers: slow functions, a flood of calls, full queues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def serve_tensor(caller: str, tensor: torch.Tensor) -> float:
 
 
 def hold(gate: str) -> None:
-    """Keeps a thread of the worker until somebody opens the gate."""
+    """Keeps a thread of the worker until the gate opens."""
     with open(gate, "rb"):
         pass
 
@@ -52,14 +52,14 @@ def count_served() -> int:
 
 
 def flood(callee: str, calls: int, seconds: float) -> int:
-    """Has a worker make many calls at once; returns how many there were before the last."""
+    """Makes many calls at once; returns how many calls were served before the last of them."""
     futures = [rpc.rpc_async(callee, serve, args=("flood", seconds)) for _ in range(calls)]
     return max(future.wait() for future in futures)
 
 
 @pytest.fixture(scope="module")
 def bounded(nursery: Nursery) -> Iterator[Cluster]:
-    """Workers that hold few calls of each other."""
+    """Workers that queue few calls of each other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_QUEUE_LIMIT_CALLS", str(LIMIT))
         patch.setenv("WEFT_QUEUE_LIMIT_BYTES", str(1 << 20))
@@ -73,7 +73,7 @@ def fresh(bounded: Cluster) -> None:
 
 
 class Held:
-    """All threads of a worker, kept until they are let go."""
+    """Keeps all threads of a worker busy until ``let_go``."""
 
     def __init__(self, folder: Path) -> None:
         self._gates = [folder / f"gate{number}" for number in range(WORKER_THREADS)]

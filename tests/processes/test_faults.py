@@ -1,4 +1,4 @@
-"""What fails while a group works: a worker that is killed, a channel that stops working."""
+"""Failures while a group works: a worker that is killed, a channel that stops working."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_worker_killed_while_it_is_waited_for_by_another(
 
 
 class _Killer:
-    """Kills the process that adds something to it."""
+    """Kills the process that adds a value to it."""
 
     def __add__(self, other: object) -> None:
         kill(os.getpid())
@@ -151,7 +151,7 @@ def test_pulling_that_fails_at_run_time_is_replaced_by_a_stream(
             assert torch.equal(third, sent)
         assert functions.channel_to("worker0") == "STREAM"
         assert rpc.rpc_sync("worker0", functions.channel_to, args=("driver",)) == "CMA"
-        # What a worker cannot pull may also be the result of a call of its own.
+        # A tensor that a worker cannot pull may also be the result of its own call.
         path = ["worker1", "worker0", "worker1"]
         assert torch.equal(functions.call_through(path, functions.identity, (sent,)), sent)
         assert functions.held_for("worker0") == (0, 0)
@@ -159,4 +159,4 @@ def test_pulling_that_fails_at_run_time_is_replaced_by_a_stream(
     assert len(warnings) == 1
     assert "'worker0'" in warnings[0]
     assert "stream" in warnings[0]
-    assert capsys.readouterr().err.count("no longer travel by cma") == 1  # said by worker1
+    assert capsys.readouterr().err.count("no longer travel by cma") == 1  # logged by worker1

@@ -1,4 +1,4 @@
-"""The first call to a worker that is stopped: it takes no longer than the call may, and no loss."""
+"""The first call to a stopped worker keeps its time limit, and does not lose the worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLACK_S = 1.5
 
 @pytest.fixture
 def workers(warm: OpenWorkers, tmp_path: Path) -> Iterator[OpenWorkers]:
-    """Workers ``a``, ``b`` and ``c``, between which there are no connections yet."""
+    """Workers ``a``, ``b`` and ``c``, without connections to one another yet."""
     for name in leaving.NAMES:
         warm.begin(name, leaving.join, name, str(tmp_path / "store"), 3)
     for name in leaving.NAMES:
@@ -58,7 +58,7 @@ def start(to: str, way: str) -> float:
 
 
 def outcome(timeout: float) -> object:
-    """Returns the result of the call, or None where it is not there in time."""
+    """Returns the result of the call, or None if it does not come in time."""
     (started,) = _started
     if isinstance(started, rpc.RRef):
         try:

@@ -1,4 +1,4 @@
-"""What a program learns of the other workers: how they are, and that one was lost, and why."""
+"""Health of the other workers as a program sees it: states, losses and their causes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchweft.errors import WorkerLost
 from torchweft.rpc import WorkerState
 
 AT_ONCE_S = 1.0
-"""Far below what any timeout would take, and above what a busy machine does."""
+"""Far below any timeout, and above the delays of a busy machine."""
 
 _told: list[WorkerLost] = []
 
@@ -117,7 +117,7 @@ def test_states_from_no_connection_to_loss(workers: OpenWorkers) -> None:
 
 
 def leave_as_at_exit(error: Exception | None) -> float:
-    """Does what the interpreter does at its end; returns how many seconds that takes."""
+    """Does what the interpreter does at exit; returns how many seconds that takes."""
     if error is not None:
         sys.last_value = error
     began_s = time.monotonic()
@@ -146,7 +146,7 @@ def test_a_process_that_ends_without_shutdown_says_so(
     lost = workers.do("a", states)[1]
     assert lost.error is not None
     assert lost.error.cause == cause
-    # One that has no connection to it finds nobody there.
+    # A worker without a connection to it finds no listener.
     with pytest.raises(WorkerLost, match="its process has ended: nothing listens"):
         workers.do("c", call, "b")
 
@@ -170,13 +170,13 @@ def test_a_program_is_told_once_of_each(workers: OpenWorkers) -> None:
     found = workers.do("a", told, 2)
     assert sorted(error.worker for error in found) == ["b", "c"]
     workers.do("a", listen)
-    # Those that were lost before; and nobody is told twice.
+    # A new listener is told of earlier losses; the former listener is not told twice.
     again = workers.do("a", told, 4)
     assert sorted(error.worker for error in again[2:]) == ["b", "c"]
 
 
 def test_a_death_is_noticed_though_children_live_on(workers: OpenWorkers) -> None:
-    """They must not keep the connections of the worker that has made them."""
+    """Children must not keep the connections of the worker that has made them."""
     workers.do("a", call, "b")
     pid = workers.do("b", os.getpid)
     child = workers.do("b", have_children)

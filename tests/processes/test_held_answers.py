@@ -1,4 +1,4 @@
-"""Answers that wait for one another on their way out, and what must not make them wait."""
+"""Answers are sent in batches, which slow functions and calls back must not hold up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.keeps("threads", "descriptors")
 
 
 def hold(gate: str) -> None:
-    """Keeps its thread until somebody opens the gate."""
+    """Keeps its thread until the gate opens."""
     with open(gate, "rb"):
         pass
 

@@ -1,4 +1,4 @@
-"""Gradients of gradients through real workers are those of a single process."""
+"""Gradients of gradients through real workers equal those of a single process."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_programs_of_several_threads_side_by_side() -> None:
 
 
 def test_passes_side_by_side_in_one_context() -> None:
-    """As long as graphs are retained, several threads may ask at once, also for second orders."""
+    """While graphs are retained, threads may call ``grad`` at once, also for second order."""
     start, weight = leaf(DRIVER, "x"), leaf(FIRST, "w")
     with torchweft.autograd.context() as context_id:
         value = functions.parameter("x")
@@ -162,7 +162,7 @@ def test_whole_programs_led_by_other_workers() -> None:
         assert_close(tables[worker], {"rate": rates[worker].grad, "goal": goals[worker].grad})
 
 
-# What is asked for
+# Requested gradients
 
 
 def test_single_tensors_and_sequences_are_the_same() -> None:
@@ -182,7 +182,7 @@ def test_single_tensors_and_sequences_are_the_same() -> None:
 
 
 def test_gradients_of_what_is_not_asked_for_are_not_computed() -> None:
-    """As ``torch.autograd.grad``: hooks of other leaves, and functions that lead to them, rest."""
+    """Like ``torch.autograd.grad``, runs no hooks of other leaves or functions leading to them."""
     with torchweft.autograd.context() as context_id:
         value = functions.parameter("x")
         beside = rpc.rpc_sync(SECOND, functions.broken_beside, (value,))
@@ -234,7 +234,7 @@ def test_the_graph_is_freed_or_kept_as_in_one_process() -> None:
             torchweft.autograd.grad(context_id, gradient.sum(), value)
         with pytest.raises(torchweft.errors.AutogradError, match="second time"):
             torchweft.autograd.grad(context_id, loss, value)
-        # What failed has left the context usable.
+        # The failures have left the context usable.
         loss = rpc.rpc_sync(SECOND, functions.layer, (value,)).sum()
         torchweft.autograd.backward(context_id, [loss], create_graph=True)
         torchweft.autograd.backward(context_id, [loss])
@@ -343,7 +343,7 @@ def test_gradients_that_are_not_contiguous(size: int) -> None:
 
     def slopes(compute: Any, grad: Any) -> tuple[Tensor, Tensor]:
         result = compute(start.t())
-        # Transposed, then expanded: what comes back is neither in order nor of its own memory.
+        # Transposed, then expanded: the gradient is not contiguous, and its elements share memory.
         (first,) = grad(result.t().sum(), start, create_graph=True)
         (second,) = grad((first.t() * start[0]).pow(2).sum(), start)
         return first.detach(), second
@@ -412,7 +412,7 @@ def test_references_are_differentiated_twice() -> None:
 
 @pytest.mark.parametrize("worker", [DRIVER, FIRST])
 def test_calls_made_by_a_backward_pass_are_recorded(worker: str) -> None:
-    """A function of the user's asks another worker for its slope, which has a graph then."""
+    """A custom function gets its slope from another worker; the slope then has a graph."""
     start = torch.linspace(0.5, 1.5, 3, dtype=torch.float64, requires_grad=True)
     with torchweft.autograd.context() as context_id:
         value = start * 1
@@ -427,7 +427,7 @@ def test_calls_made_by_a_backward_pass_are_recorded(worker: str) -> None:
 
 
 def test_an_optimizer_takes_steps_with_a_gradient_penalty() -> None:
-    """The gradients that it uses were made by passes with a graph."""
+    """Its gradients come from passes that record a graph."""
     start = torch.linspace(0.5, 1.5, 3, dtype=torch.float64, requires_grad=True)
     copy = start.detach().clone().requires_grad_()
     local = torch.optim.SGD([copy], lr=0.1)
@@ -448,7 +448,7 @@ def test_an_optimizer_takes_steps_with_a_gradient_penalty() -> None:
     assert start.is_leaf
 
 
-# What is left
+# Leftovers
 
 
 def test_contexts_let_go_of_all_graphs() -> None:

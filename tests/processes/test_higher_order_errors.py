@@ -1,4 +1,4 @@
-"""What goes wrong in passes that are recorded, or asked for certain tensors, is told as it is."""
+"""Errors in recorded passes, and in passes for certain tensors, are reported accurately."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_inputs_that_are_none() -> None:
         for inputs, kind, complaint in cases:
             with pytest.raises(kind, match=complaint):
                 torchweft.autograd.grad(context_id, result, inputs, retain_graph=True)
-        # All of them have left the graph as it was.
+        # None of the errors has changed the graph.
         unused = functions.parameter("other")
         found = torchweft.autograd.grad(context_id, result, [unused, value], allow_unused=True)
         assert found[0] is None
@@ -99,7 +99,7 @@ def test_outputs_that_are_none() -> None:
 
 
 def test_errors_are_those_of_torch_for_programs_that_catch_them() -> None:
-    """Whatever torch raises for these, a program that catches it catches ours as well."""
+    """A program that catches torch's errors for these cases catches ours as well."""
     value = functions.parameter("x")
     with torchweft.autograd.context() as context_id:
         result = rpc.rpc_sync(FIRST, functions.layer, (value,))
@@ -139,10 +139,10 @@ def test_tensors_of_another_context() -> None:
             for outputs in (first, slope.sum()):
                 with pytest.raises(AutogradError):
                     torchweft.autograd.grad(inner, outputs, value, create_graph=True)
-            # Not silently without a part of it.
+            # The pass must not silently omit a part.
             with pytest.raises(AutogradError):
                 torchweft.autograd.grad(inner, first * second, value, create_graph=True)
-        # Nothing of that has broken the outer one.
+        # The errors have not broken the outer context.
         assert torchweft.autograd.grad(outer, slope.sum(), value)[0].shape == (3,)
 
 
@@ -180,7 +180,7 @@ def test_an_error_in_the_second_pass_names_worker_and_operation(path: tuple[str,
                 end()
             assert (caught.value.worker, caught.value.operation) == (path[-1], "Broken.backward")
             assert isinstance(caught.value.__cause__, ArithmeticError)
-        # The context goes on.
+        # The context stays usable.
         good = rpc.rpc_sync(FIRST, functions.layer, (value,)).sum()
         assert torchweft.autograd.grad(context_id, good, value)[0].shape == (3,)
 

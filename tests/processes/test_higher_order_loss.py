@@ -1,4 +1,4 @@
-"""A worker that dies in a pass through gradients ends it everywhere, by name, and nobody hangs."""
+"""If a worker dies in a pass through gradients, the pass ends everywhere, and errors name it."""
 
 from __future__ import annotations
 
@@ -82,6 +82,6 @@ def test_the_graph_of_a_worker_that_is_lost_is_told_at_the_next_pass(nursery: Nu
         with pytest.raises(AutogradError, match="is lost") as caught:
             torchweft.autograd.grad(context_id, slope.sum(), value)
         assert caught.value.worker == FIRST
-        # What does not go through it still works, and its gradients too.
+        # Passes that avoid the lost worker still work, as do passes through their gradients.
         (slope,) = torchweft.autograd.grad(context_id, good.prod(), value, create_graph=True)
         assert torchweft.autograd.grad(context_id, slope.sum(), value)[0].shape == (3,)

@@ -1,4 +1,4 @@
-"""Members that send what no worker sends are turned away; the worker and all others go on."""
+"""Members that send invalid data are turned away; the victim and all others go on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.processes.open_workers import OpenWorkers, WarmProcess
 ATTEMPTS = 60
 FEW = 12
 FIRST_RANK = 7000
-"""Nobody claims these by accident: who has the rank of another one takes its place."""
+"""No greeting claims these by accident: a worker replaces a worker of the same rank."""
 MEMORY_BYTES = 512 << 20
-"""They announce some gigabytes."""
+"""The attackers announce some gigabytes."""
 VICTIM, OTHER, ATTACKER = "victim", "other", "attacker"
 
 

@@ -1,4 +1,4 @@
-"""``init_rpc``: init methods, options, and what goes wrong; each group here has one worker."""
+"""``init_rpc``: init methods, options and errors; each group here has one worker."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_nobody_hosts_the_store() -> None:
     assert_not_joined()
 
 
-# The first TCP store of a process leaves a pipe of its event loop behind, for good.
+# The first TCP store of a process leaves a pipe of its event loop open for ever.
 @pytest.mark.keeps("descriptors")
 @pytest.mark.parametrize("method", ["tcp", "file", "env", "store"])
 def test_every_init_method(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""SIGKILL during a call on one host, again and again: how soon the caller has its error.
+"""Measures how soon a caller gets its error when a callee on the same host is killed.
 
-``WEFT_TEST_KILLS`` makes it a long run: 100 give a distribution.
+``WEFT_TEST_KILLS`` sets the number of kills: 100 give a distribution.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchweft.errors import WorkerLost
 KILLS = int(os.environ.get("WEFT_TEST_KILLS", "10"))
 AT_ONCE_S = 0.1
 UNDETECTED_S = 1.0
-"""Far below the time in which a lost connection would be noticed: the end of it was told."""
+"""Far below the failure detection time: the kernel must have reported the connection's end."""
 
 
 @pytest.mark.timeout(60 + KILLS)

@@ -125,7 +125,7 @@ def compute_for_ever() -> None:
 
 
 def hold_the_interpreter(path: str) -> None:
-    """Makes a file, and from then on keeps all threads of the process from running."""
+    """Creates a file, then holds the interpreter lock, so that no other thread runs."""
     library = ctypes.PyDLL(None)
     library.creat(path.encode(), 0o600)
     library.pause()
@@ -224,7 +224,7 @@ def test_workers_are_made_ready_before_they_serve(nursery: Nursery) -> None:
     flavours = {name: {"FLAVOUR": name.upper()} for name in ("ps", "trainer")}
     greeting = "hello"
 
-    def setup() -> None:  # not at the top of a module, and with a value of its surroundings
+    def setup() -> None:  # a local function that captures a variable
         os.environ["PREPARED"] = f"{greeting} {os.environ['WEFT_WORKER_NAME']}"
 
     with cluster(
@@ -267,7 +267,7 @@ def test_a_setup_that_does_not_end_is_named(
 
 
 def kill_one(group: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """Kills a worker, and waits until that is said."""
+    """Kills a worker, and waits until the launcher reports it."""
     rpc.rpc_sync("worker1", say, args=("last words",))
     os.kill(group.pids["worker1"], signal.SIGKILL)
     told = ""

@@ -1,4 +1,4 @@
-"""``torchweft run`` as a person uses it; the scripts import no torch and start at once."""
+"""``torchweft run`` as users run it; most scripts import no torch, so they start at once."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_no_worker_outlives_a_killed(victim: str, start: Start) -> None:
     wait_until_gone([*workers, nursery], PROMPT_S)
     if victim == "launcher":
         wait_until_gone(grandchildren, PROMPT_S)
-    for pid in filter(is_running, grandchildren):  # nobody is left who knows of them
+    for pid in filter(is_running, grandchildren):  # no process is left that tracks them
         os.kill(pid, signal.SIGKILL)
 
 

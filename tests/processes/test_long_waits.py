@@ -1,4 +1,4 @@
-"""A wait that takes long is told of while it lasts, and ends when the other one comes."""
+"""A long wait is logged while it lasts, and ends when the missing worker takes part."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def held(value: torch.Tensor) -> torch.Tensor:
 
 
 class Told(logging.Handler):
-    """Does what the wait is for as soon as it is told of."""
+    """Performs the awaited action as soon as the wait is logged."""
 
     def __init__(self, helper: ThreadPoolExecutor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Programs whose gradients would be lost without a word, as a user writes them."""
+"""User programs whose gradients would otherwise be lost silently."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_step_without_gradients() -> None:
         with pytest.warns(RuntimeWarning, match=r"no gradient for any parameter .* 'worker0'"):
             optimizer.step(context_id)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # Once is enough.
+            warnings.simplefilter("error")  # It warns only once.
             optimizer.step(context_id)
 
 

@@ -1,6 +1,6 @@
-"""Workers on hosts of their own whose network fails: who is lost is so in time, nobody else is.
+"""Workers on separate hosts whose network fails: only lost workers are detected, and in time.
 
-``WEFT_TEST_LOSS_BYTES`` makes tensors on a bad network larger: 16 MiB take half a minute or so.
+``WEFT_TEST_LOSS_BYTES`` sets the largest tensor on a bad network: 16 MiB take about half a minute.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def take_address(first: Host, second: Host) -> None:
 
 
 def assert_lost(workers: FarWorkers, here: str, there: str, since_s: float) -> float:
-    """Returns how long after ``since_s`` a worker noticed that another one is lost."""
+    """Returns how long after ``since_s`` a worker noticed the loss of another worker."""
     ended = workers.do(here, far.ending, "held")
     error = ended.error
     assert isinstance(error, WorkerLost)
@@ -103,8 +103,8 @@ def test_a_network_that_is_silent_in_one_direction_is_noticed_on_both_sides(
         hosts[mute].mute(hosts[1 - mute])
         elapsed_s = assert_lost_both(workers, since_s)
         assert elapsed_s[1 - mute] < 1.1 * DETECTION_S
-        # The other one still hears the first. It has to say something, as it does at the latest
-        # when a second has passed, and to say it again, before it knows that it is not heard.
+        # The mute host still hears the other. It must send something, which it does within a
+        # second, and retransmit it, before it knows that it is not heard.
         assert elapsed_s[mute] < 1.1 * DETECTION_S + 1.5
 
 
@@ -159,7 +159,7 @@ def test_nothing_is_lost_when_the_network_comes_back(
             workers.do(name, far.wait_counted, 100)
         fail(hosts[1])
         counts = [workers.do(name, far.counted) for name in workers.names]
-        time.sleep(1.0)  # As long as the network is away.
+        time.sleep(1.0)  # how long the network fails
         late = [workers.do(name, far.counted) for name in workers.names]
         mend(hosts[1])
         for name, standing in zip(workers.names, late, strict=True):
@@ -168,7 +168,7 @@ def test_nothing_is_lost_when_the_network_comes_back(
             answers = workers.do(here, far.end_counting, there)
             assert sorted(answers) == list(range(1, len(answers) + 1))
             assert workers.do(there, far.counted) == len(answers)
-        # What was on its way when the network failed may have arrived, and no more.
+        # Only calls in flight when the network failed may have arrived.
         assert all(b - a <= far.Caller.IN_FLIGHT for a, b in zip(counts, late, strict=True))
         assert workers.do(first, far.states)[second] == "CONNECTED"
 
@@ -179,7 +179,7 @@ def test_a_killed_worker_of_another_host_is_noticed_at_once(
     with far_workers(warm, hosts, tmp_path) as workers:
         workers.call_each_other()
         workers.kill("worker1")
-        # From here on there is no process: until then its kernel takes memory apart.
+        # The process is gone from here on; before, its kernel was still freeing its memory.
         since_s = time.monotonic()
         assert assert_lost(workers, "worker0", "worker1", since_s) < AT_ONCE_S
 
@@ -193,7 +193,7 @@ def test_a_host_that_has_rebooted_is_noticed_when_it_answers(
         workers.kill("worker1")
         since_s = time.monotonic()
         hosts[1].boot()
-        # The next of the probes, one every two seconds, is answered by a kernel that knows nothing.
+        # A keepalive probe goes out every two seconds; the rebooted kernel resets the connection.
         assert assert_lost(workers, "worker0", "worker1", since_s) < 2 + 2 * AT_ONCE_S
 
 
@@ -220,7 +220,7 @@ def keep_busy(
     detection_s: float,
     seconds: int,
 ) -> None:
-    """Has each of two workers be busy in turn, while the other one waits for it and calls it."""
+    """Keeps one of two workers busy, while the other waits for it and calls it."""
     with far_workers(warm, hosts, folder, detection_time=detection_s) as workers:
         caller, callee = workers.names
         start_s = time.monotonic()
@@ -235,7 +235,7 @@ def keep_busy(
 
 
 def test_a_stopped_worker_is_not_lost(warm: OpenWorkers, hosts: list[Host], tmp_path: Path) -> None:
-    # Over the session, whose connection is then full for so long that the kernel ends it.
+    # Send over the session: its connection stays full for so long that the kernel ends it.
     settings = overridden(STRIPED_FROM_BYTES=1 << 40)
     with far_workers(warm, hosts, tmp_path, settings, detection_time=1) as workers:
         workers.call_each_other()
@@ -245,7 +245,7 @@ def test_a_stopped_worker_is_not_lost(warm: OpenWorkers, hosts: list[Host], tmp_
         try:
             workers.do(first, far.begin_doubling, "large", second, 32 << 20)
             workers.do(first, far.release, second)
-            time.sleep(3.5)  # As long as it is stopped.
+            time.sleep(3.5)  # how long the worker is stopped
             assert workers.do(first, far.states)[second] != "LOST"
             assert not workers.do(first, far.has_ended, "held")
         finally:

@@ -1,4 +1,4 @@
-"""Maps over real workers: what travels, what comes back, and what is done about losses."""
+"""Maps over real workers: results, shared arguments, gradients, scheduling and errors."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ def each_two(value: Tensor, depth: int) -> list[tuple[Any, Any, Any]]:
     ]
 
 
-# What parts have in common
+# Arguments that parts share
 
 
 class Large(nn.Module):
-    """A module of 640 kB, in pieces that go through the connection."""
+    """A module of 640 kB, in tensors that travel over the connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def test_no_gradients_are_recorded_where_none_are_wanted(group: Cluster) -> None
         assert not torchweft.autograd.get_gradients(context_id)
 
 
-# The schedule
+# Scheduling
 
 
 def test_who_has_nothing_to_do_takes_what_waits(group: Cluster) -> None:
@@ -315,7 +315,7 @@ def test_a_reducer_that_fails(group: Cluster) -> None:
 
 
 def test_nothing_is_left_of_maps_whose_reducer_fails(group: Cluster) -> None:
-    """The fixture looks for references: frames in the error must not keep any."""
+    """Frames in the error must keep no references; the fixture checks for references."""
 
     def picky(results: list[torch.Tensor]) -> None:
         raise ValueError(f"not {len(results)} results")

@@ -1,4 +1,4 @@
-"""Gradients through maps, into ``.grad`` or returned, as ``torch.autograd`` has them."""
+"""Gradients through maps, into ``.grad`` or returned, as with ``torch.autograd``."""
 
 from __future__ import annotations
 

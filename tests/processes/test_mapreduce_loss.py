@@ -41,7 +41,7 @@ def three(nursery: Nursery) -> Iterator[Cluster]:
 
 
 def kill(group: Cluster, name: str) -> None:
-    rpc.rpc_sync(name, functions.identity, args=(None,))  # It is noticed where it is connected.
+    rpc.rpc_sync(name, functions.identity, args=(None,))  # connected: its death is noticed
     os.kill(group.pids[name], signal.SIGKILL)
     parts.wait_lost(name)
 
@@ -54,7 +54,7 @@ def test_a_worker_is_killed_while_it_runs_a_part(three: Cluster, victim: str, fa
 
 
 class Watching:
-    """Has the last part go on when the victim has ended its own, and is dead."""
+    """Kills the victim when its part has ended, and then lets the last part continue."""
 
     def __init__(self, group: Cluster, victim: str) -> None:
         self.group = group

@@ -1,4 +1,4 @@
-"""Maps in groups without a size: workers join, leave, die and come back between and within them."""
+"""Maps in open groups: workers join, leave, die and return between maps and during them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
 
 
 class Group:
-    """An open group of its own for each test: ``a``, ``b`` and so on, of rank 0, 1 and so on."""
+    """An open group for one test: workers ``a``, ``b`` and so on, of rank 0, 1 and so on."""
 
     def __init__(self, warm: OpenWorkers, path: Path) -> None:
         self._method = f"file://{path}"
@@ -70,7 +70,7 @@ def test_who_leaves_between_maps_gets_none(group: Group) -> None:
 def test_who_was_killed_and_came_back_under_its_name_gets_parts(
     group: Group, is_known: bool
 ) -> None:
-    """Whether the caller was told of the death, or hears of the new life first."""
+    """With ``is_known`` the caller learns of the death first, otherwise of the new life."""
     group.join("a", "b")
     assert group.do("a", functions.lives, 2, ["b"]) == [("b", 1), ("b", 2)]
     group.kill("b")
@@ -98,7 +98,7 @@ def test_a_worker_dies_before_the_backward_pass_and_may_come_back(
 
 
 def test_all_workers_of_a_map_die_and_come_back(group: Group) -> None:
-    """Those that the map knew are gone; this worker, which was among them, runs all parts."""
+    """The map's other workers are gone; the caller, which took part in it, runs all parts."""
     group.join("a", "b", "c")
     group.do("a", functions.forward, None, 7)
     for name in "bc":

@@ -1,4 +1,4 @@
-"""The display of maps that real workers run: one of them is slow, and then it is lost."""
+"""The display of maps on real workers: one worker is slow, and then lost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_slow_worker_is_named_and_then_its_loss(
         shown.step()
         slow = run("worker1")
         await_line(out, "worker1 is behind: part 1 of never_on for ")
-        # The line may be of the first map, in which a busy machine kept the worker waiting.
+        # The line may stem from the first map, in which a busy machine delayed the worker.
         wait_until(lambda: behind(shown) == [1], lambda: f"behind: {behind(shown)}")
         os.kill(group.pids["worker1"], signal.SIGKILL)
         assert slow.wait() == ["worker0", "worker0"]

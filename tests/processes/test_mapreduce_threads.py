@@ -66,7 +66,7 @@ def test_gradients_of_all_threads_add_up(group: Cluster, only_inputs: bool) -> N
                 )
                 inputs = parameters if only_inputs else None
                 autograd.backward(context_id, total, inputs=inputs)
-                together.wait(LIMIT_S)  # All have added to .grad.
+                together.wait(LIMIT_S)  # All threads have added to .grad.
                 own = autograd.get_gradients(context_id)
                 for parameter, gradient in zip(parameters, expected[thread], strict=True):
                     assert torch.equal(own[parameter], gradient)

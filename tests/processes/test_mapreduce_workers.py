@@ -1,4 +1,4 @@
-"""Maps over more workers than one sends to, and over workers that do not take everything."""
+"""Maps over more workers than one worker sends to, and over restricted workers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_gradients_along_a_tree(nursery: Nursery, fan_out: int) -> None:
         assert notes == [["make"]] * fan_out + [["pull"]] * (5 - fan_out)
 
 
-# Workers that do not take everything
+# Restricted workers
 
 
 @pytest.fixture(params=["allow-list", "strict"])

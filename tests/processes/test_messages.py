@@ -1,4 +1,4 @@
-"""What a person sees when a call fails: one cause, once, without the frames of Weft itself."""
+"""What users see when a call fails: one cause, once, without Weft's own frames."""
 
 from __future__ import annotations
 
@@ -223,12 +223,12 @@ def test_a_time_limit_is_not_negative(group: Cluster, timeout: float) -> None:
             call()
 
 
-# Names that are not there
+# Missing names
 
 
 @pytest.mark.parametrize("owner", ["worker1", "driver"])
 def test_a_missing_method_is_told_with_the_nearest_name(group: Cluster, owner: str) -> None:
-    reference: Any = rpc.remote(owner, make_slow)  # Not the class: the caller knows no type.
+    reference: Any = rpc.remote(owner, make_slow)  # A function: the caller knows no type.
     text = printed(lambda: reference.rpc_sync().stop_fro(1))
     message = "'Slow' object has no attribute 'stop_fro'; did you mean 'stop_for'?"
     assert f"UnknownFunction: {message}" in text

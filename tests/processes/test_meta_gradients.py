@@ -20,16 +20,16 @@ from torchweft.launch import Cluster, Nursery
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 WORKERS = ("worker0", "worker1", "worker2")
 ACROSS = 1e-10
-"""Where the inner loop itself leads through other workers."""
+"""Tolerance where the inner loop itself calls other workers."""
 
-# 8 tasks: 3, 3 and 2; 2, 2 and 4; two for everybody; all on one worker, and on the caller.
+# Splits of 8 tasks: 3, 3 and 2; 2, 2 and 4; 2 each with the caller; one worker; the caller.
 each_in_turn = mapreduce.dim_partitioner(0, exclusive=True, workers=WORKERS)
 in_chunks = mapreduce.dim_partitioner(0, workers=WORKERS)
 with_the_caller = mapreduce.dim_partitioner(0, exclusive=True)
 SPLITS = (each_in_turn, in_chunks, with_the_caller, "worker1", "driver")
 
 ORDERS = (False, True)
-"""Of the derivatives: whether those of the second order are taken."""
+"""Whether second-order derivatives are taken."""
 WAYS = ("backward", "grad")
 FAN_OUTS = (1, 4)
 
@@ -44,14 +44,14 @@ def shared_three(nursery: Nursery) -> Iterator[Cluster]:
 
 @pytest.fixture
 def three(shared_three: Cluster) -> Iterator[Cluster]:
-    """Three workers, who keep nothing of the test."""
+    """Three workers; checks that they keep nothing of the test."""
     with nothing_kept(shared_three):
         yield shared_three
 
 
 def test_first_and_second_order_are_far_apart() -> None:
-    # The norm of what is between them, as a multiple of that of the second order: after three
-    # inner steps at a rate of 0.03, from the initial weights. It is from 0.7 to 3 with others.
+    # The norm of their difference, relative to the second-order gradient, after three inner
+    # steps at a rate of 0.03. With other initial weights it is between 0.7 and 3.
     first, second = (flat(single_process(is_second).gradients) for is_second in (False, True))
     assert float((first - second).norm() / second.norm()) == pytest.approx(1.7, abs=0.05)
 

@@ -1,4 +1,4 @@
-"""Meta-gradients equal those of a single process, also if workers are killed on the way."""
+"""Meta-gradients equal those of a single process, even if workers are killed meanwhile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchweft.mapreduce.observers import observers
 
 WORKERS = FIRST, SECOND, THIRD = ("worker0", "worker1", "worker2")
 ACROSS = 1e-10
-"""Where the inner loop itself leads through other workers."""
+"""Tolerance where the inner loop itself calls other workers."""
 
 each_in_turn = mapreduce.dim_partitioner(0, exclusive=True, workers=WORKERS)
 in_chunks = mapreduce.dim_partitioner(0, workers=WORKERS)
@@ -40,7 +40,7 @@ WAYS_AND_ORDERS = [("backward", True), ("grad", False)]
 
 every_way = pytest.mark.parametrize("way", WAYS)
 
-# Who dies at which point, one after the other; FAN_OUT; who runs which tasks.
+# For each case: the deaths in order, by worker and point; FAN_OUT; the partitioner.
 CASES: dict[str, tuple[tuple[tuple[str, str], ...], int, Any]] = {
     "a part begins": (((SECOND, "begin"),), 4, each_in_turn),
     "a part ends": (((SECOND, "end"),), 4, each_in_turn),
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[tuple[tuple[str, str], ...], int, Any]] = {
 
 @contextlib.contextmanager
 def three(nursery: Nursery, victims: Sequence[str] = ()) -> Iterator[Cluster]:
-    """Three workers, of whom the survivors keep nothing."""
+    """Three workers; checks that the survivors keep nothing."""
     with (
         torchweft.cluster(
             workers=3, nursery=nursery, rpc_backend_options=options(), check=False
@@ -75,7 +75,7 @@ def three(nursery: Nursery, victims: Sequence[str] = ()) -> Iterator[Cluster]:
 
 
 class Losses:
-    """Notes which parts were run again for which worker."""
+    """Records the parts that ran again, for each lost worker."""
 
     def __init__(self) -> None:
         self.parts: dict[str, set[int]] = {}
@@ -144,7 +144,7 @@ def test_it_dies_before_gradients_are_sent_to_it(
         pids = [group.pids[FIRST]]
 
         def kill(_: Tensor) -> None:
-            if pids:  # The pass will come by again.
+            if pids:  # A repeated pass calls the hook again.
                 os.kill(pids.pop(), signal.SIGKILL)
 
         outcome = by_map(
@@ -158,7 +158,7 @@ def test_it_dies_before_gradients_are_sent_to_it(
     assert {0, 3, 6} <= losses.parts[FIRST]
 
 
-# Inner loops that are maps themselves: over all, or over the workers without the caller.
+# Inner loops that are maps themselves: over all workers, or over all but the caller.
 INNER_CASES = [
     (point, workers)
     for point in ("begin", "inner begin", "inner backward", "backward")

@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, str]] = {
 }
 
 CHILDREN = {1: (1, 1, 1, 0), 2: (2, 1, 0, 0), 4: (3, 0, 0, 0)}
-"""By FAN_OUT: how many workers the caller and the others give the parameters to."""
+"""For each FAN_OUT: to how many workers the caller and each other worker send the parameters."""
 
 
 class Moved(NamedTuple):
@@ -105,7 +105,7 @@ def test_a_meta_step(three: Cluster, fan_out: int, way: str) -> None:
         else:
             mapreduce.autograd.backward(context_id, error)
         backward = moved(before, size_bytes)
-    # Each worker gets the parameters once; as many others as its children get them from it.
+    # Each worker receives the parameters once, and sends them to each of its children.
     children = dict(zip(names, CHILDREN[fan_out], strict=True))
     for name, count in children.items():
         own = 0 if name == three.name else 1

@@ -1,4 +1,4 @@
-"""Groups that never become complete: everybody who came is told in time, by name, who did not."""
+"""Groups that never become complete: the present workers learn in time which ranks are missing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from torchweft.errors import RendezvousTimeout
 
 TIMEOUT_S = 1.0
 LATE_S = 2.0
-"""So long an answer of the store may take when the time is up."""
+"""How long an answer of the store may take after the time is up."""
 SLACK_S = 0.5
-"""For what joining itself takes; a few milliseconds are usual."""
+"""Allowance for joining itself, which usually takes a few milliseconds."""
 
 
 def waited_for_core_s(pid: int) -> float:
-    """Returns how long the threads of a process were ready to run while others had the cores."""
+    """Returns how long the threads of a process were ready to run but had no core."""
     times = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     return sum(int(waited_ns) for _, waited_ns, _ in times) / 1e9
 
@@ -61,7 +61,7 @@ class Joiners:
         return elapsed_s, error
 
     def slack_s(self) -> float:
-        """What any of them may take longer, on a machine that has other things to do as well."""
+        """Returns how much longer a joiner may take on a busy machine."""
         return SLACK_S + sum(waited_for_core_s(self.pids[name]) for name in self._names)
 
     def others(self, name: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Two workers that only a network connects: each is in a network namespace of its own."""
+"""Two workers connected only by a network, each in its own network namespace."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SIZES = [1, 1 << 16, (1 << 19) + 1, 5 << 20, (64 << 20) + 3]
 
 
 def call_all() -> dict[str, Any]:
-    """Sends tensors of all sizes there and back; returns by which way they went."""
+    """Sends tensors of all sizes there and back; returns how they travelled."""
     peer = current().peers[1]
     rpc.rpc_sync(1, far.double, args=(torch.ones(1),))
-    # Large tensors follow their messages until the other side has said what it can receive.
+    # Large tensors travel behind their messages until the peer has said what it can receive.
     while peer.channels.channel_for(SIZES[-1]) != STRIPED:
         rpc.rpc_sync(1, far.double, args=(torch.ones(1),))
     wrong = []
@@ -67,7 +67,7 @@ def test_tensors_cross_a_network(warm: OpenWorkers, tmp_path: Path) -> None:
     assert found["received"] == sum(size for size in SIZES if size >= 1 << 19)
 
 
-# What an unchanged program meets, in which nothing but the address of rank 0 is told
+# What an unchanged program meets if it sets only the address of rank 0
 
 
 class Pair:
@@ -82,7 +82,7 @@ class Pair:
     def join(
         self, settings: dict[str, str], size: int | None = 2, *, is_compat: bool = False
     ) -> list[tuple[float, Exception | None]]:
-        """Has both join; returns how long that took each, in seconds, and what went wrong."""
+        """Has both join; returns how many seconds each took, and its error."""
         outcomes = []
         for rank, host in enumerate(self._hosts):
             meeting = {"MASTER_ADDR": self._hosts[0].address, "MASTER_PORT": str(far.STORE_PORT)}
@@ -92,7 +92,7 @@ class Pair:
             else:
                 told = {"init_timeout": far.LIMIT_S}
                 self.warm.begin(self.NAMES[rank], far.try_to_join, *arguments, told)
-            if size is None:  # Rank 0 is there before the other one comes.
+            if size is None:  # Rank 0 must be present first.
                 outcomes.append(self.warm.result(self.NAMES[rank]))
         return outcomes or [self.warm.result(name) for name in self.NAMES]
 

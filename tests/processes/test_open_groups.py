@@ -1,4 +1,4 @@
-"""Groups without a size: workers join, leave, die and come back while others work."""
+"""Open groups: workers join, leave, die and return while others work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ kept: dict[str, Any] = {}
 
 
 class Group:
-    """An open group of its own for each test: its workers are ended with it."""
+    """An open group for one test; ``close`` kills its workers."""
 
     def __init__(self, warm: OpenWorkers, path: Path) -> None:
         self._warm = warm
@@ -280,7 +280,7 @@ def test_a_leaver_waits_for_its_own_calls(group: Group) -> None:
 
 
 def test_one_that_joins_meanwhile_is_told_of_the_leaver(group: Group) -> None:
-    """It knows the leaver from the store, and must not find it dead."""
+    """The joiner finds the leaver in the store, and must not take it for a lost worker."""
     group.join("a", 0)
     group.join("b", 1)
     group.do("b", begin_slow_call, "a", 2.0)

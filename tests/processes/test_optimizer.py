@@ -1,4 +1,4 @@
-"""``DistributedOptimizer`` on real workers, always against a local optimizer in one process."""
+"""``DistributedOptimizer`` on real workers, compared with a local optimizer in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchweft.launch import Nursery
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer, clip_grad_norm_
 
-# Each test shares the workers of the file; they connect to one another when they first talk.
+# The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 FIRST, SECOND = "worker0", "worker1"
 ROWS = 12
@@ -54,7 +54,7 @@ class Part(nn.Module):
 
 
 class Dense(Part):
-    """The same with dense gradients of the embedding."""
+    """A ``Part`` whose embedding has dense gradients."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         assert self.table is not None
@@ -147,7 +147,7 @@ def test_training_is_bit_equal_to_one_process(kind: Any, options: dict[str, Any]
     twin.check_equal()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of Adagrad itself
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # from Adagrad itself
 @pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
 def test_sparse_gradients_reach_the_local_optimizer_as_they_are(kind: Any) -> None:
     twin = Twin(Part)
@@ -399,7 +399,7 @@ class Shared(nn.Module):
         self.table = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
 
     def forward(self, row: int) -> Tensor:
-        return self.table[row].sum()  # no weight is needed again in the backward pass
+        return self.table[row].sum()  # the backward pass needs no saved weight
 
 
 def train_row(module: RemoteModule, row: int, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""Backward passes outside of contexts, into ``.grad`` on every worker, as one process has it."""
+"""Backward passes outside of contexts, into ``.grad`` on every worker, as in one process."""
 
 from __future__ import annotations
 

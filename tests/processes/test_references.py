@@ -1,6 +1,6 @@
-"""``RRef``: use, handing on, failing values, and that nothing stays when all handles are gone.
+"""``RRef``: use, passing on, failing values, and that nothing stays when all handles are gone.
 
-The ``group`` fixture checks after every test that all workers are rid of all references.
+The ``group`` fixture checks after every test that no worker has kept a reference.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_a_reference_dropped_before_its_value_is_made(group: Cluster) -> None:
     wait_until(lambda: keeper.counts()["owned"] == 0, lambda: "the references were not dropped")
     _may_go_on.set()
     assert all(call.wait() for call in holding)
-    # They are made all the same, and the fixture sees that they do not stay.
+    # The calls run all the same, and the fixture checks that no value stays.
     wait_until(
         lambda: [functions._kept.get(f"made {number}") for number in range(3)] == [0, 1, 2],
         lambda: "the calls have not run",
@@ -132,7 +132,7 @@ def hold_thread() -> bool:
     return _may_go_on.wait(functions.LIMIT_S)
 
 
-# Handing on
+# Passing references on
 
 
 def test_user_to_user(group: Cluster) -> None:
@@ -214,7 +214,7 @@ def test_churn_leaves_no_trace_in_any_table(group: Cluster) -> None:
         )
 
 
-# Values that are still being made, or failed
+# Values that are still being computed, or failed
 
 
 @pytest.mark.parametrize("owner", ["driver", "worker0"])
@@ -279,7 +279,7 @@ def test_a_call_that_cannot_be_made_leaves_no_reference(group: Cluster) -> None:
         rpc.rpc_sync("worker1", functions.identity, args=([reference, functions.Unreadable()],))
 
 
-# Circles
+# Reference cycles
 
 
 def test_a_circle_through_the_owner_lasts_until_it_is_broken(group: Cluster) -> None:

@@ -25,7 +25,7 @@ from torchweft.launch import Nursery
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
 
-# Each test shares the workers of the file; they connect to one another when they first talk.
+# The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 FIRST, SECOND = "worker0", "worker1"
 
@@ -37,7 +37,7 @@ def workers(nursery: Nursery) -> Iterator[None]:
 
 
 class Scale(nn.Module):
-    """Multiplies; knows whether it trains and where it is."""
+    """Multiplies; reports its training mode and its worker."""
 
     def __init__(self, factor: float, *, shift: float = 0.0) -> None:
         super().__init__()

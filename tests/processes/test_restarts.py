@@ -1,4 +1,4 @@
-"""``torchweft run --restarts``: workers are killed, and what is promised comes back."""
+"""``torchweft run --restarts``: workers that are killed are started again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def told(err: list[str]) -> list[str]:
-    """Returns what the launcher said, with what differs from run to run replaced."""
+    """Returns the launcher's lines, with the values that differ between runs replaced."""
     said = [
         line.removeprefix("torchweft run: ") for line in err if line.startswith("torchweft run: ")
     ]

@@ -1,4 +1,4 @@
-"""Tensors through memory that two workers share: who may use it, and until when."""
+"""Tensors in memory that two workers share: which worker may use it, and for how long."""
 
 from __future__ import annotations
 

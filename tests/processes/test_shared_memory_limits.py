@@ -1,4 +1,4 @@
-"""Shared memory that is bounded, forbidden, or outlived by its users."""
+"""Shared memory that is bounded or disabled, or that outlives its users."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchweft.launch import Nursery
 SIZE = 1 << 20
 
 
-# Without one way or another
+# Without some of the channels
 
 
 def test_a_worker_without_shared_memory_still_borrows(nursery: Nursery) -> None:
@@ -64,7 +64,7 @@ def test_beyond_the_limit_tensors_take_the_next_way(nursery: Nursery, also: list
         no_loans("driver")
 
 
-# Somebody dies
+# Worker deaths
 
 
 def test_what_a_killed_worker_had_is_lent_again(nursery: Nursery) -> None:

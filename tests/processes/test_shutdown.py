@@ -1,4 +1,4 @@
-"""``shutdown``: gracefully, at once, with a time limit; and what is left of the process."""
+"""``shutdown``: gracefully, at once, with a time limit; and what it leaves in the process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_has_begun_is_finished(
 
 
 LATE = r"longer than 0\.2 s; workers? '\w+'.* had (calls under way|not called shutdown)"
-"""The second on a busy machine, whose workers take longer until they have called it."""
+"""The second alternative occurs on a busy machine, whose workers call ``shutdown`` late."""
 
 
 def test_a_time_limit(start: Callable[..., Cluster]) -> None:

@@ -1,4 +1,4 @@
-"""``shutdown`` ends within its time, whatever the others do, and says who was waited for."""
+"""``shutdown`` ends in time whatever other workers do, and names the workers it waited for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchweft.errors import ShutdownError
 
 LIMIT_S = 0.3
 SLACK_S = 1.5
-"""What closing may take beyond the limits, on a machine that is busy otherwise."""
+"""How much longer than the limits closing may take on a busy machine."""
 
 
 @pytest.fixture
@@ -28,14 +28,14 @@ def workers(warm: OpenWorkers) -> Iterator[OpenWorkers]:
 
 @pytest.fixture
 def closed(workers: OpenWorkers, tmp_path: Path) -> OpenWorkers:
-    """Workers ``a``, which leads, ``b`` and ``c``, in a closed group."""
+    """Workers ``a`` (the leader), ``b`` and ``c``, in a closed group."""
     join_all(workers, tmp_path, 3)
     return workers
 
 
 @pytest.fixture
 def opened(workers: OpenWorkers, tmp_path: Path) -> OpenWorkers:
-    """The same in an open group, where none leads."""
+    """The same workers in an open group, which has no leader."""
     join_all(workers, tmp_path, None)
     return workers
 
@@ -54,7 +54,7 @@ def stop(workers: OpenWorkers, name: str) -> None:
 def shut_down(
     workers: OpenWorkers, name: str, limit_s: float = LIMIT_S, closing_s: float = 0.0
 ) -> ShutdownError:
-    """Shuts a worker down, which must fail in time; returns how it did."""
+    """Shuts a worker down, which must fail in time; returns the error."""
     took_s, error = workers.do(name, leaving.shut_down, limit_s)
     assert isinstance(error, ShutdownError), error
     assert took_s < limit_s + closing_s + SLACK_S, took_s

@@ -1,4 +1,4 @@
-"""What a worker is doing can be asked while it does it, and by a signal."""
+"""``rpc.stacks`` and a signal show what a worker is doing while it does it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Model:
 
 
 def hold_the_interpreter(path: str) -> None:
-    """Waits in C, without letting other threads run, until somebody opens the pipe."""
+    """Waits in C, holding the interpreter lock, until the other end of the pipe is opened."""
     ctypes.PyDLL(None).open(path.encode(), os.O_RDONLY)
 
 
@@ -80,7 +80,7 @@ def test_a_worker_whose_threads_are_all_taken_says_what_they_do(
     ]
     stacks_when(lambda told: len(told.calls) == 3 and all(call.has_begun for call in told.calls))
     calls.append(rpc.rpc_async("worker0", os.getpid))
-    # One that waits for work has just been woken, where another was faster with the work.
+    # An idle thread may have just been woken for a call that another thread took first.
     told = stacks_when(lambda told: len(told.calls) == 4 and is_idle(told.threads[-1]))
     assert (told.worker, told.pid) == ("worker0", group.pids["worker0"])
     assert sorted((call.function, call.caller, call.has_begun) for call in told.calls) == [
@@ -132,4 +132,4 @@ def test_a_worker_knows_its_own_stacks(group: Cluster) -> None:
     names = {thread.name for thread in told.threads}
     assert "weft-driver-clock" in names
     assert any(re.fullmatch(r"weft-driver-\d+", name) for name in names)
-    assert threading.main_thread().name not in names  # It asks.
+    assert threading.main_thread().name not in names  # the thread that asks

@@ -1,4 +1,4 @@
-"""Strangers knock: each gets what the table says, and the members go on as if nothing were."""
+"""Strangers connect: each gets the answer in the table, and the members work on undisturbed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_who_dials_a_stranger_in_between_is_told(group: Group, victim: Victim) -
 
 
 class Flood:
-    """Opens connections all the time, says nothing on them, and keeps many of them."""
+    """Opens connections continuously, sends nothing on them, and keeps many of them open."""
 
     def __init__(self, victim: Victim) -> None:
         self._victim = victim
@@ -123,7 +123,7 @@ def test_members_join_and_call_in_a_flood_of_strangers(group: Group) -> None:
 def test_of_too_many_strangers_the_oldest_goes(
     warm: OpenWorkers, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    # None of them goes for want of time.
+    # With this time limit, no connection is closed for its age.
     patient = Group(
         warm, tmp_path_factory.mktemp("patient"), settings={"WEFT_CONNECT_TIMEOUT_S": "600"}
     )
@@ -166,7 +166,7 @@ def test_members_join_and_call_in_a_flood_of_strangers_with_tls(secure_group: Gr
     survive_flood(secure_group)
 
 
-# Those who dial a stranger
+# Members that dial a stranger
 
 
 def serve_once(listener: socket.socket, context: ssl.SSLContext | None) -> None:

@@ -1,4 +1,4 @@
-"""Large tensors over connections of their own, where no memory is shared."""
+"""Large tensors over data connections, between workers that share no memory."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_an_answer_that_comes_too_late_is_dropped(group: Cluster) -> None:
     gc.collect()
     before = functions.pool_statistics().leased_bytes
     future = rpc.rpc_async("worker0", functions.pass_gate, args=("late", bytes_of(8 * FROM)))
-    # Its caller gives it up, but the callee does not hear of that in time.
+    # The caller abandons the call, but the callee does not learn of that in time.
     calls = current().calls
     assert calls._client.take(future._call.number) is future._call
     calls.fail(future._call, CallTimeout("given up"))
@@ -167,7 +167,7 @@ def test_small_calls_do_not_wait_for_a_large_tensor(group: Cluster) -> None:
     busy = latencies(in_flight.done, at_most=10_000)
     flight_s = time.monotonic() - start_s
     assert in_flight.wait() == LARGE_BYTES
-    # One behind the other, a single call would have been made while the tensor was in flight.
+    # If calls queued behind the tensor, only one call would run while it is in flight.
     assert len(busy) >= 5
     assert statistics.median(busy) < max(flight_s / 5, 20 * quiet_s)
 

@@ -1,4 +1,4 @@
-"""What happens to large tensors under way when a worker is lost, or cannot be reached that way."""
+"""Large tensors in flight when a worker is lost, or cannot be reached by data connections."""
 
 from __future__ import annotations
 

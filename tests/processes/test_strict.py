@@ -1,4 +1,4 @@
-"""Strict workers: no pickle is read, what is registered runs and nothing else, training works."""
+"""Strict workers read no pickle and run only registered functions; training works."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def echo(value: Any, to: str = "worker0") -> Any:
     return rpc.rpc_sync(to, functions.identity, args=(value,))
 
 
-# What goes through
+# What strict workers accept
 
 
 def test_plain_values(group: Cluster) -> None:
@@ -158,7 +158,7 @@ def test_a_backward_pass_that_fails(group: Cluster) -> None:
     assert caught.value.worker == "worker0"
 
 
-# What does not
+# What strict workers refuse
 
 
 @pytest.mark.parametrize("start", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
@@ -281,7 +281,7 @@ def join(name: str, rank: int, method: str, strict: bool) -> None:
 
 
 def exchange(to: str, target: str) -> list[Any]:
-    """Makes calls of all kinds from a worker that trusts its group; returns what came of them."""
+    """Makes calls of all kinds from a worker that trusts its group; returns their outcomes."""
     outcomes: list[Any] = [rpc.rpc_sync(to, functions.identity, args=([1, torch.ones(2)],))[0]]
     for call in (
         functools.partial(rpc.rpc_sync, to, functions.identity, (attacks.Counter(),)),
@@ -292,7 +292,7 @@ def exchange(to: str, target: str) -> list[Any]:
             outcomes.append(call())
         except Exception as error:
             outcomes.append(type(error).__name__)
-    # What a strict worker sends to one that is not may be anything.
+    # A strict worker may send any value to a worker that is not strict.
     outcomes.append(rpc.rpc_sync(to, attacks.make_counter, (7,)).total)
     outcomes.append(os.path.exists(target))
     return outcomes

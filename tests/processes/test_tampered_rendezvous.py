@@ -1,6 +1,6 @@
-"""Somebody has the rendezvous store in his hands: workers get a typed error, and he gets nothing.
+"""An attacker controls the rendezvous store: workers get a typed error, the attacker nothing.
 
-The store here is PyTorch's over TCP, which lets in whoever comes; the test itself keeps it.
+The store is PyTorch's ``TCPStore``, which admits every client; the test hosts it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
 
 
 class Store:
-    """A store of the attacker's, and the workers that meet there."""
+    """The attacker's store, and the workers that use it for their rendezvous."""
 
     def __init__(self, warm: OpenWorkers, folder: Path, number: int) -> None:
         self.keys = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=LIMIT_S))
@@ -105,7 +105,7 @@ def directory(*workers: dict[str, Any]) -> str:
 
 @pytest.fixture
 def trap() -> Iterator[socket.socket]:
-    """Where a worker must not connect to."""
+    """A listener to which no worker must connect."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         yield listener
@@ -165,7 +165,7 @@ def test_another_member_of_an_open_group(store: Store, trap: socket.socket) -> N
     with pytest.raises(RendezvousError, match=r"'member/1/\w*' was not written with the secret"):
         store.join("b", 1, None)
     store.keys.set("left/1", "1")
-    store.join("c", 2, None)  # It has not been told of a, which is all that can be done to it.
+    store.join("c", 2, None)  # The attacker can hide ``a`` from ``c``, and do no more.
     assert store.do("c", strange_members.state).members == ["c"]
 
 
@@ -186,11 +186,11 @@ def test_a_worker_with_a_secret_and_one_without(store: Store) -> None:
         store.result("b")
 
 
-# Without a secret, whoever has the store knows the token; but he is of another machine or user.
+# Without a secret, the attacker has the token from the store, but another machine or user.
 
 
 def misdirect(store: Store, address: str) -> None:
-    """Has a worker without a secret believe that another one is at an address."""
+    """Makes a worker without a secret believe that another worker is at an address."""
     store.begin("b", 1, 2, has_secret=False)
     own = json.loads(store.await_key("worker/1"))
     store.keys.set("directory", directory(registration("a", 0, address), own))
@@ -216,7 +216,7 @@ def test_without_a_secret_another_user_is_not_talked_to(store: Store, kind: str)
         listener.settimeout(LIMIT_S)
         misdirect(store, str(address))
         called = pool.submit(store.do, "b", call, "a")
-        with as_nobody():  # Whoever accepts a TCP connection has its end.
+        with as_nobody():  # The accepting user owns its end of the connection.
             connection, _ = listener.accept()
         with connection:
             Handshake.accept(connection, Secret(TOKEN.encode()), time.monotonic() + LIMIT_S)

@@ -1,4 +1,4 @@
-"""Messages of more tensors than a worker accepts: the call fails, and nothing else."""
+"""Messages with more tensors than a worker accepts: the call fails, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = 3
 
 
 def limit_tensors(limit: int) -> int:
-    """Sets how many tensors this worker accepts and sends in a message; returns what it was."""
+    """Sets how many tensors this worker accepts and sends in a message; returns the old limit."""
     tensor_messages = current_worker().tensor_messages
     before, tensor_messages._tensor_limit = tensor_messages._tensor_limit, limit
     return before
@@ -27,7 +27,7 @@ def limit_tensors(limit: int) -> int:
 
 @pytest.fixture(params=["worker0", "driver"])
 def limited(group: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The one worker that accepts and sends few."""
+    """The worker with the low limit."""
     before = rpc.rpc_sync(request.param, limit_tensors, args=(LIMIT,))
     yield request.param
     rpc.rpc_sync(request.param, limit_tensors, args=(before,))

@@ -1,4 +1,4 @@
-"""``rpc.on``: functions on a worker, methods of a value; what is refused at the caller."""
+"""``rpc.on``: functions on a worker, methods of a value, and what the caller refuses."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_cannot_work_is_refused_by_the_caller() -> None:
         with pytest.raises(MethodNotFound, match="did you mean 'add_soon'"):
             proxy.add_son(1)
         assert dir(proxy) == ["add", "add_later", "add_soon"]
-    # A reference that another worker has made says nothing of its class: the owner answers.
+    # A reference that another worker made does not know its class, so the owner answers.
     received: rpc.RRef[Any] = rpc.rpc_sync("worker1", make_counter_on, args=("worker0",))
     with pytest.raises(AttributeError, match="add_son"):
         received.rpc_sync().add_son(1)

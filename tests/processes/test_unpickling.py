@@ -1,4 +1,4 @@
-"""Nothing is unpickled for strangers, whatever they send: not even what members may send."""
+"""No data from strangers is unpickled, not even messages that members may send."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def frame(kind: int, flags: int, control: bytes) -> bytes:
 
 
 def pickled_call() -> bytes:
-    """A call as a member makes it, which would create a set in the worker."""
+    """Returns a call as a member makes it, which would create a set in the worker."""
     payload = pack((({1, 2},), {}), main_by_name=True).payload
     name = f"{functions.__name__}:identity".encode()
     head = encode_call_head(CallHead(10.0, NO_CREATION, 0, 0, name, ()))
@@ -71,7 +71,7 @@ def attempts() -> list[bytes]:
 
 
 def send(address: addresses.Address, content: bytes) -> bytes:
-    """Sends it all, and nothing more; returns what comes back until the worker has hung up."""
+    """Sends ``content``, ends the output, and returns the answer up to the worker's hang-up."""
     with addresses.dial(address, LIMIT_S) as connection:
         connection.settimeout(LIMIT_S)
         answer = bytearray()
@@ -83,7 +83,7 @@ def send(address: addresses.Address, content: bytes) -> bytes:
         except TimeoutError:
             raise AssertionError(f"still connected after {content[:80]!r}") from None
         except OSError:
-            pass  # It has hung up before it had read all.
+            pass  # The worker hung up before it had read everything.
         return bytes(answer)
 
 
@@ -109,7 +109,7 @@ def test_nothing_of_a_stranger_is_unpickled(watched: None) -> None:
     assert rpc.rpc_sync(WORKER, unpickling.seen) == []
     assert rpc.rpc_sync(WORKER, unpickling.largest_bytes) - before_bytes < MEMORY_BYTES
 
-    # The same of a member is noticed: so the worker has been watching.
+    # A member's pickle is noticed, so the worker has been watching.
     with pytest.raises(Exception, match="something was unpickled"):
         rpc.rpc_sync(WORKER, functions.identity, args=({1, 2},))
     assert len(rpc.rpc_sync(WORKER, unpickling.seen)) == 1

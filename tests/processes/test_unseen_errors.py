@@ -1,4 +1,4 @@
-"""Errors of calls that nobody waits for are logged once, at the caller."""
+"""Errors of calls that a program never looks at are logged once, at the caller."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def forget(text: str) -> None:
 
 
 class Listener(logging.Handler):
-    """Keeps what is logged on the worker that it is made on."""
+    """Keeps the log texts of the worker that it is made on."""
 
     texts: ClassVar[list[str]] = []
 
@@ -78,7 +78,7 @@ def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def no_more_than(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
-    """Returns what is logged until a marker, which comes after all that was there before it."""
+    """Logs a marker, and returns the texts logged without it: ``count`` at most."""
     gc.collect()
     rpc.rpc_async("worker1", fail, args=("marker",))
     rpc.remote("worker1", fail, args=("marker",))
@@ -92,7 +92,7 @@ def no_more_than(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
     return found
 
 
-# First: the others share a group.
+# First in the file: the other tests share a group.
 def test_what_is_still_unseen_is_logged_at_shutdown(
     nursery: Nursery, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,4 @@
-"""What the workers of the tests of deadlines and cancelling run, and what they note."""
+"""Functions that workers run in the tests of deadlines and cancellation, and their notes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def noted(name: str) -> list[Any]:
 
 
 def open_calls() -> int:
-    """Returns how many calls of others this worker knows, this one not counted."""
+    """Returns how many other calls from other workers are open here."""
     return sum(len(peer.served) for peer in current().peers.values()) - 1
 
 
 def parked(reference: rpc.RRef[Any]) -> int:
-    """Returns how many calls wait here for a value to be made."""
+    """Returns how many calls wait here for a value to be computed."""
     owned = current_worker().references.value_of(reference.id)
     return len(owned._callbacks or ())
 
@@ -52,7 +52,7 @@ def time_left_at(to: str, timeout: float) -> float:
 
 
 async def time_left_soon() -> list[float]:
-    """Returns what this coroutine and two tasks that it starts are told."""
+    """Returns the remaining time in this coroutine and in two tasks that it starts."""
 
     async def ask() -> float:
         await asyncio.sleep(0)
@@ -73,7 +73,7 @@ def time_left_of_a_nested_call(to: str) -> Future[float]:
 
 
 class Value:
-    """A value whose method says how much time there is."""
+    """A value whose method returns the remaining time."""
 
     def time_left(self) -> float:
         return rpc.remaining_time()
@@ -85,9 +85,9 @@ def call_detached(to: str) -> float:
 
 
 def wait_nested(to: str) -> None:
-    """Notes how a call that is not answered, and may take for ever, ends.
+    """Notes how a call ends that has no time limit and is never answered.
 
-    Returns only when the caller has noted its own end: its time is up at the same moment.
+    Returns only when the caller has noted its own end: both run out of time at the same moment.
     """
     try:
         rpc.rpc_sync(to, pass_gate, args=("never",), timeout=0)
@@ -98,7 +98,7 @@ def wait_nested(to: str) -> None:
 
 
 def note_refused(name: str, to: str) -> None:
-    """Notes the errors of calls that are made now, in each of the ways."""
+    """Notes the errors of calls made now, one in each of the three ways."""
     for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
         try:
             call(to, note, args=("must not run",))  # type: ignore[operator]
@@ -106,37 +106,37 @@ def note_refused(name: str, to: str) -> None:
             note(name, error)
 
 
-# Giving up
+# Cancellation
 
 
 def hold_until_cancelled(name: str, count: int) -> None:
-    """Keeps its thread until so many calls that wait behind it are cancelled."""
+    """Keeps its thread until ``count`` calls that wait behind it are cancelled."""
     _hold(name, count, lambda call: call.was_cancelled)
 
 
 def hold_until_one_waits(name: str, seconds: float) -> None:
-    """Keeps its thread until a call has waited behind it for so long."""
+    """Keeps its thread until a call has waited behind it for ``seconds``."""
     _hold(name, 1, lambda call: time.monotonic() - call.arrived_s > seconds)
 
 
 def _hold(name: str, count: int, is_meant: Callable[[ServedCall], bool]) -> None:
     def is_there() -> bool:
         if not noted(name) and sum(is_meant(call) for call in _waiting_here()) >= count:
-            note(name)  # For the others that hold: what was waiting is gone soon.
+            note(name)  # For the other holders: the waiting call is soon gone.
         return bool(noted(name))
 
     wait_until(is_there, lambda: "none waits that is meant", LIMIT_S)
 
 
 def _waiting_here() -> list[ServedCall]:
-    """Returns the calls of others that have not begun, but for those that will hold."""
+    """Returns the calls from other workers that have not begun, except the holders."""
     calls = [call for peer in current().peers.values() for call in peer.served.copy().values()]
     frames = [(call, call.frame) for call in calls]
     return [call for call, frame in frames if frame and b"hold_until" not in bytes(frame.control)]
 
 
 def until_cancelled(name: str) -> None:
-    """Runs until nobody waits for it."""
+    """Runs until it is cancelled."""
     note(name, "begins")
     wait_until(rpc.is_cancelled, lambda: "nobody has cancelled it", LIMIT_S)
     note(name, "ends")

@@ -1,4 +1,4 @@
-"""A training step with everything that Weft offers, as restricted workers have to allow it."""
+"""A training step that uses all that Weft offers, which restricted workers have to allow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train_locally(steps: int) -> list[float]:
 
 
 def train_remotely(worker: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Trains a model on another worker; returns its losses, and its state in the end."""
+    """Trains a model on another worker; returns its losses and its final state."""
     torch.manual_seed(3)
     state = attacks.Model().state_dict()
     model = RemoteModule(worker, attacks.Model)

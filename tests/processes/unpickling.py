@@ -1,4 +1,4 @@
-"""Has a worker notice whether anything is unpickled in it, by whatever way that is done."""
+"""Detects any unpickling in a worker, by whatever function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MISSING = object()
 
 
 class _Watching(pickle.Unpickler):
-    """In place of the one written in C, whose methods cannot be replaced."""
+    """Stands in for the ``Unpickler`` written in C, whose methods cannot be replaced."""
 
 
 def _note(*_: object, **__: object) -> Any:
@@ -32,7 +32,7 @@ def _note(*_: object, **__: object) -> Any:
 
 
 def watch() -> int:
-    """Notes and stops all unpickling from now on; returns how many ways there are."""
+    """Records and prevents all unpickling from now on; returns how many names it replaced."""
     _seen.clear()
     for kind in {pickle._Unpickler, *_subclasses(pickle.Unpickler)}:  # type: ignore[attr-defined]
         _replace(kind, "load", _note)
@@ -45,7 +45,7 @@ def watch() -> int:
 
 
 def unwatch() -> int:
-    """Puts everything back; returns how often something was unpickled."""
+    """Restores everything; returns how often something was unpickled."""
     for owner, name, before in reversed(_replaced):
         if before is _MISSING:
             delattr(owner, name)
@@ -56,12 +56,12 @@ def unwatch() -> int:
 
 
 def seen() -> list[str]:
-    """Returns from where something was unpickled."""
+    """Returns the stacks that unpickled something."""
     return list(_seen)
 
 
 def largest_bytes() -> int:
-    """Returns how much memory this process has had at most."""
+    """Returns the peak memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -72,7 +72,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _contents(module: ModuleType) -> list[tuple[str, Any]]:
-    with contextlib.suppress(Exception):  # torch has modules that are none
+    with contextlib.suppress(Exception):  # some of torch's entries are not modules
         return list(vars(module).items())
     return []
 

@@ -1,4 +1,4 @@
-"""Runs scripts by the command ``torchweft run``, as a person does, and follows what comes of it."""
+"""Runs scripts with the command ``torchweft run``, as users do, and observes the outcome."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def running(directory: Path) -> Iterator[Start]:
-    """Yields what starts ``torchweft run`` with a script; ends what the test does not."""
+    """Yields a function that starts ``torchweft run`` with a script; kills what is left."""
     started: list[subprocess.Popen[str]] = []
 
     def start_run(
@@ -54,18 +54,18 @@ def finish(
 
 
 def read_line(process: subprocess.Popen[str]) -> str:
-    """Returns the next line that a worker prints, without its name before it."""
+    """Returns the next line that a worker prints, without the worker's name."""
     assert process.stdout is not None
     return process.stdout.readline().partition("]")[2].strip()
 
 
 def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
-    """Returns the numbers that the workers print; they are up by then."""
+    """Returns the numbers that the workers print, which are then running."""
     return [int(pid) for _ in range(count) for pid in read_line(process).split()]
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process lives; one that has ended may still wait for a parent to notice."""
+    """Returns whether a process is alive; a zombie is not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,8 +1,8 @@
-"""A worker of simulated calls: what its programs do, and what the shell does for the machines.
+"""A worker of simulated calls: its programs, and the shell around its machines.
 
-Each step that another thread may precede is an event of its own, after a pause that is drawn. So a
-call may end between the moment at which it is in the table and that at which its request is
-written, a ``CANCEL`` may arrive while a call is taken from its queue, and so on.
+Each step that may race with another thread is an event of its own, after a random pause. So a call
+may end after it is in the table and before its request is written. A ``CANCEL`` may arrive while a
+call is taken from its queue, and so on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 LIMITS_S = (0.02, 0.5, 3.0, math.inf)
 PATIENCE_S = 30.0
-"""When a program gives up a call that was not made for another one."""
+"""After this time a program gives up a call that is not nested."""
 LONGEST_WORK_S = 2.0
 LOOK_S = 0.3
 DEEPEST = 3
@@ -55,15 +55,15 @@ NUMBER_OF_NONE = 0
 
 @dataclass(eq=False)
 class Record:
-    """What the observer knows of one call.
+    """The observer's record of one call.
 
     Attributes:
         deadline_s: When its time is up, by the clock of the caller.
         asked_s: The limit that its program gave it.
-        left_s: What was left for its parent.
+        left_s: The time that was left for its parent.
         was_due: Whether there was a connection by which to send it.
         was_closed_before: Whether it had ended when it was sent.
-        was_owed: Whether it was sent before its caller noted that the callee leaves.
+        was_owed: Whether it was sent before its caller noted that the callee was leaving.
         arrived_s: When the callee read it, by its clock.
         cancelled_s: When the callee learnt that it was given up, by its clock.
     """
@@ -97,7 +97,7 @@ class Record:
 
 
 class Request(NamedTuple):
-    """A ``CALL``; ``creation`` is a number where the callee keeps the value."""
+    """A ``CALL``; ``creation`` is a number if the callee keeps the value."""
 
     number: int
     remaining_s: float
@@ -121,7 +121,7 @@ class Cancel(NamedTuple):
 
 
 class Asked(OpenCall):
-    """A call whose end is told to the program."""
+    """A call whose program is told of its end."""
 
     def __init__(
         self,
@@ -157,13 +157,13 @@ class Served(AnsweredCall):
         self.context_id = 0
         self.owned = None
         self.was_told = False
-        """Whether its function was told that nobody waits."""
+        """Whether its function was told that no caller waits."""
         self.has_slot = False
         self.has_outcome = False
         self.is_referred = worker.world.chance.random() < 0.5
 
     def create(self, creation: int) -> bool:
-        if self.peer.is_forgotten:  # As the owner of references knows.
+        if self.peer.is_forgotten:  # The owner of references has noted the loss.
             self.end()
             return False
         self.owned = creation
@@ -188,7 +188,7 @@ class Served(AnsweredCall):
 
 @dataclass(eq=False)
 class Peer:
-    """Another worker as one sees it, or the worker itself."""
+    """A worker's view of another worker, or of itself."""
 
     id: int
     name: str
@@ -206,7 +206,7 @@ class Worker:
     """One worker: its machines, its programs, and the shell between them.
 
     Attributes:
-        writing: Records of calls that are in the table, and whose requests are being written.
+        writing: Records of calls in the table whose requests are being written.
         arrived: All calls that have arrived, by caller and number.
         is_strange: Whether it sends each call twice.
     """
@@ -238,7 +238,7 @@ class Worker:
         return self.clock.now_s
 
     def soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Has the next step done, on some thread."""
+        """Schedules the next step, on some thread."""
         pause_s = self.world.longest_pause_s * self.chance.random() ** 2
         self.clock.later(pause_s, function, *arguments)
 
@@ -248,12 +248,12 @@ class Worker:
         return [record for record in known if record is not None]
 
     def stop(self) -> None:
-        """Ends this worker, where it stands."""
+        """Ends this worker abruptly."""
         self.is_closed = True
         self.clock.stop()
 
     def close(self) -> None:
-        """Leaves at once: what waits here gets an error."""
+        """Leaves at once: waiting calls get an error."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -266,12 +266,12 @@ class Worker:
     # The program
 
     def call_any(self) -> None:
-        """Makes a call that is not part of another one."""
+        """Makes a call that is not nested."""
         if not self.is_closed and self.leaving.stage is Stage.MEMBER:
             self.start(None, 0, lambda: None)
 
     def create_any(self) -> None:
-        """Has a value made at another worker; nobody waits for that."""
+        """Creates a value at another worker, without waiting for it."""
         peer = self._choose()
         if not self.is_closed and peer is not None and peer.lost is None:
             self._creations += 1
@@ -319,7 +319,7 @@ class Worker:
         self.soon(self._ask, peer, call)
 
     def _cancel(self, call: Asked) -> None:
-        """Gives a call up, as its program does: once it has been made."""
+        """Gives a call up for its program, once it has been made."""
         if not call.number:
             self.clock.later(self.world.longest_pause_s + 0.01, self._cancel, call)
         elif not call.record.is_closed and call.record not in self.writing:
@@ -364,7 +364,7 @@ class Worker:
         if call.error is not None or (parent is not None and parent.was_cancelled):
             self._act(self.client.opened(call, was_sent=was_sent))
         if self.chance.random() < 0.2 and call.deadline_s < math.inf:
-            # The main thread waits for this one by itself.
+            # The main thread waits for this call itself.
             delay_s = max(call.deadline_s - self.now_s, 0.0) + 1e-9
             self.clock.later(delay_s, self._time_out, call)
         self._wake_by(call.deadline_s)
@@ -374,7 +374,7 @@ class Worker:
             self._act(self.client.timed_out(call, self.now_s))
 
     def _raise(self, call: Asked, error: WorkerLost) -> None:
-        """Has the maker of a call told at once; the request is taken back."""
+        """Tells the maker of a call at once; the request is taken back."""
         if not call.record.was_sent:
             call.record.was_taken_back = True
         call.record.is_closed = True
@@ -503,7 +503,7 @@ class Worker:
             call.outcome = reply.outcome
             self.soon(self._tell, call)
 
-    # What the client says
+    # Actions of the client
 
     def _act(self, actions: list[Action[Asked]]) -> None:
         for action in actions:
@@ -529,7 +529,7 @@ class Worker:
             self._act(actions)
             self._wake_by(max(next_s, self.now_s + 1e-6))
 
-    # What the server says
+    # Actions of the server
 
     def _act_on_cancelled(self, actions: list[CancelNested]) -> None:
         if actions:
@@ -541,7 +541,7 @@ class Worker:
             self._act(self.client.parents_cancelled(parents))
 
     def lose(self, worker: int) -> None:
-        """Loses another worker."""
+        """Declares another worker lost."""
         peer = self.peers[worker]
         if peer.lost is not None:
             return
@@ -587,7 +587,7 @@ class Worker:
             self.world.finished(served)
 
     def _free(self, served: Served) -> None:
-        """Takes the function off its thread."""
+        """Frees the thread of the function."""
         if served.has_slot:
             served.has_slot = False
             self.running -= 1
@@ -621,15 +621,15 @@ class Worker:
         self.clock.later(self._draw_work_s(), self._outcome, served, error)
 
     def _poll(self, served: Served) -> None:
-        """Computes until nobody waits for it."""
+        """Computes until it learns that no caller waits."""
         if served.notice_unwanted(self.now_s):
             served.was_told = True
             if self.chance.random() < 0.5:
-                self._call_on(served)  # It will be refused.
+                self._call_on(served)  # The nested call will be refused.
             else:
                 self._outcome(served)
         elif served.request.creation != NO_CREATION and self.chance.random() < 0.5:
-            self._outcome(served)  # Else it may go on for ever.
+            self._outcome(served)  # Otherwise it may run for ever.
         else:
             self.clock.later(LOOK_S, self._poll, served)
 
@@ -646,7 +646,7 @@ class Worker:
         if not count or served.record is None:
             self._work(served)
             return
-        self._free(served)  # A thread that waits for other workers does not count.
+        self._free(served)  # A thread that waits for other workers takes no slot.
         is_detached = self.chance.random() < 0.1
         open_calls = [count]
 
@@ -662,7 +662,7 @@ class Worker:
     # Leaving
 
     def leave(self) -> None:
-        """Begins to leave: when nobody needs this worker, it goes."""
+        """Begins to leave; the worker ends when no other worker needs it."""
         self._depart(self.leaving.begin())
         for peer in self.peers.values():
             if not peer.is_self and peer.lost is None:
@@ -689,7 +689,7 @@ class Worker:
                 self.peers[action.worker].is_retired = True
             elif isinstance(action, Left):
                 self.world.polite.add(self.id)
-                # Its last words arrive first.
+                # Its last messages arrive first.
                 self.clock.later(10 * self.world.longest_delay_s, self.close)
             else:
                 assert isinstance(action, BeginSettling)

@@ -1,11 +1,11 @@
 """Workers that call each other in virtual time, the connections between them, and an observer.
 
-Connections keep what calls assume of them (C1 of ``docs/protocols/calls.md``): a message arrives
+Connections fulfil the assumption of calls (C1 of ``docs/protocols/calls.md``): a message arrives
 once and in order, or both workers lose each other. The first message to a worker has to wait for
 the connection. Workers die, connections break, and workers leave, gracefully or not.
 
-The observer has a record of each call, which it fills from what is sent, run and told, and not from
-what the machines say of themselves.
+The observer has a record of each call. It fills the record from messages, runs and outcomes that it
+sees itself, not from the state of the machines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.simulation.timeline import Clock, Timeline
 from torchweft.errors import CallCancelled, CallTimeout, NotInitialized, QueueFull, WorkerLost
 
 SLACK_S = 1.5
-"""How late a step of a worker may be: it has several, and each may have to wait for a moment."""
+"""How late a worker may react: it takes several steps, and each may have to wait for a moment."""
 ROUNDING_S = 1e-6
 
 
@@ -27,10 +27,10 @@ class CallWorld:
     """Workers, connections and the observer.
 
     Attributes:
-        workers: By id, those that are there.
-        gone: Ids of those that have died or left.
-        polite: Ids of those that left when nobody needed them any more.
-        counts: How often each thing happened, for tests that this happens at all.
+        workers: All workers by id, also those that are gone.
+        gone: Ids of the workers that have died or left.
+        polite: Ids of the workers that left when no other worker needed them any more.
+        counts: How often each kind of event happened; a test checks that every kind happens.
     """
 
     def __init__(self, seed: int, size: int, *, strange: int | None = None) -> None:
@@ -47,7 +47,7 @@ class CallWorld:
         self.longest_pause_s = self.chance.choice((0.0, 1e-3, 0.02, 0.2))
         self.longest_delay_s = self.chance.choice((1e-3, 0.1, 1.0))
         self.is_quiet = False
-        """Whether programs make no calls of their own any more."""
+        """Whether programs have stopped making calls of their own."""
         self._arrivals_s: dict[tuple[int, int], float] = {}
         self._broken: set[frozenset[int]] = set()
         self._connecting: set[frozenset[int]] = set()
@@ -81,7 +81,7 @@ class CallWorld:
             self.workers[one].connected(other)
 
     def send(self, source: int, target: int, message: Any) -> None:
-        """Has a message arrive after all that were sent before it."""
+        """Sends a message, which arrives after all earlier ones."""
         span_s = self.longest_delay_s if source != target else self.longest_pause_s
         now_s = self.timeline.now_s
         at_s = now_s + span_s * self.chance.random() ** 4
@@ -92,7 +92,7 @@ class CallWorld:
     def _arrive(self, source: int, target: int, message: Any) -> None:
         is_broken = source != target and frozenset((source, target)) in self._broken
         if target in self.gone or is_broken:
-            return  # The rest of a connection that has ended, or nobody reads it.
+            return  # The connection or its reader has ended.
         self.workers[target].take(source, message)
 
     def sever(self, one: int, other: int) -> None:
@@ -119,10 +119,10 @@ class CallWorld:
             if other != worker:
                 self.sever(worker, other)
 
-    # What the observer is told
+    # Events for the observer
 
     def sent(self, source: int, target: int, message: Any) -> None:
-        """A message is put on its way, or on the way to the worker itself."""
+        """Checks a message that a worker sends to another worker, or to itself."""
         if isinstance(message, Request) and message.record is not None:
             record = message.record
             assert not record.was_taken_back, f"{record} is sent, and was taken back"
@@ -136,12 +136,12 @@ class CallWorld:
                 )
 
     def is_due(self, record: Record) -> None:
-        """There is a connection now, by which a call is sent that was kept."""
+        """Notes that there is a connection now, by which a kept call is sent."""
         assert not record.is_closed, f"{record} has ended, and is sent"
         record.was_due = True
 
     def answers(self, record: Record, outcome: Any) -> None:
-        """A callee has an answer to send."""
+        """Notes that a callee has an answer to send."""
         assert not record.was_told, f"{record} is answered twice"
         assert not record.is_cancel_received, f"{record} was cancelled, and is answered"
         record.was_told, record.told = True, outcome
@@ -155,7 +155,7 @@ class CallWorld:
                 record.cancelled_s = min(record.cancelled_s, self.workers[callee].now_s)
 
     def begins(self, served: Served, now_s: float) -> None:
-        """A function begins to run."""
+        """Checks a function that begins to run."""
         self.note("begins", served.record)
         record = served.record
         if record is None:
@@ -169,7 +169,7 @@ class CallWorld:
         assert now_s <= record.arrived_s + record.limit_s + ROUNDING_S, f"{record} begins late"
 
     def not_begun(self, served: Served, now_s: float) -> None:
-        """A function does not run, though it was its turn."""
+        """Checks why a function does not run in its turn."""
         self.note("not begun", served.record)
         record = served.record
         if record is not None:
@@ -179,7 +179,7 @@ class CallWorld:
             assert is_late or is_unwanted, f"{record} is not run"
 
     def nested(self, record: Record, served: Served, now_s: float) -> None:
-        """A call is made in the course of another one."""
+        """Checks a nested call."""
         parent = served.record
         assert parent is not None
         assert parent.arrived_s is not None
@@ -188,7 +188,7 @@ class CallWorld:
         assert 0.0 <= record.limit_s <= left_s + ROUNDING_S, f"{record} outlasts {parent}"
 
     def refused_to_nest(self, served: Served, error: Exception, now_s: float) -> None:
-        """A nested call is not made."""
+        """Checks why a nested call is not made."""
         self.note("no nested call", served.record, type(error).__name__)
         parent = served.record
         assert parent is not None
@@ -203,7 +203,7 @@ class CallWorld:
         assert is_gone, f"{parent} was not given up"
 
     def cancels(self, served: Served) -> None:
-        """A call is cancelled at its callee."""
+        """Checks why a call is cancelled at its callee."""
         is_lost = served.peer.lost is not None
         if served.record is None:
             assert is_lost, "nobody has given a value up"
@@ -212,20 +212,20 @@ class CallWorld:
             assert is_lost or served.record.is_cancel_received, f"nobody gives {served.record} up"
 
     def finished(self, served: Served) -> None:
-        """A function has an outcome, or is not to run, and its caller is told if it waits."""
+        """Checks that a waiting caller was told: its function has an outcome, or is not to run."""
         record = served.record
         if record is not None and not record.was_told:
             is_lost = served.peer.lost is not None
             assert is_lost or record.is_cancel_received or served.was_told, f"{record}: no answer"
 
     def closes(self, call: Asked) -> None:
-        """A call is taken from its table, and has its outcome."""
+        """Notes that a call is taken from its table, and has its outcome."""
         self.note("ends", call.record, call.error or call.frame)
         assert not call.record.is_closed, f"{call.record} ends twice"
         call.record.is_closed = True
 
     def ends(self, call: Asked, outcome: Any, now_s: float) -> None:
-        """The program is told the outcome of a call."""
+        """Checks the outcome of a call that the program is told."""
         record = call.record
         record.ends += 1
         record.outcome = outcome
@@ -263,7 +263,7 @@ class CallWorld:
     def _check_timeout(self, record: Record, text: str, now_s: float) -> None:
         assert now_s >= record.deadline_s - ROUNDING_S, f"{record} ends before its time"
         if abs(record.asked_s - record.left_s) < ROUNDING_S:
-            return  # Both limits are to blame.
+            return  # Both limits expire together.
         if record.left_s < record.asked_s:
             assert "the limit was that of worker" in text, text
         elif not record.was_due:
@@ -272,7 +272,7 @@ class CallWorld:
     # At the end
 
     def check_rest(self) -> None:
-        """Checks, when all is over, that nothing is left."""
+        """Checks, at the end, that nothing is left."""
         for record in self.records:
             if record.caller not in self.gone:
                 assert record.ends == 1, f"{record} never ends"

@@ -1,8 +1,8 @@
 """Workers that are connected over a simulated network: the I/O of the shell, no decisions.
 
 The machines are the real ones: ``torchweft.protocol.connecting`` decides about connections,
-``torchweft.wire.session`` counts and keeps, ``torchweft.wire.frames`` cuts frames. The rest of
-the shell is here and in ``greetings``, with simulated connections.
+``torchweft.wire.session`` counts and keeps bytes, ``torchweft.wire.frames`` parses frames. The rest
+of the shell is here and in ``greetings``, with simulated connections.
 
 Ids name lives: a worker that comes back after a crash has another id, and refuses greetings for
 the former one.
@@ -74,7 +74,7 @@ class Limits:
 
 
 class Half:
-    """One worker's half of a connection: its machine, and what outlives connections."""
+    """One worker's half of a connection: its machine, and the state that outlives connections."""
 
     def __init__(self, node: Node, peer: int, peer_place: int) -> None:
         self.node = node
@@ -92,7 +92,7 @@ class Half:
         self.end: End | None = None
         self.unsent: deque[Buffer] = deque()
         self.message_position = 0
-        """Where the last frame ends that is no acknowledgement."""
+        """The end of the last frame that is not an acknowledgement."""
         self.is_lost = False
         self.resumptions = 0
         self.dials = 0
@@ -108,7 +108,7 @@ class Half:
     # The first connection
 
     def want(self, deadline_s: float) -> None:
-        """Has a caller wait for the connection, if none does yet."""
+        """Makes a caller wait for the connection, if none does yet."""
         if self._is_wanted or self.is_lost or self.end is not None:
             return
         self._is_wanted = True
@@ -123,7 +123,7 @@ class Half:
             self._follow(self.machine.go_on(self.node.clock.now_s))
 
     def repeat_offer(self) -> None:
-        """Ends an attempt that waits for an answer in vain, or has another one made."""
+        """Ends an attempt that waits in vain for an answer, or begins another one."""
         if self._is_wanted and self._attempt is not None:
             self._attempt.fail("the other side says that it broke")
         else:
@@ -148,7 +148,7 @@ class Half:
         if isinstance(step, Lose):
             self.node.lose(self.peer, step.cause)
         elif isinstance(step, Busy):
-            # The caller has given up; another one comes, perhaps.
+            # The caller has given up; another caller may come.
             self.node.clock.later(3.0 * self.node.chance.random(), self._want_again)
 
     def _want_again(self) -> None:
@@ -195,7 +195,7 @@ class Half:
                     self.outgoing.acknowledge(*_POSITION.unpack(bytes(frame.control)))
                 elif frame.kind == GOODBYE:
                     self.machine.goodbye(bytes(frame.control))
-                    is_due = True  # The leaver waits for that.
+                    is_due = True  # The leaver waits for the acknowledgement.
                 else:
                     has_news = True
                     self.node.on_frame(self.peer, frame)
@@ -215,7 +215,7 @@ class Half:
     # Connections come and end
 
     def connected(self, talk: Talk, position: int) -> None:
-        """Goes on over a new connection, after the greeting."""
+        """Continues over a new connection, after the greeting."""
         if self.is_lost:
             talk.end.close()
             return
@@ -241,13 +241,13 @@ class Half:
         self.attend()
 
     def resume(self, talk: Talk, position: int) -> None:
-        """Has the session go on over a new connection."""
+        """Resumes the session over a new connection."""
         if not self.is_lost:
             self.machine.resumed(self.node.clock.now_s)
         self.connected(talk, position)
 
     def stop(self) -> int:
-        """Ends the connection for another one; returns how far this side has received."""
+        """Ends the connection in favour of another; returns this side's receive position."""
         if self.end is not None:
             self.end.close()
             self.end = None
@@ -267,7 +267,7 @@ class Half:
         self.attend()
 
     def _probe(self, end: End) -> None:
-        """Does what the system does, whatever the worker is doing: asks for signs of life."""
+        """Sends keepalives, as the system does whatever the worker is doing."""
         if end is self.end and end.is_open:
             end.probe()
             self.node.timeline.later(self.node.limits.probe_s, self._probe, end)
@@ -275,7 +275,7 @@ class Half:
     # Contact
 
     def attend(self) -> None:
-        """Does what the machine says, and sees to it that it is asked again in time."""
+        """Carries out the machine's actions, and schedules its next step."""
         if self.is_lost:
             return
         now_s = self.node.clock.now_s
@@ -328,11 +328,11 @@ class Node:
     """One life of a worker.
 
     Attributes:
-        machine_type: What decides; a test of the tests puts in one with a fault.
-        is_eager: Whether callers come back that gave up waiting for a first connection.
+        machine_type: The class of the machines; mutation tests replace it with a faulty one.
+        is_eager: Whether callers that gave up waiting for a first connection come back.
         on_frame: Called with the peer's id and each frame.
-        on_lost: Called once for each peer that is given up, with its id and why.
-        on_note: Called with what happens, for the trace.
+        on_lost: Called once for each lost peer, with its id and the cause.
+        on_note: Called with each event, for the trace.
     """
 
     machine_type: type[Connecting] = Connecting
@@ -359,12 +359,12 @@ class Node:
         self.on_note(self.id, *what)
 
     def pause(self, what: Callable[..., None], *arguments: object) -> None:
-        """Has a thread of the shell do something, soon."""
+        """Schedules a step of a thread of the shell."""
         self.clock.later(self.chance.choice(_PAUSES_S), what, *arguments)
 
     @property
     def lost(self) -> set[int]:
-        """The peers that were given up."""
+        """The lost peers."""
         return {peer for peer, half in self.halves.items() if half.is_lost}
 
     def own_time(self, true_s: float) -> float:
@@ -372,7 +372,7 @@ class Node:
         return self.clock.now_s - (self.timeline.now_s - true_s) * self.clock.rate
 
     def half_of(self, peer: int, place: int) -> Half:
-        """Returns what this worker has of another one, of which it may not have known."""
+        """Returns this worker's half for a peer, which may be new to it."""
         if peer not in self.halves:
             self.halves[peer] = Half(self, peer, place)
         return self.halves[peer]
@@ -387,7 +387,7 @@ class Node:
         half.want(self.clock.now_s + self.chance.choice(_DEADLINES_S))
 
     def send(self, peer: int, parts: Sequence[Buffer]) -> bool:
-        """Sends a frame; returns False where that peer is lost."""
+        """Sends a frame; returns False if that peer is lost."""
         half = self.halves[peer]
         if half.is_lost:
             return False
@@ -405,7 +405,7 @@ class Node:
             self.on_lost(peer, known)
 
     def kill(self, is_silent: bool) -> None:
-        """Ends this life; with its host, where ``is_silent``."""
+        """Ends this life, with its host if ``is_silent``."""
         self.is_alive = False
         self.clock.stop()
         self.streams.kill(self.place, is_silent)
@@ -420,14 +420,14 @@ class Node:
                 half.message_position = half.outgoing.position
 
     def is_heard(self) -> bool:
-        """Whether all peers have everything that this worker has sent, or are lost."""
+        """Returns whether all peers have everything that this worker has sent, or are lost."""
         return all(
             half.is_lost or half.outgoing.acknowledged >= half.message_position
             for half in self.halves.values()
         )
 
     def freeze(self, span_s: float) -> None:
-        """Has this worker do nothing for a while, as under a signal or a lock."""
+        """Freezes this worker for a while, as a signal or a lock does."""
         self.clock.freeze(span_s)
         self.streams.freeze(self.place, span_s)
 

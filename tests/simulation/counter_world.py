@@ -1,8 +1,8 @@
-"""Workers that count for each other over sessions, and an observer who knows every frame.
+"""Workers that count for each other over sessions, and an observer that knows every frame.
 
-A call adds one to a counter of the callee, and is answered. What is sent is also written down, so
-the observer can compare: every frame arrives once, in order and as it was, every counter ends at
-the number of calls, and what a session keeps for sending it again stays within its bounds.
+A call adds one to a counter of the callee, and is answered. The observer records all sent frames
+and checks that each arrives once, in order and unaltered. It also checks that every counter ends at
+the number of calls, and that sessions keep a bounded number of bytes for retransmission.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Call:
 
 
 class CounterWorker:
-    """A life of a worker with counters that others may raise."""
+    """One life of a worker with counters that other workers may raise."""
 
     def __init__(self, world: CounterWorld, node: Node) -> None:
         self.world = world
@@ -59,7 +59,7 @@ class CounterWorker:
 
     def _send(self, peer: int, kind: int, number: int, size: int) -> bool:
         world = self.world
-        # What this life sent to that one, in order: the receiver compares.
+        # The frames from this life to that one, in order: the receiver compares.
         sent = world.sent[self.id, peer]
         control = _NUMBER.pack(len(sent), number) + world.chance.randbytes(size % 97)
         count = world.chance.choice((0, 0, 1, 2))
@@ -103,11 +103,11 @@ class CounterWorld:
     """Workers, their network and the observer.
 
     Attributes:
-        workers: By id, the lives that go on.
+        workers: The living workers, by id.
         sent: Frames sent, by sender and receiver.
-        received: How many of them arrived.
+        received: How many of these frames arrived.
         asked: How many calls were made, by caller and callee; so ``counted`` and ``answered``.
-        lost_at_s: When a worker gave another one up; ``causes`` says why.
+        lost_at_s: When a worker lost another one; ``causes`` says why.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class CounterWorld:
             self.join(place)
 
     def join(self, place: int) -> CounterWorker:
-        """Begins a life at ``place``; everybody learns of it."""
+        """Begins a life at ``place``; all workers learn of it."""
         clock = Clock.draw(self.chance, self.timeline)
         node = Node(self.streams, self._next_id, place, clock, self.limits)
         self._next_id += 1
@@ -156,7 +156,7 @@ class CounterWorld:
         return self.chance.randint(0, self._largest_bytes)
 
     def call_any(self) -> None:
-        """Has somebody call somebody."""
+        """Makes a random worker call another one."""
         caller = self.chance.choice(list(self.workers.values()))
         peers = list(caller.node.halves)
         if peers:
@@ -166,7 +166,7 @@ class CounterWorld:
         return sum(len(worker.calls) for worker in self.workers.values())
 
     def check_bounds(self) -> None:
-        """Checks that nobody keeps more than its peer lacks, the threshold and a moment's worth."""
+        """Checks that a session keeps only what its peer lacks or has not acknowledged yet."""
         for worker in self.workers.values():
             for peer, half in worker.node.halves.items():
                 other = self.workers.get(peer)
@@ -188,11 +188,11 @@ class CounterWorld:
             f"{half.peer} has not acknowledged {untold} bytes"
         )
         if half.end is not None and half.incoming.position == other.outgoing.position:
-            # No acknowledgement is under way.
+            # No acknowledgement is in flight.
             assert unacknowledged < session.ACKNOWLEDGE_BYTES, "an acknowledgement got lost"
 
     def check_rest(self) -> None:
-        """Checks, when all is quiet, that sessions keep next to nothing but acknowledgements."""
+        """Checks, at rest, that sessions keep almost nothing but acknowledgements."""
         for worker in self.workers.values():
             for peer, half in worker.node.halves.items():
                 if half.is_lost:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _HEAD = struct.Struct("<H")
 SYN_PAUSE_S = 1.0
-"""After this time a system asks again for a connection that was not answered."""
+"""After this time a system repeats an unanswered connection attempt."""
 
 
 class Talk:
-    """Messages over one end of a connection; what comes behind them is kept."""
+    """Messages over one end of a connection; bytes that follow them are kept."""
 
     def __init__(
         self, end: End, on_message: Callable[[Any], None], on_broken: Callable[[], None]
@@ -59,7 +59,7 @@ class Talk:
             self.end.close()
 
     def listen(self, on_message: Callable[[Any], None] | None) -> None:
-        """Has the next message, or none, given to another function."""
+        """Sets the function that gets the next message; with None, messages are kept."""
         self._on_message = on_message
         self._on_bytes(b"")
 
@@ -76,12 +76,12 @@ class Talk:
 
     @property
     def unsent(self) -> bytes:
-        """What the network has not taken yet: comes before all else."""
+        """The bytes that the network has not taken yet; they go before all others."""
         return self._unsent
 
 
 class Dialled:
-    """One try of a worker to reach another: for a first connection, to resume, or to ask."""
+    """One attempt to reach another worker: for a first connection, to resume, or to probe."""
 
     def __init__(self, half: Half, purpose: Purpose, terms: Terms | None, limit_s: float) -> None:
         self._half = half
@@ -105,7 +105,7 @@ class Dialled:
             self._fail(Failure.REFUSED, "nobody listens there")
 
     def _on_limit(self) -> None:
-        # The system of a worker that is busy accepts its connections.
+        # The system of a busy worker accepts its connections.
         is_there = self._talk is not None
         self._fail(Failure.BUSY if is_there else Failure.BROKEN, "it does not answer")
 
@@ -167,7 +167,7 @@ class Dialled:
             half.attend()
 
     def fail(self, cause: str) -> None:
-        """Ends this try, as if its connection had broken."""
+        """Ends this attempt, as if its connection had broken."""
         self._fail(Failure.BROKEN, cause)
 
     def _end(self) -> None:
@@ -236,7 +236,7 @@ class Accepted:
 
     def _resume(self, half: Half, said: Hello) -> None:
         if not half.machine.take_attempt(said.attempt):
-            self._talk.end.close()  # A newer one has overtaken it.
+            self._talk.end.close()  # A newer attempt has overtaken it.
             return
         position = half.stop()
         if self._talk.end.is_open:

@@ -1,7 +1,7 @@
-"""A worker of a simulated group: what its programs do, and what the shell does for its machines.
+"""A worker of a simulated group: its programs, and the shell around its machines.
 
-Workers call each other with references of all kinds in arguments and results; functions take their
-time, call on, keep what they were given or let it go; callers give up.
+Workers call each other with references of all kinds in arguments and results. Functions take some
+time, make nested calls, and keep or drop their references. Callers give up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMEOUTS_S = (0.5, 5.0, 1e6)
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A call: the user messages that it brings along, and the workers that its end depends on."""
+    """A call, with its user messages and the workers that its end depends on."""
 
     number: int
     caller: int
@@ -48,7 +48,7 @@ class Reply:
 
 @dataclass(eq=False)
 class OpenCall:
-    """What the caller keeps of a call."""
+    """The caller's record of a call."""
 
     worker: int
     deadline_s: float
@@ -56,7 +56,7 @@ class OpenCall:
 
 
 class Member:
-    """One life of a worker. How a group ends is up to what derives from this."""
+    """One life of a worker. Subclasses decide how a group ends."""
 
     def __init__(self, group: GroupWorld, node: Node) -> None:
         self.group = group
@@ -68,7 +68,7 @@ class Member:
         self.activity = 0
         self.failed: list[Request] = []
         self.is_gone = False
-        """Whether it takes no more calls, and nobody new learns of it."""
+        """Whether it takes no more calls, and newcomers do not learn of it."""
         self._waited_for: dict[Request, set[int]] = {}
         node.on_frame = self._on_frame
         node.on_lost = self.on_lost
@@ -86,19 +86,19 @@ class Member:
     def is_idle(self) -> bool:
         return not self.running and not len(self.calls)
 
-    # What derives from this says.
+    # Methods that subclasses override.
 
     def on_finished(self) -> None:
-        """The program is at its end."""
+        """Called at the end of the program."""
 
     def on_message(self, peer: int, message: tuple[Any, ...]) -> None:
-        """Takes a message about the end."""
+        """Takes a message about leaving."""
 
     def on_tick(self) -> None:
-        """Looks whether something is due."""
+        """Checks whether something is due."""
 
     def callable_peers(self) -> list[int]:
-        """Returns who may be called."""
+        """Returns the peers that may be called."""
         return [peer for peer, half in self.node.halves.items() if not half.is_lost]
 
     # The program
@@ -162,7 +162,7 @@ class Member:
         self.take(peer, self.group.taken(frame.id))
 
     def take(self, peer: int, message: Any) -> None:
-        """Takes a message, in its place in the session."""
+        """Takes a message, in the order of its session."""
         if isinstance(message, Request):
             self._on_request(message)
         elif isinstance(message, Reply):
@@ -178,7 +178,7 @@ class Member:
         self.group.references.arrive(Packet(peer, self.id, payload, True))
 
     def _meet(self, owner: int) -> None:
-        """Notes that somebody died of whom this worker never knew."""
+        """Notes the death of an owner that this worker never knew."""
         if owner != self.id and owner not in self.node.halves:
             self.group.references.lose(self.id, owner)
 
@@ -232,7 +232,7 @@ class Member:
         self._close(entry)
 
     def _close(self, entry: OpenCall) -> None:
-        """Goes on after a call, however it ended."""
+        """Continues after the end of a call."""
         self.activity += 1
         assert entry.request is not None
         parent = entry.request.parent

@@ -1,8 +1,8 @@
 """Whole groups: sessions, calls, references and departure together, on a simulated network.
 
-Everything that decides is the real machine: sessions, contact, call table, references, shutdown.
-The observer of references (``reference_world``) watches every handle, the one here the calls:
-none runs twice, all end, and a group that is called quiet is quiet.
+The machines that decide are the real ones: sessions, contact, call table, references, shutdown.
+The observer of references (``reference_world``) watches every handle. The observer here watches
+the calls: none runs twice, all end, and a group that is called quiet is quiet.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MESSAGE = 7
 
 
 class GroupWorld:
-    """The workers of a group, their network, and what the observer knows.
+    """The workers of a group, their network, and the observer's knowledge.
 
     Attributes:
-        run: The test, for what the workers tell it.
-        members: By id, the lives that go on.
+        run: The test, to which the workers report.
+        members: The living workers, by id.
         references: The reference machines, and their observer.
         ran: How often each call ran, by caller and number.
         given_up: The calls that their callers do not wait for any more.
@@ -84,7 +84,7 @@ class GroupWorld:
     # How messages travel
 
     def send(self, source: int, target: int, payload: Any, *, is_reliable: bool = False) -> None:
-        """Sends what the reference machines and their users have to say."""
+        """Sends a message of the reference machines or of their users."""
         if self._captured is not None and is_reliable:
             self._captured.append(payload)
         else:
@@ -106,17 +106,17 @@ class GroupWorld:
             return
         self._messages.append(message)
         number = len(self._messages) - 1
-        # Never so small that a session does without its acknowledgement: leavers wait for that.
+        # Large enough that the session acknowledges it: leavers wait for the acknowledgement.
         padding = self.chance.randbytes(self.chance.choice((10, 20, 400)))
         member.node.send(target, encode_frame(_MESSAGE, 0, number, padding))
 
     def taken(self, number: int) -> Any:
-        """Returns a message that arrives, once."""
+        """Returns a message that arrives; it must not arrive twice."""
         assert number not in self._taken, f"message {number} arrives twice"
         self._taken.add(number)
         return self._messages[number]
 
-    # What the observer says
+    # Answers of the observer
 
     def is_undisturbed(self, workers: frozenset[int]) -> bool:
         """Returns whether all of ``workers`` live and none of them has lost another."""
@@ -124,7 +124,7 @@ class GroupWorld:
         return workers <= self.members.keys() and not any(pair <= workers for pair in pairs)
 
     def is_awaited(self, request: Request) -> bool:
-        """Returns whether somebody waits for a call, and for the one that made it, and so on."""
+        """Returns whether callers wait for a call and for all calls in which it is nested."""
         ancestor: Request | None = request
         while ancestor is not None:
             if ancestor in self.given_up:
@@ -133,7 +133,7 @@ class GroupWorld:
         return True
 
     def is_calm(self) -> bool:
-        """Returns whether everybody has come to rest, and knows who is lost."""
+        """Returns whether all workers have come to rest and know which workers are lost."""
         return all(
             member.is_idle
             and self.references.machines[member.id].is_settled()

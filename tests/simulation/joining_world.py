@@ -1,7 +1,7 @@
 """A rendezvous store and workers that join through it, on a simulated timeline.
 
-The machines are those of ``torchweft.protocol.membership``: what a worker asks of the store and of
-others is what they yield. Every operation takes its time; workers die between any two.
+The machines are those of ``torchweft.protocol.membership``; they yield a worker's requests to the
+store and to other workers. Every operation takes some time; workers die between any two.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Life:
     """One life of a worker that joins.
 
     Attributes:
-        registration: What it says of itself; its id is known once it has joined.
+        registration: The worker's registration; its id is known once the worker has joined.
         started_s: When it began.
-        pace: How fast it does one thing after another.
-        result: What its machine returned, when it has.
+        pace: How fast it performs its operations.
+        result: The result of its machine, once there is one.
         error: Why it has not joined.
-        ended_s: When it had joined, or had not.
-        roster: In an open group, those whom it knows.
+        ended_s: When joining succeeded or failed.
+        roster: In an open group, the workers that it knows.
     """
 
     registration: Registration
@@ -130,7 +130,7 @@ class Joiners:
         then: Callable[[Any], None],
         otherwise: Callable[[Exception], None],
     ) -> None:
-        """Runs a machine as far as the life goes."""
+        """Runs a machine until it or the life ends."""
 
         def go_on(move: Callable[[], Request]) -> None:
             if not life.is_alive:
@@ -181,7 +181,7 @@ class Joiners:
                 answer(value)
 
     def _wait(self, life: Life, request: Wait, end_s: float, answer: Callable[..., None]) -> None:
-        """Waits as the shell does: one that is gone has no key."""
+        """Waits as the shell does: a store that is gone has no key."""
         if not life.is_alive:
             return
         if not self.store.is_gone and self.store.perform(request):
@@ -226,7 +226,7 @@ class Joiners:
             self.later(lambda target=target, tell=tell: self._hear(target, life, tell))
 
     def _hear(self, target: Life, newcomer: Life, tell: Callable[..., None]) -> None:
-        """A worker hears of a newcomer, or nobody does; one that is not yet running keeps it."""
+        """Introduces a newcomer to a worker; a worker that is not running yet answers later."""
         if not target.is_alive or target.error is not None:
             tell(ConnectionRefusedError("nobody listens"), None)
         elif target.roster is None:

@@ -1,4 +1,4 @@
-"""A worker of a simulated group that leaves as the machine of its group says."""
+"""A worker of a simulated group that leaves as the machine of its group decides."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PROBE_PAUSE_S = 0.05
 
 
 class LeavingMember(Member):
-    """A worker that wants to leave when its program is at its end.
+    """A worker that wants to leave at the end of its program.
 
-    What it tells the test by ``group.run``: ``on_settle`` before the leader says that the group is
+    It reports to the test by ``group.run``: ``on_settle`` before the leader says that the group is
     quiet, and ``on_left`` with the action when the machine lets this worker go.
     """
 
@@ -62,7 +62,7 @@ class LeavingMember(Member):
         self.act(self.machine.observed(report, is_settled=is_settled))
 
     def take(self, peer: int, message: Any) -> None:
-        if not (self.is_gone and isinstance(message, Request)):  # Nobody serves it any more.
+        if not (self.is_gone and isinstance(message, Request)):  # It is not served any more.
             super().take(peer, message)
 
     def act(self, actions: list[Action]) -> None:
@@ -88,7 +88,7 @@ class LeavingMember(Member):
         self.act(self.machine.probe_again())
 
     def are_last_words_heard(self) -> bool:
-        """Returns whether all that it has sent has arrived, where anybody is to take it."""
+        """Returns whether all that it has sent has arrived at workers that it has not lost."""
         return all(
             half.is_lost or half.outgoing.acknowledged >= half.message_position
             for half in self.node.halves.values()

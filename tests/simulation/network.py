@@ -1,12 +1,12 @@
 """Networks for protocols under test: one with faults and virtual time, one that a test steers.
 
-Both know two kinds of packets. What a protocol repeats by itself goes unprotected: it may be lost.
-A *reliable* packet stands for what a session below resends until it arrives; it may come late,
-out of order and more than once, but it comes, unless its receiver is killed. What a worker sends
-to itself comes exactly once.
+Both know two kinds of packets. An unprotected packet, which its protocol repeats, may be lost. A
+*reliable* packet stands for a message that a session below retransmits until it arrives. It may
+come late, out of order and more than once, but it comes, unless its receiver is killed. A packet
+from a worker to itself comes exactly once.
 
 A run is a function of its seed: all choices come from one ``random.Random``, and no clock, hash
-order or thread has a say.
+order or thread affects them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Packet(NamedTuple):
-    """Something on its way."""
+    """A message in flight."""
 
     source: int
     target: int
@@ -28,7 +28,7 @@ class Packet(NamedTuple):
 
 
 class Sender(Protocol):
-    """What the workers under test need of a network."""
+    """The part of a network that workers under test need."""
 
     def send(self, source: int, target: int, payload: Any, *, is_reliable: bool = False) -> None:
         """Puts a packet on its way."""
@@ -82,7 +82,7 @@ class Network:
             self._enqueue(packet)
 
     def deliver(self) -> Packet | None:
-        """Moves the time on to the next packet that arrives; None where nothing is on its way."""
+        """Advances the time to the next packet that arrives; returns None if none is in flight."""
         while self._queue:
             at_s, _, packet = heapq.heappop(self._queue)
             self.now_s = max(self.now_s, at_s)
@@ -92,8 +92,8 @@ class Network:
                 return packet
             if packet.is_reliable:
                 self._enqueue(packet)
-                # The time moves on only with what arrives, so leave the loop: the test decides
-                # when to heal the cut.
+                # Time advances only with arrivals, so leave the loop: the test decides when to
+                # heal the cut.
                 return None
         return None
 
@@ -106,7 +106,7 @@ class Network:
         self._cut.clear()
 
     def kill(self, worker: int) -> None:
-        """Lets nothing arrive at ``worker`` any more; what it has sent still arrives."""
+        """Delivers nothing to ``worker`` any more; its own packets still arrive."""
         self._killed.add(worker)
 
     def _enqueue(self, packet: Packet) -> None:
@@ -118,7 +118,7 @@ class Network:
 
 
 class SteeredNetwork:
-    """Leaves all to the test: which packet arrives next, is lost or is sent twice."""
+    """Lets the test decide which packet arrives next, is lost or is sent twice."""
 
     def __init__(self) -> None:
         self.packets: list[Packet] = []
@@ -127,15 +127,15 @@ class SteeredNetwork:
         self.packets.append(Packet(source, target, payload, is_reliable))
 
     def take(self, choice: int) -> Packet:
-        """Takes one packet from the network; any number is a choice."""
+        """Takes one packet from the network; any number is a valid choice."""
         return self.packets.pop(choice % len(self.packets))
 
     def lose(self, choice: int) -> None:
-        """Loses one packet that may be lost; does nothing where none may."""
+        """Loses one packet that may be lost, if there is one."""
         self._change(choice, lambda p: not p.is_reliable, self.packets.remove)
 
     def duplicate(self, choice: int) -> None:
-        """Sends one packet again; not one from a worker to itself."""
+        """Sends one packet again, but none from a worker to itself."""
         self._change(choice, lambda p: p.source != p.target, self.packets.append)
 
     def _change(

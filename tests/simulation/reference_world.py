@@ -1,8 +1,8 @@
-"""A few workers with reference machines, a network between them, and an observer who knows all.
+"""Workers with reference machines, a network between them, and an observer of all of it.
 
-The observer counts the handles and the messages under way itself, from what it made the workers
-do, and compares: at each release of a value whether anybody could still ask for it (G2), and in
-calm moments whether each owner's list of users is exactly right (G1, G3) and nothing is left (G4).
+The observer counts handles and messages in flight itself, from the operations that it made the
+workers do. At each release of a value it checks that no worker could still ask for it (G2). In calm
+moments it checks that each owner's list of users is exact (G1, G3) and that nothing is left (G4).
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Homecoming:
 
 @dataclass(frozen=True)
 class Answer:
-    """The end of a call that a reference came home in."""
+    """The answer to a call in which a reference came home."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What membership tells a worker of another."""
+    """Membership's message to a worker that another worker is lost."""
 
     worker: int
 
@@ -76,14 +76,14 @@ def _unusual(is_sent: bool, is_sure: bool) -> tuple[str, ...]:
 
 
 class World:
-    """The workers, and what the observer knows of them.
+    """The workers, and the observer's knowledge of them.
 
     Attributes:
-        machines: The machine of each worker that lives.
-        handles: The handles of each worker that lives.
-        values: The values that are there.
-        ended: By worker, the references that the machine said are of no use.
-        trace: What happened so far, in pieces: making text of it would take longer than the run.
+        machines: The machine of each living worker.
+        handles: The handles of each living worker.
+        values: The existing values.
+        ended: By worker, the references that its machine reported as unusable.
+        trace: The events so far, unformatted: formatting would take longer than the run.
     """
 
     def __init__(self, size: int, network: Sender) -> None:
@@ -104,7 +104,7 @@ class World:
         self._closed: set[int] = set()
         self._touched: dict[ReferenceId, set[int]] = defaultdict(set)
 
-    # What users do.
+    # Operations of users.
 
     def own(self, worker: int) -> None:
         reference = self.machines[worker].owned()
@@ -113,7 +113,7 @@ class World:
         self._done(worker, "makes", reference)
 
     def call(self, worker: int, owner: int, is_sent: bool = True, is_sure: bool = True) -> None:
-        """Calls for a value; the call may stay unsent, or the caller unsure of its sending."""
+        """Calls for a value; the call may stay unsent, or the caller unsure whether it was sent."""
         machine = self.machines[worker]
         reference = machine.creating(owner)
         self._gain(worker, reference)
@@ -135,7 +135,7 @@ class World:
         is_sure: bool = True,
         is_refused: bool = False,
     ) -> None:
-        """Hands a reference on; the message may stay unsent, unsure of its sending or unread."""
+        """Hands a reference on; the message may stay unsent or unread, or its sending uncertain."""
         machine = self.machines[worker]
         token = machine.hand_on(reference, to)
         carrier = Carrier(reference, worker, to, token, is_refused)
@@ -162,7 +162,7 @@ class World:
         self._done(worker, "drops", reference)
 
     def bring_home(self, worker: int, reference: ReferenceId) -> int:
-        """Calls the owner of a value with it; returns the number of the call, which is open now."""
+        """Calls the owner of a value with its reference; returns the number of the open call."""
         self.copy(worker, reference)
         number = next(self._home_numbers)
         self._calls_home[number] = (worker, reference)
@@ -173,7 +173,7 @@ class World:
         return number
 
     def end_call_home(self, number: int) -> None:
-        """Ends a call, answered or given up; the caller lets go of the handle that it kept."""
+        """Ends a call, answered or given up; the caller drops the handle that it kept."""
         worker, reference = self._calls_home.pop(number, (None, None))
         if worker is not None and reference is not None and self.handles[worker][reference]:
             self.drop(worker, reference)
@@ -186,14 +186,14 @@ class World:
         self._closed.add(worker)
         self.handles[worker].clear()
         self._forget_calls_home(lambda caller, _: caller == worker)
-        # What a worker sends to itself counts as a handle, so it is dropped as well.
+        # A worker's message to itself counts as a handle, so it is dropped as well.
         mine = {c for c in self._under_way if c.sender == c.receiver == worker}
         self._under_way -= mine
         self.machines[worker].drop_all()
         self._done(worker, "drops all")
 
     def holdings(self) -> list[tuple[int, ReferenceId]]:
-        """Returns the workers and what they may drop, in an order of its own."""
+        """Returns pairs of a worker and a reference that it may drop, in no particular order."""
         kept = Counter(self._calls_home.values())
         return [
             (worker, reference)
@@ -202,15 +202,15 @@ class World:
             if count > kept[worker, reference]
         ]
 
-    # What the world does.
+    # Operations of the world.
 
     def join(self, worker: int) -> None:
-        """Begins another worker; its number was never used."""
+        """Adds a worker, whose number was never used."""
         self.machines[worker] = References(worker, RESEND_S)
         self.handles[worker] = Counter()
 
     def kill(self, worker: int, is_announced: bool = True) -> None:
-        """Ends a worker; the others learn of it each in its own time, or by the caller."""
+        """Ends a worker; each other worker learns of it in its own time, or from the caller."""
         del self.machines[worker], self.handles[worker]
         self._forget_calls_home(lambda caller, _: caller == worker)
         for other in self.machines:
@@ -220,7 +220,7 @@ class World:
         self.trace.append(("worker", worker, "dies"))
 
     def lose(self, worker: int, lost: int) -> None:
-        """Has a worker give another one up, which may well live."""
+        """Makes a worker lose another one, which may be alive."""
         self._lost_pairs.add(frozenset((worker, lost)))
         self._losses.add((worker, lost))
         self.machines[worker].peer_lost(lost)
@@ -234,7 +234,7 @@ class World:
         self._done(worker, "has its clock at", now_s)
 
     def arrive(self, packet: Packet) -> None:
-        """Lets a packet arrive; one to a dead worker vanishes."""
+        """Delivers a packet; a packet to a dead worker vanishes."""
         source, target, payload, _ = packet
         if isinstance(payload, Carrier):
             self._under_way.discard(payload)
@@ -274,7 +274,7 @@ class World:
                 assert reference not in self._released, f"G2: {reference} arrives after its end"
 
     def refuse(self, worker: int, carrier: Carrier) -> None:
-        """Notes that a message arrived which nobody reads any more."""
+        """Notes the arrival of a message that is not read any more."""
         self._under_way.discard(carrier)
         self.machines[worker].refused(carrier.reference, carrier.token, carrier.sender)
         self._done(worker, "refuses", carrier)
@@ -283,7 +283,7 @@ class World:
         reference = home.reference
         if home.number not in self._calls_home:
             if reference in self._released:
-                self._strays.add(reference)  # A handle of no use, which may be handed on.
+                self._strays.add(reference)  # An unusable handle, which may be handed on.
         elif self._is_sheltered(reference) and reference not in self._taken_back | self._strays:
             assert reference not in self._released, f"G2: {reference} comes home after its end"
         if self.machines[worker].came_home(reference):
@@ -307,7 +307,7 @@ class World:
         for to, messages in batches.items():
             self.network.send(worker, to, wire.encode(messages))
 
-    # What the observer checks.
+    # Checks of the observer.
 
     def _observe(self, worker: int, action: Action) -> None:
         reference = action.reference  # type: ignore[union-attr]
@@ -331,7 +331,7 @@ class World:
             self.ended[worker].add(reference)
 
     def _is_sheltered(self, reference: ReferenceId) -> bool:
-        """Returns whether no two that ever had to do with ``reference`` have lost each other."""
+        """Returns whether no two workers that ever touched ``reference`` have lost each other."""
         touched = self._touched[reference] | {reference.owner}
         return not any(pair <= touched for pair in self._lost_pairs)
 
@@ -351,7 +351,7 @@ class World:
         assert not carriers, f"G2: {reference} is released, but is on its way: {carriers}"
 
     def check_calm(self) -> None:
-        """Checks, when nothing is under way, that the owners know exactly what is true."""
+        """Checks, when nothing is in flight, that the owners know the exact state."""
         for worker, machine in self.machines.items():
             assert machine.is_settled(), f"worker {worker} waits for something that will not come"
         for reference in {reference for _, reference in self.holdings()} | self.values:
@@ -389,7 +389,7 @@ class World:
                 self._check_forgotten(machine)
 
     def _check_forgotten(self, machine: References) -> None:
-        """Looks inside: numbers that are remembered one by one would pile up without bound."""
+        """Checks private fields: numbers remembered one by one would accumulate without bound."""
         seen = [*machine._handovers._seen.values(), *machine._owned._created.values()]
         above = sum(numbers.count_above() for numbers in seen)
         assert above == 0, f"{above} numbers are remembered one by one"

@@ -1,8 +1,8 @@
-"""Which seeds a simulation tries, and how a failure says how to try its seed again.
+"""The seeds that a simulation tries, and the command in a failure that replays its seed.
 
-``WEFT_TEST_SEED=<seed>`` runs one seed alone and prints what happened in it, if it fails.
+``WEFT_TEST_SEED=<seed>`` runs one seed alone and prints its trace if it fails.
 ``WEFT_TEST_SEEDS`` sets how many seeds each test tries, for a long run: ``WEFT_TEST_SEEDS=10000
-pytest -n 2 --timeout 0``. Without it, ``tests/thorough.py`` says which share of them.
+pytest -n 2 --timeout 0``. Without it, ``tests/thorough.py`` sets the share that is tried.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.thorough import share
 
 BATCH = 50
 MOST_BATCHES = 200
-"""A test that tries very many seeds does so in larger batches."""
+"""A test with very many seeds uses larger batches."""
 
 LINES_SHOWN = 400
 
@@ -41,12 +41,12 @@ def try_seeds(
     start: Callable[[int], Callable[[], None]],
     trace_of: Callable[[], Iterable[object]] = list,
 ) -> None:
-    """Runs every seed of a batch, and says of one that fails how to run it again.
+    """Runs every seed of a batch; a failure says how to run its seed again.
 
     Args:
         batch: The seeds.
-        start: Given a seed, returns what runs it.
-        trace_of: Returns what happened in the run that was started last.
+        start: Given a seed, returns a function that runs it.
+        trace_of: Returns the trace of the run that was started last.
     """
     for seed in batch:
         try:

@@ -1,13 +1,13 @@
-"""A simulated network of byte streams: what TCP gives to two processes, and what it does to them.
+"""A simulated network of byte streams, with the guarantees and the faults of TCP.
 
 Bytes of a connection arrive in order, in pieces of any size, and only while the network lets them
-through. A connection may end at any byte: what is under way is lost then, and each end learns of
-it early, late, when it writes, or never. The network takes a limited number of bytes from a writer
-that the reader's side has not confirmed. A *cut* stops one direction or both between two places,
-and what waits there goes on when it heals.
+through. A connection may end at any byte. Bytes in flight are lost then, and each end learns of
+the end early, late, when it writes, or never. The network takes a limited number of bytes from a
+writer that the reader's host has not confirmed. A *cut* stops one direction or both between two
+places; bytes that wait there continue when it heals.
 
-Two kinds of dying: a process that dies has its host end its connections for it; a host that dies
-says nothing, and its peers hear nothing until there is a host again at that place.
+If a process dies, its host ends its connections. If a host dies, it says nothing, and its peers
+hear nothing until there is a host again at that place.
 
 All choices come from one ``random.Random``; time is virtual.
 """
@@ -26,10 +26,10 @@ class Weather:
     """How bad a network is.
 
     Attributes:
-        longest_delay_s: Longest time that a piece takes; most take far less.
+        longest_delay_s: Longest delay of a piece; most are far shorter.
         largest_piece_bytes: Largest piece that arrives at once.
         window_bytes: How many unconfirmed bytes a connection takes.
-        breaks: Probability, for each piece, that its connection breaks behind it.
+        breaks: Probability, for each piece, that its connection breaks after it.
         deafness: Probability, for each end of a connection that breaks, that it is not told.
         misses: Probability that an attempt to connect gets no answer.
     """
@@ -54,18 +54,18 @@ class Weather:
         )
 
     def calmed(self) -> Weather:
-        """Returns the same network in a good moment."""
+        """Returns the same network without faults and with short delays."""
         return Weather(min(self.longest_delay_s, 0.01), 5000, self.window_bytes)
 
 
 class End:
-    """One end of a connection: what a socket is to its worker.
+    """One end of a connection: the worker's socket.
 
     Attributes:
-        on_bytes: Called with what has arrived.
-        on_room: Called when more can be written after ``write`` took less than it was given.
-        on_broken: Called once, where this end learns that the connection has ended.
-        heard_s: The true time at which the other end's host last said anything.
+        on_bytes: Called with received bytes.
+        on_room: Called when there is room again after ``write`` took fewer bytes than given.
+        on_broken: Called once, when this end learns that the connection has ended.
+        heard_s: The true time of the last sign of life from the other end's host.
     """
 
     other: End
@@ -88,7 +88,7 @@ class End:
         self.unconfirmed = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Takes as much of ``data`` as the network takes; returns how much that was."""
+        """Writes as much of ``data`` as the network takes; returns the number of bytes."""
         assert self.is_open, "a closed end is written to"
         room = self._streams.weather.window_bytes - self.unconfirmed
         size = max(0, min(room, len(data)))
@@ -99,25 +99,25 @@ class End:
         return size
 
     def close(self) -> None:
-        """Ends the connection from this side; what was written may still arrive."""
+        """Ends the connection from this side; written bytes may still arrive."""
         if self.is_open:
             self._let_go()
             self.is_ending = True
             self._streams.pump_later(self)
 
     def probe(self) -> None:
-        """Has the host ask the other's whether it is there; the answer sets ``heard_s``."""
+        """Sends a keepalive from host to host; the answer sets ``heard_s``."""
         self._streams.probe(self)
 
     def told(self) -> None:
-        """Learns that the connection has ended."""
+        """Tells this end that the connection has ended."""
         if self.is_open:
             on_broken = self.on_broken
             self._let_go()
             on_broken()
 
     def _let_go(self) -> None:
-        """Forgets its worker: who closes, or has heard of the end, hears nothing any more."""
+        """Detaches the worker: after it closed or heard of the end, it gets no more callbacks."""
         self.is_open = False
         self.on_bytes = self.on_room = self.on_broken = _ignore
 
@@ -142,10 +142,10 @@ class Streams:
         self._walls: set[tuple[int, int]] = set()
         self._waiting: list[Callable[[], None]] = []
 
-    # What workers do
+    # Operations of workers
 
     def listen(self, place: int, on_accept: Callable[[End], None]) -> None:
-        """Has ``on_accept`` called with every connection to ``place``; there is a host again."""
+        """Calls ``on_accept`` with every connection to ``place``; there is a host again."""
         self._listeners[place] = on_accept
         self._dead_hosts.discard(place)
 
@@ -156,33 +156,33 @@ class Streams:
         on_open: Callable[[End], None],
         on_refused: Callable[[], None],
     ) -> None:
-        """Opens a connection; one of the two functions is called, or none."""
+        """Opens a connection; calls one of the two functions, or none."""
         is_heard = self._is_heard(place, target) and (place, target) not in self._walls
         if is_heard and self.chance.random() >= self.weather.misses:
             self.timeline.later(self.delay_s(), self._accept, place, target, on_open, on_refused)
 
-    # What the world does
+    # Operations of the world
 
     def cut(self, source: int, target: int) -> None:
         """Lets nothing through from ``source`` to ``target`` until ``heal``."""
         self._cut.add((source, target))
 
     def wall(self, source: int, target: int) -> None:
-        """Has nobody at ``target`` hear of attempts to connect from ``source``, for good."""
+        """Drops all attempts to connect from ``source`` to ``target``, permanently."""
         self._walls.add((source, target))
 
     def heal(self) -> None:
-        """Ends all cuts; what waited goes on."""
+        """Ends all cuts; waiting bytes continue."""
         self._cut.clear()
         self._go_on()
 
     def calm(self) -> None:
-        """Heals, and has no connection break any more by itself."""
+        """Ends all cuts; no connection breaks by itself any more."""
         self.weather = self.weather.calmed()
         self.heal()
 
     def kill(self, place: int, is_silent: bool) -> None:
-        """Ends the worker at ``place``; with its host, where ``is_silent``."""
+        """Ends the worker at ``place``, and its host if ``is_silent``."""
         self._listeners.pop(place, None)
         self._frozen_until_s.pop(place, None)
         if is_silent:
@@ -196,12 +196,12 @@ class Streams:
                 end.close()
 
     def freeze(self, place: int, span_s: float) -> None:
-        """Has the worker at ``place`` read nothing for a while; its host goes on."""
+        """Stops the worker at ``place`` from reading for a while; its host continues."""
         until_s = self.timeline.now_s + span_s
         self._frozen_until_s[place] = max(until_s, self._frozen_until_s.get(place, 0.0))
 
     def break_connection(self, end: End) -> None:
-        """Breaks a connection; what is under way is lost."""
+        """Breaks a connection; bytes in flight are lost."""
         self.breaks += 1
         for one in (end, end.other):
             one.is_carrying = False
@@ -210,9 +210,9 @@ class Streams:
                 self.timeline.later(self.delay_s(), one.told)
 
     def swallow_any(self) -> None:
-        """Has one connection carry nothing from now on, without a word; new ones are fine.
+        """Silently stops one connection for good; new connections work.
 
-        That is what a router does that has forgotten it.
+        A router that has forgotten a connection does the same.
         """
         carrying = [end for ends in self._ends.values() for end in ends if end.is_carrying]
         if carrying:
@@ -220,19 +220,19 @@ class Streams:
             end.is_swallowed = end.other.is_swallowed = True
 
     def break_any(self) -> None:
-        """Breaks one of the connections that there are."""
+        """Breaks a random connection, if there is one."""
         carrying = [end for ends in self._ends.values() for end in ends if end.is_carrying]
         if carrying:
             self.break_connection(self.chance.choice(carrying))
 
     def delay_s(self) -> float:
-        """Draws how long something takes: seldom long."""
+        """Draws a delay, which is seldom long."""
         return 1e-5 + self.weather.longest_delay_s * self.chance.random() ** 4
 
     # How bytes travel
 
     def pump_later(self, end: End) -> None:
-        """Has the next piece of what is under way arrive after a while."""
+        """Schedules the arrival of the next piece of the bytes in flight."""
         if not end.is_pumping:
             end.is_pumping = True
             self.timeline.later(self.delay_s(), self._pump, end)
@@ -259,7 +259,7 @@ class Streams:
             mine = self._ends.setdefault(end.place, [])
             mine[:] = [other for other in mine if other.is_open]
             mine.append(end)
-        # The host takes the connection, though its worker may be busy with something else.
+        # The host takes the connection even if its worker is frozen.
         open_s = self.delay_s()
         self.timeline.later(open_s, on_open, here)
         self.timeline.later(max(self._frozen_s(target), open_s), self._hand_over, there)
@@ -278,7 +278,7 @@ class Streams:
     def _pump(self, end: End) -> None:
         end.is_pumping = False
         if not end.is_carrying:
-            # Nobody there knows of this connection.
+            # The other host does not know this connection any more.
             self._reset(end)
             return
         if end.is_swallowed:
@@ -319,7 +319,7 @@ class Streams:
             self.break_connection(end)
 
     def _confirm(self, end: End, size: int) -> None:
-        """Tells the writer that the other's host has some bytes."""
+        """Tells the writer that the other end's host has some bytes."""
         if not self._is_heard(end.peer_place, end.place):
             self._waiting.append(lambda: self._confirm(end, size))
             return
@@ -333,7 +333,7 @@ class Streams:
 
     def _answer_probe(self, end: End) -> None:
         if end.is_carrying:
-            end.other.heard_s = self.timeline.now_s  # A question is a sign of life, too.
+            end.other.heard_s = self.timeline.now_s  # A keepalive is a sign of life, too.
         if not self._is_heard(end.peer_place, end.place):
             return
         if not end.is_carrying or not end.other.is_open:

@@ -1,4 +1,4 @@
-"""The simulation of calls finds faults that are put into the machines on purpose."""
+"""Checks that the simulation of calls finds faults injected into the machines."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from torchweft.protocol.calls import (
 from torchweft.wire.frames import Frame
 
 SEEDS = 60
-"""A fault must be found within so many runs of each program."""
+"""A fault must be found within this many runs of each program."""
 
 Actions = list[Action[Asked]]
 
 
 class AnswersEndNothing(CallClient[Asked]):
-    """Leaves a call that was answered in the table, so that it ends again."""
+    """Leaves an answered call in the table, so that it ends again."""
 
     def answered(self, frame: Frame) -> Asked | None:
         return self._entries.get(frame.id)
 
 
 class KeepsCancellationsToItself(CallClient[Asked]):
-    """Does not tell callees that nobody waits any more."""
+    """Does not tell callees that no caller waits any more."""
 
     def _end(self, *arguments: Any, is_told: bool = True) -> Actions:
         return super()._end(*arguments, is_told=False)
@@ -61,14 +61,14 @@ class SendsEndedCalls(CallClient[Asked]):
 
 
 class LooksOnce(CallClient[Asked]):
-    """Does not look again after the request was written."""
+    """Does not check the call again after the request was written."""
 
     def opened(self, call: Asked, *, was_sent: bool) -> Actions:
         return []
 
 
 class TellsOnce(CallClient[Asked]):
-    """Looks again, but does not tell the callee again."""
+    """Checks the call again, but does not tell the callee again."""
 
     def opened(self, call: Asked, *, was_sent: bool) -> Actions:
         actions = super().opened(call, was_sent=was_sent)
@@ -83,7 +83,7 @@ class IsImpatient(CallClient[Asked]):
 
 
 class ForgetsTheNextDeadline(CallClient[Asked]):
-    """Does not say when to look for late calls next."""
+    """Does not say when to check for late calls next."""
 
     def expire(self, now_s: float) -> tuple[Actions, float]:
         return super().expire(now_s)[0], math.inf
@@ -111,7 +111,7 @@ class EndsCallsToOthers(CallClient[Asked]):
 
 
 class BlamesTheCallee(CallClient[Asked]):
-    """Says of calls that were not sent that their callee may still run them."""
+    """Says that the callee may still run calls that were not sent."""
 
     def _end(
         self, calls: list[Asked], make_error: Callable[[Asked, bool], BaseException], **how: bool
@@ -120,7 +120,7 @@ class BlamesTheCallee(CallClient[Asked]):
 
 
 class CancelsTheWrongCalls(CallClient[Asked]):
-    """Tells one worker of the calls to another one."""
+    """Tells one worker the cancelled calls to another one."""
 
     def _end(self, *arguments: Any, **how: bool) -> Actions:
         actions = super()._end(*arguments, **how)
@@ -130,7 +130,7 @@ class CancelsTheWrongCalls(CallClient[Asked]):
 
 
 class RunsTwice(Served):
-    """Takes a call whose number is open for a new one."""
+    """Treats a call with an open number as a new call."""
 
     def __init__(self, worker: Any, peer: Any, *arguments: Any) -> None:
         known = peer.served.copy()
@@ -166,7 +166,7 @@ class ForgetsDeadlines(Served):
 
 
 class AnswersCancelledCalls(Served):
-    """Answers calls for which nobody waits."""
+    """Answers calls for which no caller waits."""
 
     def __call__(self, result: Any, error: BaseException | None) -> None:
         self.was_cancelled = False
@@ -174,7 +174,7 @@ class AnswersCancelledCalls(Served):
 
 
 class AnswersTwice(Served):
-    """Answers a call that the caller gave up only after that."""
+    """Answers a failed call twice."""
 
     def __call__(self, result: Any, error: BaseException | None) -> None:
         super().__call__(result, error)
@@ -183,7 +183,7 @@ class AnswersTwice(Served):
 
 
 class StaysInItsTable(Served):
-    """Is known by its number after its end."""
+    """Stays in the caller's table of served calls after its end."""
 
     def __call__(self, result: Any, error: BaseException | None) -> None:
         super().__call__(result, error)
@@ -192,7 +192,7 @@ class StaysInItsTable(Served):
 
 
 class SwallowsRefusals(Served):
-    """Does not say that a call was refused, so that the caller waits on."""
+    """Does not report that a call was refused, so that the caller keeps waiting."""
 
     def __call__(self, result: Any, error: BaseException | None) -> None:
         if self.record is not None and self.record.was_refused:
@@ -223,7 +223,7 @@ class TakesValuesFromOthers(CallServer):
 
 
 class ForgetsWhatIsNested(CallServer):
-    """Cancels calls, and not those that are nested in them."""
+    """Cancels calls, but not their nested calls."""
 
     def cancel(self, calls: Iterable[ServedCall]) -> list[CancelNested]:
         super().cancel(calls)
@@ -242,7 +242,7 @@ def nest_for_nobody(parent: Any, name: str, what: Any, limit_s: float, now_s: fl
 
 
 def nest_unseen(parent: Any, name: str, what: Any, limit_s: float, now_s: float) -> Any:
-    """Does not note that a call was made in the course of another one."""
+    """Does not note that a call has made a nested call."""
     had_nested = parent.has_nested
     nested = nest(parent, name, what, limit_s, now_s)
     parent.has_nested = had_nested
@@ -250,7 +250,7 @@ def nest_unseen(parent: Any, name: str, what: Any, limit_s: float, now_s: float)
 
 
 def owes_nothing(callers: Iterable[Any]) -> bool:
-    """Lets a worker leave that callers of coroutines wait for."""
+    """Lets a worker leave while callers of its coroutines wait."""
     return False
 
 
@@ -289,7 +289,7 @@ MUTANTS: dict[str, list[Any]] = {
     "nest": [nest_without_limit, nest_for_nobody, nest_unseen],
     "has_awaited": [owes_nothing],
 }
-"""By the name of what takes their place in ``call_worker``."""
+"""Mutants, by the name in ``call_worker`` that they replace."""
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Calls in virtual time: nested, late, cancelled, refused, and lost with their workers.
 
 Each seed is a few workers with threads that overtake each other, on connections that break. The
-machines are those of ``torchweft.protocol.calls``; an observer checks that each call ends exactly
-once, with its answer or a truthful error, that no function runs twice or for nobody, that no answer
-is lost, and that nothing is left in the end. ``WEFT_TEST_SEED=<seed>`` runs one seed alone and
-prints what happened; ``WEFT_TEST_SEEDS`` sets how many are tried.
+machines are those of ``torchweft.protocol.calls``. An observer checks that each call ends exactly
+once, with its answer or a truthful error; that no function runs twice or for a cancelled call; that
+no answer is lost; and that nothing is left in the end. ``WEFT_TEST_SEED=<seed>`` runs one seed
+alone and prints its trace; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Run:
         self.chance = self.world.chance
 
     def at_any_time(self, function: Callable[..., None], *arguments: object) -> None:
-        """Has something happen while the programs run."""
+        """Calls a function at a random time while the programs run."""
         self.world.timeline.later(BUSY_S * self.chance.random(), function, *arguments)
 
     def call(self) -> None:
-        """Has all workers call each other, often many at once."""
+        """Makes the workers call each other, often many at once."""
         for _ in range(self.chance.choice((3, 10, 25))):
             worker = self.chance.choice(list(self.world.workers.values()))
             self.at_any_time(worker.call_any)
@@ -46,7 +46,7 @@ class Run:
                 self.world.timeline.later(BUSY_S / 2, worker.call_any)
 
     def finish(self) -> None:
-        """Lets everything come to its end."""
+        """Runs the world to its end, and checks it."""
         self.world.timeline.run_for(REST_S)
         self.world.check_rest()
 
@@ -74,7 +74,7 @@ def lose(run: Run) -> None:
 
 
 def leave(run: Run) -> None:
-    """Calls, while workers leave that owe others answers."""
+    """Calls, while workers that owe answers leave."""
     run.call()
     workers = list(run.world.workers.values())
     for worker in run.chance.sample(workers, run.chance.randint(1, len(workers))):
@@ -83,13 +83,13 @@ def leave(run: Run) -> None:
 
 
 def repeat(run: Run) -> None:
-    """Calls, of which one worker sends each twice: it is turned away."""
+    """Calls, while one worker sends each call twice and is turned away."""
     run.call()
     run.finish()
 
 
 PROGRAMS: dict[Callable[[Run], None], bool] = {live: False, lose: False, leave: False, repeat: True}
-"""Programs; whether one of their workers is strange."""
+"""Programs, and whether one of their workers is strange."""
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

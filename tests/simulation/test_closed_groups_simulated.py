@@ -1,10 +1,10 @@
-"""Closed groups from the first call to the end of shutdown, while the network does its worst.
+"""Closed groups from the first call to the end of shutdown, on a faulty network.
 
 Each seed is a group whose workers call each other with references, over sessions whose connections
-break; workers die and are frozen, networks are cut for longer than anybody waits, and all clocks
-differ. Whatever happens: no call runs twice, the leader calls the group quiet only when it is, all
-who live are let go, and no reference is left. ``WEFT_TEST_SEED=<seed>`` runs one seed alone and
-prints what happened; ``WEFT_TEST_SEEDS`` sets how many are tried.
+break. Workers die and are frozen, networks are cut for longer than any worker waits, and all clocks
+differ. In all cases no call runs twice, the leader calls the group quiet only when it is, all
+living workers are let go, and no reference is left. ``WEFT_TEST_SEED=<seed>`` runs one seed alone
+and prints its trace; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Worker(LeavingMember):
         self.machine = ClosedLeaving(self.id, set(range(self.group.run.size)))
 
     def on_left(self, action: Left) -> None:
-        if action.lost == (LEADER,):  # Nobody is left to say when.
+        if action.lost == (LEADER,):  # No leader is left to say when.
             self.group.references.drop_all(self.id)
 
 
 class Run:
-    """A group, and what happens to it."""
+    """A group, and its events."""
 
     def __init__(self, seed: int) -> None:
         self.world = GroupWorld(seed, Worker, self)
@@ -54,7 +54,7 @@ class Run:
             worker.on_left(action)
 
     def act(self, steps: int, may_lose: bool) -> None:
-        """Lets the programs run, with trouble in between."""
+        """Lets the programs run, with faults in between."""
         for _ in range(steps):
             if self.chance.random() < 0.5:
                 self._trouble(may_lose)
@@ -86,7 +86,7 @@ class Run:
         world.streams.heal()
 
     def end(self) -> None:
-        """Lets the network heal and everybody go."""
+        """Heals the network, and waits until all workers are let go."""
         world = self.world
         world.streams.calm()
         world.timeline.run_until(self._are_all_let_go, END_S, "the group never ends")
@@ -100,7 +100,7 @@ class Run:
         return all(worker.endings for worker in self.world.members.values())
 
     def on_settle(self) -> None:
-        """Checks, when the leader says so, that nobody waits but for who is lost."""
+        """Checks, when the leader calls the group quiet, that workers wait only for lost ones."""
         world = self.world
         for worker in world.members.values():
             for entry in worker.calls._entries.values():
@@ -112,7 +112,7 @@ class Run:
 
 
 def part_in_peace(run: Run) -> None:
-    """Connections break, but nobody is cut off for long: nobody is lost, no call fails by it."""
+    """Connections break, but no worker is cut off for long: none is lost, no call fails by it."""
     run.act(15, may_lose=False)
     run.end()
     world = run.world

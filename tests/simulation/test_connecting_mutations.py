@@ -1,4 +1,4 @@
-"""The simulation of connections finds faults that are put into the machine of connections.
+"""Checks that the simulation of connections finds faults injected into ``Connecting``.
 
 ``test_connecting_simulated`` tries the same programs with at least the same seeds, unmutated.
 """
@@ -29,7 +29,7 @@ from torchweft.protocol.connecting import (
 from torchweft.protocol.connecting.machine import CROSSED
 
 SEEDS = 60
-"""A fault must be found within so many runs of each program."""
+"""A fault must be found within this many runs of each program."""
 assert share(SEED_COUNT) >= SEEDS
 
 
@@ -41,7 +41,7 @@ class AcceptsWhileItsOfferStands(Connecting):
 
 
 class NeverGivesWay(Connecting):
-    """Turns the other side away whenever it dials itself, whichever id is the higher one."""
+    """Refuses the other side whenever it dials itself, whichever id is the higher one."""
 
     def hello(self, me: int, said: Hello) -> Answer:
         return super().hello(1 << 60, said)
@@ -56,7 +56,7 @@ class RenamesItsOffer(Connecting):
 
 
 class TurnsTheDiallerAway(Connecting):
-    """Does not know the offer again that it has accepted."""
+    """Does not recognize the offer that it has accepted."""
 
     def hello(self, me: int, said: Hello) -> Answer:
         answer = super().hello(me, said)
@@ -65,7 +65,7 @@ class TurnsTheDiallerAway(Connecting):
 
 
 class GivesUpTheBusy(Connecting):
-    """Takes a peer that accepts connections and does not speak for one that is gone."""
+    """Treats a peer that accepts connections and does not speak as one that is gone."""
 
     def dial_failed(self, now_s: float, failure: Failure, cause: str) -> Step:
         failure = Failure.REFUSED if failure is Failure.BUSY else failure
@@ -73,7 +73,7 @@ class GivesUpTheBusy(Connecting):
 
 
 class WaitsForTheGone(Connecting):
-    """Takes a refused connection for a network that does not carry that far."""
+    """Treats a refused connection as a fault of the network."""
 
     def dial_failed(self, now_s: float, failure: Failure, cause: str) -> Step:
         failure = Failure.BROKEN if failure is Failure.REFUSED else failure
@@ -81,7 +81,7 @@ class WaitsForTheGone(Connecting):
 
 
 class WaitsForTheGoneInASession(Connecting):
-    """The same, where there is a session."""
+    """Does the same for the connection of a session."""
 
     def redial_failed(self, now_s: float, failure: Failure, cause: str) -> list[Action]:
         failure = Failure.BROKEN if failure is Failure.REFUSED else failure
@@ -97,7 +97,7 @@ class BothResume(Connecting):
 
 
 class KnowsNoOffer(Connecting):
-    """Says that there is no such session where its own offer was accepted, unknown to it."""
+    """Denies the session if its own offer was accepted without its knowledge."""
 
     def hello(self, me: int, said: Hello) -> Answer:
         if said.purpose is Purpose.PROBE and not self._is_linked:
@@ -113,21 +113,21 @@ class LetsItsOfferLie(Connecting):
 
 
 class LosesAgain(Connecting):
-    """Declares a worker lost each time that something is noticed."""
+    """Declares a worker lost for each cause, not only for the first."""
 
     def lose(self, cause: str) -> str | None:
         return super().lose(cause) or cause
 
 
 class IgnoresFarewells(Connecting):
-    """Dials a worker again that has said that it leaves."""
+    """Redials a worker that has said that it leaves."""
 
     def goodbye(self, reason: bytes) -> None:
         pass
 
 
 class OffersBesideAnAccept(Connecting):
-    """Says hello although the other side's connection is being accepted."""
+    """Sends ``HELLO`` although the other side's connection is being accepted."""
 
     def offer(self) -> bool:
         self._is_offered = True
@@ -135,7 +135,7 @@ class OffersBesideAnAccept(Connecting):
 
 
 class AwaitsForEver(Connecting):
-    """Waits for the other side's connection without an end."""
+    """Waits for the other side's connection for ever."""
 
     def go_on(self, now_s: float) -> Step:
         if self._first is not None and self._first.is_awaiting:
@@ -144,7 +144,7 @@ class AwaitsForEver(Connecting):
 
 
 class TakesCrossedForANo(Connecting):
-    """Gives a peer up that makes a connection itself."""
+    """Gives up a peer that answers that it dials itself."""
 
     def dial_failed(self, now_s: float, failure: Failure, cause: str) -> Step:
         failure = Failure.REFUSED if failure is Failure.CROSSED else failure
@@ -152,7 +152,7 @@ class TakesCrossedForANo(Connecting):
 
 
 class CrossesEverything(Connecting):
-    """Turns the other side away before it has offered anything itself."""
+    """Refuses the other side before it has made an offer itself."""
 
     def _answer_offer(self, me: int, said: Hello) -> Answer:
         if self._first is not None and not self._is_linked and me > self.peer:

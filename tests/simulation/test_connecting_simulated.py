@@ -1,10 +1,10 @@
 """First connections: both sides dial at once, greetings get lost, peers are busy or dead.
 
 Each seed is some workers that need each other at about the same time, and a network as in
-``test_sessions_simulated``. Callers give up after a while and come back, or do not. What has to
-hold: two that live end up with the same session, whichever side dialled it, and lose nobody; the
-dead are lost once, at once where their system says so. ``WEFT_TEST_SEED=<seed>`` runs one seed
-alone; ``WEFT_TEST_SEEDS`` sets how many are tried.
+``test_sessions_simulated``. Callers give up after a while and come back, or do not. Two living
+workers must end up with the same session, whichever side dialled it, and lose no living worker.
+Dead workers must be lost once, and at once if their system reports their end.
+``WEFT_TEST_SEED=<seed>`` runs one seed alone; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SEED_COUNT = 600
 SLACK_S = 3.0
 LONGEST_CUT_S = 4.0
 PAUSE_S = 2.0
-"""Between two cuts: in this time, everybody hears of everybody."""
+"""The pause between two cuts, in which all workers hear from each other."""
 FAREWELL = "it had to go"
 
 
 class Run:
-    """The world of one seed, whose workers have just begun."""
+    """The world of one seed, whose workers have just started."""
 
     def __init__(self, seed: int, weather: Weather | None = None) -> None:
         self.world = CounterWorld(seed, 2 + seed % 3, LIMITS, weather)
@@ -38,7 +38,7 @@ class Run:
             worker.node.is_eager = self.chance.random() < 0.7
 
     def disturb(self, steps: int) -> None:
-        """Has the network fail while the connections are made; workers sleep, and call."""
+        """Makes the network fail while connections are made; freezes workers and makes calls."""
         world, chance = self.world, self.chance
         for _ in range(steps):
             one, other = chance.sample(list(world.workers.values()), 2)
@@ -60,7 +60,7 @@ class Run:
             world.timeline.run_for(chance.choice((0.0, 0.0, 0.01, 0.1, 0.5)))
 
     def end(self) -> None:
-        """Lets the network heal, and has all workers call all that they know."""
+        """Heals the network, and makes all workers call all peers that they have not lost."""
         world = self.world
         world.streams.calm()
         for one in world.workers.values():
@@ -71,7 +71,7 @@ class Run:
         world.timeline.run_for(100.0)
 
     def check_pairs(self) -> None:
-        """Checks that living pairs are connected, and mean the same connection."""
+        """Checks that living pairs are connected, and agree on the connection."""
         for one in self.world.workers.values():
             for other in self.world.workers.values():
                 if one.id < other.id:
@@ -88,7 +88,7 @@ class Run:
 
 
 def meet(run: Run) -> None:
-    """Nobody dies: all are connected in the end, and nobody is lost."""
+    """No worker dies: all are connected in the end, and none is lost."""
     run.disturb(12)
     run.end()
     assert not run.world.lost_at_s, f"lost, though alive: {run.world.causes}"
@@ -113,7 +113,7 @@ def meet_the_dying(run: Run) -> None:
 
 
 def lose_the_gone_at_once(run: Run) -> None:
-    """A worker dies, and its system says so: the others lose it at once, connected or not."""
+    """A worker dies, and its system reports it: others lose it at once, connected or not."""
     world = run.world
     world.streams.calm()
     world.timeline.run_for(run.chance.choice((0.0, 0.01, 0.05, 10.0)))
@@ -128,7 +128,7 @@ def lose_the_gone_at_once(run: Run) -> None:
 
 
 def wait_for_the_busy(run: Run) -> None:
-    """A worker is stopped before anybody has met it: it is waited for, and met when it goes on."""
+    """A worker is stopped before any contact: the others wait, and connect when it continues."""
     world = run.world
     busy = run.chance.choice(list(world.workers.values()))
     busy.node.freeze(run.chance.choice((30.0, 300.0)))
@@ -140,7 +140,7 @@ def wait_for_the_busy(run: Run) -> None:
 
 
 def meet_over_a_wall(run: Run) -> None:
-    """Only one side can dial the other: the connection that it makes is taken, whatever its id."""
+    """Only one side can dial the other: its connection is accepted, whatever its id."""
     world = run.world
     world.streams.calm()
     one, other = run.chance.sample(list(world.workers.values()), 2)
@@ -153,7 +153,7 @@ def meet_over_a_wall(run: Run) -> None:
 
 
 def say_goodbye(run: Run) -> None:
-    """A worker leaves: the others know why, and nobody dials it again."""
+    """A worker leaves: the others know why, and do not dial it again."""
     world = run.world
     run.disturb(3)
     run.end()
@@ -173,7 +173,7 @@ def say_goodbye(run: Run) -> None:
 
 
 def lose_one_another(run: Run) -> None:
-    """One declares another one lost: then that one loses it, too, and no connection is made."""
+    """A worker declares another lost: the other loses it, too, and no connection is made."""
     world = run.world
     world.streams.calm()
     world.timeline.run_for(run.chance.choice((0.0, 0.01, 10.0)))
@@ -214,7 +214,7 @@ def test_living_workers_meet_and_dead_ones_are_lost(
 
 
 def test_the_seeds_cross_dials_and_lose_greetings() -> None:
-    """The worlds are as bad as they are meant to be."""
+    """The worlds are as bad as intended."""
     told: dict[str, int] = {}
     for seed in range(40):
         run = Run(seed)

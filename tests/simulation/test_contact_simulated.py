@@ -1,9 +1,9 @@
-"""When a worker gives another one up: never one whose system answers in time, always the others.
+"""The failure detector: a worker loses exactly the peers whose systems do not answer in time.
 
-Each seed is a group whose sessions are idle or in use, with clocks that are days off and a tenth
-too fast or too slow, connections that break and tell nobody, cuts in one direction or in both, and
-workers that are frozen for much longer than the time of detection. ``WEFT_TEST_SEED=<seed>`` runs
-one seed alone; ``WEFT_TEST_SEEDS`` sets how many are tried.
+Each seed is a group whose sessions are idle or in use. Clocks are days off and a tenth too fast or
+too slow. Connections break and tell neither end, cuts stop one direction or both, and workers are
+frozen for much longer than the detection time. ``WEFT_TEST_SEED=<seed>`` runs one seed alone;
+``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tests.simulation.streams import Weather
 TIMES_S = (8.0, 10.0, 30.0)
 SLOWEST_CLOCK = 0.9
 SLACK_S = 2.0
-"""Pauses between two tries, and delays."""
+"""Time for pauses between two attempts, and for delays."""
 
 
 class Run:
-    """The world of one seed, with times of its own."""
+    """The world of one seed, with its own time limits."""
 
     def __init__(self, seed: int) -> None:
         self.world = CounterWorld(seed, 2 + seed % 2, Limits(), Weather())
@@ -35,7 +35,7 @@ class Run:
         self.kinds = ["break", "cut", "freeze", "call"]
         self.longest_outage_s = self.shorter_s / 3
         if chance.random() < 0.5:
-            # Half of the time is over before anybody suspects that a connection is dead.
+            # Half of the time is over before a worker suspects that a connection is dead.
             self.kinds.append("swallow")
             self.longest_outage_s = self.shorter_s / 8
         weather = Weather(longest_delay_s=0.05, deafness=chance.choice((0.0, 0.5, 1.0)))
@@ -43,7 +43,7 @@ class Run:
         self.world.timeline.run_for(1.0)
 
     def trouble(self) -> None:
-        """Has the network fail for much less than the allowed time, or a worker sleep."""
+        """Makes the network fail for much less than the allowed time, or freezes a worker."""
         world, chance = self.world, self.chance
         one, other = chance.sample(list(world.workers.values()), 2)
         for kind in chance.sample(self.kinds, 2):
@@ -71,7 +71,7 @@ class Run:
 
 
 def keep_who_answers(run: Run) -> None:
-    """Nobody is lost, and all sessions are connected in the end."""
+    """No worker is lost, and all sessions are connected in the end."""
     for _ in range(20):
         run.trouble()
     run.let_all_wake()
@@ -83,7 +83,7 @@ def keep_who_answers(run: Run) -> None:
 
 
 def lose_who_is_dead(run: Run) -> None:
-    """A worker dies, alone or with its host: the others notice within the time."""
+    """A worker dies, alone or with its host: the others notice within the time limit."""
     for _ in range(run.chance.randint(0, 5)):
         run.trouble()
     run.let_all_wake()
@@ -106,7 +106,7 @@ def lose_who_is_dead(run: Run) -> None:
 
 
 def lose_who_is_cut_off(run: Run) -> None:
-    """Two cannot reach each other, in one direction or both: they lose each other, nobody else."""
+    """Two workers are cut off, in one direction or both: they lose each other, but no others."""
     for _ in range(run.chance.randint(0, 5)):
         run.trouble()
     run.let_all_wake()
@@ -116,7 +116,7 @@ def lose_who_is_cut_off(run: Run) -> None:
     world.streams.cut(one, other)
     if run.chance.random() < 0.5:
         world.streams.cut(other, one)
-    # With one direction left, one of them hears the other until that one gives up.
+    # With one direction left, one side hears the other until the other side gives up.
     times_s = run.limits.detection_s + run.limits.reconnect_s
     world.timeline.run_for(times_s / SLOWEST_CLOCK + run.limits.patience_s + SLACK_S)
     assert world.lost_at_s.keys() == {(one, other), (other, one)}

@@ -1,4 +1,4 @@
-"""The simulation of joining finds faults that are put into its machines."""
+"""Checks that the simulation of joining finds faults injected into its machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchweft.protocol.membership.joining import Get, Introduce, Set, Steps, Wa
 from torchweft.protocol.membership.roster import Roster
 
 SEEDS = 3000
-"""A fault must be found within so many runs."""
+"""A fault must be found within this many runs."""
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 
@@ -39,7 +39,7 @@ def keeps_a_refusal_to_itself(patch: pytest.MonkeyPatch) -> None:
 
 
 def allows_two_of_one_name(patch: pytest.MonkeyPatch) -> None:
-    """The leader does not look at names."""
+    """The leader does not check names."""
     assemble = joining.assemble
 
     def mutant(registrations: dict[int, Registration], *arguments: Any) -> Directory:
@@ -54,7 +54,7 @@ def allows_two_of_one_name(patch: pytest.MonkeyPatch) -> None:
 
 
 def trusts_every_directory(patch: pytest.MonkeyPatch) -> None:
-    """A worker does not look whether a directory is of its run."""
+    """A worker does not check that a directory is of its run."""
     patch.setattr(joining, "_check_directory", lambda *arguments: None)
 
 
@@ -84,7 +84,7 @@ def gives_each_life_its_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def introduces_itself_to_nobody(patch: pytest.MonkeyPatch) -> None:
-    """A newcomer knows the others, and they do not know it."""
+    """A newcomer introduces itself to no earlier worker."""
     introduce = joining.introduce
 
     def mutant(admission: joining.Admission) -> Steps[None]:
@@ -94,7 +94,7 @@ def introduces_itself_to_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def overlooks_the_last(patch: pytest.MonkeyPatch) -> None:
-    """A newcomer does not read the one that came just before it."""
+    """A newcomer overlooks the worker that came just before it."""
     introduce = joining.introduce
 
     def mutant(admission: joining.Admission) -> Steps[None]:
@@ -105,7 +105,7 @@ def overlooks_the_last(patch: pytest.MonkeyPatch) -> None:
 
 
 def does_not_ask_namesakes(patch: pytest.MonkeyPatch) -> None:
-    """A newcomer takes for dead who has its name or rank."""
+    """A newcomer takes earlier workers with its name or rank for dead."""
     introduce = joining.introduce
 
     def mutant(admission: joining.Admission) -> Steps[None]:
@@ -123,12 +123,12 @@ def does_not_ask_namesakes(patch: pytest.MonkeyPatch) -> None:
 
 
 def takes_up_all_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Of several earlier ones of one name, the last is taken for the one that lives."""
+    """A newcomer takes the last of several earlier workers with one name for the living one."""
     patch.setattr(joining, "_first_of_each_name", lambda others: (others, {}))
 
 
 def never_refuses(patch: pytest.MonkeyPatch) -> None:
-    """A later one takes the place of a member that lives."""
+    """A later worker takes the place of a living member."""
 
     def mutant(place: int) -> Steps[bool]:
         yield joining.Check(f"fate/{place}")
@@ -138,7 +138,7 @@ def never_refuses(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_confirms(patch: pytest.MonkeyPatch) -> None:
-    """One joins although others have refused it."""
+    """A worker joins although others have refused it."""
 
     def mutant(place: int) -> Steps[None]:
         yield joining.Check(f"fate/{place}")
@@ -147,7 +147,7 @@ def never_confirms(patch: pytest.MonkeyPatch) -> None:
 
 
 def admits_its_own_name(patch: pytest.MonkeyPatch) -> None:
-    """A member takes up newcomers of its own name."""
+    """A member admits newcomers of its own name."""
     arrival = Roster.arrival
 
     def mutant(roster: Roster[Any], registration: Registration) -> tuple[Any, tuple[Any, ...]]:
@@ -160,7 +160,7 @@ def admits_its_own_name(patch: pytest.MonkeyPatch) -> None:
 
 
 def prefers_the_store(patch: pytest.MonkeyPatch) -> None:
-    """What was read in the store takes the place of a later life that has introduced itself."""
+    """A registration from the store replaces a later life that has introduced itself."""
     patch.setattr(Roster, "is_replaced", lambda roster, registration: False)
 
 

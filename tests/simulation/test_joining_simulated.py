@@ -1,9 +1,10 @@
 """Workers join closed and open groups while others come late, die, or have the same name.
 
-Each seed is one rendezvous. Closed: everybody ends in time; all who have a group have the same one,
-with all its ranks; and while the leader lives, all who have none have the same reason. Open: when a
-worker has joined, it and all who were there know each other; no two that live have the same name or
-rank; an id names one life. ``WEFT_TEST_SEED=<seed>`` runs one seed alone and prints what happened.
+Each seed is one rendezvous. In a closed group, joining ends in time for every worker. All workers
+that get a group get the same group, with all its ranks. While the leader lives, all workers that
+get no group get the same reason. In an open group, a worker that has joined and all earlier members
+know each other. No two living workers have the same name or rank; an id names one life.
+``WEFT_TEST_SEED=<seed>`` runs one seed alone and prints its trace.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from torchweft.protocol.membership.roster import Roster
 
 TIMEOUT_S = 20.0
 SLACK_S = 5.0
-"""For operations of the store that take their time."""
+"""Time for slow operations of the store."""
 END_S = 100.0
 SEEDS = 200
 
 
 class ClosedRun:
-    """A closed group that finds together, or does not."""
+    """A closed group whose rendezvous succeeds or fails."""
 
     def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
@@ -48,7 +49,7 @@ class ClosedRun:
         return self.chance.random() * (1.0 if self.is_calm else self.chance.choice((1.0, 30.0)))
 
     def _leave_keys_of_another_run(self) -> None:
-        """As where a file or a launcher's store was not emptied."""
+        """Leaves old keys, as in a file or a launcher's store that was not emptied."""
         for rank in range(self.size):
             self.world.store.values[f"worker/{rank}"] = Registration(
                 f"old{rank}", rank, ("unix:@old",)
@@ -84,7 +85,7 @@ class ClosedRun:
             self._end_store_with(rank)
 
     def _end_store_with(self, rank: int) -> None:
-        """The leader hosts the store: it ends with the leader's process."""
+        """Ends the store with the leader's process, which hosts it."""
         if rank == LEADER:
             self.world.store.is_gone = True
 
@@ -119,7 +120,7 @@ class ClosedRun:
         assert workers[life.registration.id] == life.registration, "a group of another run"
 
     def _check_reason(self, leader: Life, lives: list[Life]) -> None:
-        """All who had come when the leader gave up know whom it missed."""
+        """Checks that all workers present when the leader gave up know the missing ranks."""
         assert isinstance(leader.error, RendezvousTimeout)
         assert leader.ended_s is not None
         for life in lives:
@@ -130,7 +131,7 @@ class ClosedRun:
 
 
 class OpenRun:
-    """An open group that workers join, leave, and die in."""
+    """An open group in which workers join, leave, and die."""
 
     def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
@@ -165,7 +166,7 @@ class OpenRun:
         if life.is_alive:
             self.world.kill(life)
             for other in self.living():
-                # Those who are connected to it notice; it is not found any more.
+                # Connected workers notice, and their rosters do not find it any more.
                 if other.roster is not None:
                     other.roster.retire(life)
 
@@ -205,7 +206,7 @@ class OpenRun:
         self.check_all()
 
     def check_known(self, newcomer: Life) -> None:
-        """Known: all who were members and the newcomer know each other."""
+        """Checks that the newcomer and all members know each other."""
         for other in self.living():
             if other is not newcomer and other.is_member:
                 assert newcomer.roster is not None

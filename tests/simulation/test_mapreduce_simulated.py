@@ -1,9 +1,9 @@
-"""Maps over workers that die at any moment, of parts that take any time; what the schedule does.
+"""The schedule of maps over workers that die at any moment, with parts that take any time.
 
 Each seed is a map: some workers, parts of random lengths given to them, a tree or none, and deaths.
-A death is known to the caller a while later; meanwhile parts there do not answer. A part on a
-worker whose object was still on its way from a dead one fails with that. ``WEFT_TEST_SEED=<seed>``
-runs one seed alone and prints what happened; ``WEFT_TEST_SEEDS`` sets how many are tried.
+The caller learns of a death a while later; until then, parts there do not answer. A part fails if
+the object of its worker was still on its way from a dead worker. ``WEFT_TEST_SEED=<seed>`` runs one
+seed alone and prints its trace; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class World:
 
     def run(self) -> None:
         if self.chance.random() < 0.2:
-            self.now_s = 3.0  # Some are dead before it begins.
+            self.now_s = 3.0  # Some workers are dead before the map begins.
         self._run_until(self.now_s)
         self.note_losses()
         if not self.schedule.is_over:
@@ -99,7 +99,7 @@ class World:
             self.now_s = max(self.now_s, at_s)
             event(*arguments)
 
-    # What happens
+    # Events
 
     def die(self, worker: int) -> None:
         self.trace.append((self.now_s, "dies", worker))
@@ -107,7 +107,7 @@ class World:
         self.after(self.chance.choice((0.0, 0.5, 5.0)), self.become_known, worker)
 
     def become_known(self, worker: int) -> None:
-        """The caller fails all calls to it, in any order, and hears of it in other ways, or not."""
+        """Makes the loss known to the caller, which fails its calls there in any order."""
         self.known_lost.add(worker)
         failing = [key for key, attempt in self.running.items() if attempt.worker == worker]
         self.chance.shuffle(failing)
@@ -135,7 +135,7 @@ class World:
             if worker in self.known_lost:
                 self.carry_out("lost", self.schedule.lost(worker))
 
-    # What the schedule wants
+    # Actions of the schedule
 
     def carry_out(self, event: str, actions: Iterable[Action]) -> None:
         actions = list(actions)
@@ -189,7 +189,7 @@ class World:
         self.after(max(ready_s - self.now_s, 0.0), self.find_object, key, ready_s, length_s)
 
     def find_object(self, key: tuple[int, int], ready_s: float, length_s: float) -> None:
-        """A part whose object was still on its way fails if it comes from a dead worker."""
+        """Fails a part whose object was still on its way from a dead worker."""
         attempt = self.running.get(key)
         if attempt is None:
             return
@@ -199,7 +199,7 @@ class World:
         else:
             self.after(length_s, self.end, key)
 
-    # What must be so in the end
+    # Checks at the end
 
     def check_end(self) -> None:
         assert self.outcome is not None, "it ends"

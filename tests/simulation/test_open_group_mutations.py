@@ -1,4 +1,4 @@
-"""The simulation of open groups finds faults that are put into the machine of departures."""
+"""Checks that the simulation of open groups finds faults injected into ``OpenLeaving``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchweft.protocol.membership.leaving import Action, BeginSettling, Left, O
 
 PROGRAMS = (come_and_go, come_and_die)
 SEEDS = 100
-"""A fault must be found within so many runs of each program."""
+"""A fault must be found within this many runs of each program."""
 
 
 class WaitsForNobody(OpenLeaving):
-    """Does not wait until all have answered."""
+    """Does not wait until all members have answered."""
 
     def member_present(self, member: int) -> list[Action]:
         actions = super().member_present(member)
@@ -25,7 +25,7 @@ class WaitsForNobody(OpenLeaving):
 
 
 class TellsNoNewcomer(OpenLeaving):
-    """Does not tell those that join while it leaves."""
+    """Does not tell workers that join while it leaves."""
 
     def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
         self._has_begun = True
@@ -37,7 +37,7 @@ class TellsNoNewcomer(OpenLeaving):
 
 
 class TellsNobodyThatLeaves(OpenLeaving):
-    """Does not tell those that have said that they leave."""
+    """Does not tell members that are leaving themselves."""
 
     def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
         if step == Step.LEAVING:
@@ -50,35 +50,35 @@ class TellsNobodyThatLeaves(OpenLeaving):
 
 
 class DoesNotAnswer(OpenLeaving):
-    """Makes no more calls to one that leaves, and does not say so."""
+    """Makes no more calls to a leaving member, but does not answer it."""
 
     def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
         return super().received(member, step, arguments)[:1]
 
 
 class CallsOn(OpenLeaving):
-    """Answers one that leaves, and calls it all the same."""
+    """Answers a leaving member, but still calls it."""
 
     def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
         return super().received(member, step, arguments)[1:]
 
 
 class ForgetsTheDead(OpenLeaving):
-    """Waits for the answers of members that are lost."""
+    """Waits for the answers of lost members."""
 
     def member_lost(self, member: int) -> list[Action]:
         return []
 
 
 class LeavesWhileItServes(OpenLeaving):
-    """Drops its references and goes before it is idle."""
+    """Drops its references and leaves before it is idle."""
 
     def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
         return super().observed(Report(True, report.activity), is_settled=True)
 
 
 class KeepsItsReferences(OpenLeaving):
-    """Goes without having dropped its references."""
+    """Leaves without dropping its references."""
 
     def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
         actions = super().observed(report, is_settled=is_settled)

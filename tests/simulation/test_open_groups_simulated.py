@@ -1,10 +1,10 @@
-"""Open groups: workers join, leave politely, die and come back as another life, all at once.
+"""Open groups: workers join, leave gracefully, die and come back as another life, concurrently.
 
 Each seed is a group on a network that breaks connections and delays everything. A worker leaves as
-``OpenLeaving`` decides: it says so, waits until everybody has noted it, serves
-calls on their way, drops its references, and goes when its last messages have arrived. So a call
-that a caller could make before it knew is answered. ``WEFT_TEST_SEED=<seed>`` runs one seed alone
-and prints what happened; ``WEFT_TEST_SEEDS`` sets how many are tried.
+``OpenLeaving`` decides: it says so, waits until every member has noted it, serves calls in flight,
+drops its references, and leaves when its last messages have arrived. So a call that a caller made
+before it knew of the departure is answered. ``WEFT_TEST_SEED=<seed>`` runs one seed alone and
+prints its trace; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Worker(LeavingMember):
 
 
 class Run:
-    """A group, and what happens to it."""
+    """A group, and its events."""
 
     def __init__(self, seed: int) -> None:
         self.world = GroupWorld(seed, Worker, self)
@@ -56,7 +56,7 @@ class Run:
             self.join()
 
     def join(self) -> None:
-        """Begins a life at a place that is free, if there is one."""
+        """Begins a life at a free place, if there is one."""
         taken = {member.node.place for member in self.world.members.values()}
         if len(taken) < PLACES:
             place = self.chance.choice([place for place in range(PLACES) if place not in taken])
@@ -69,7 +69,7 @@ class Run:
         worker.is_gone = True
 
     def leave(self, worker: Worker) -> None:
-        """Ends a life that has come to its end."""
+        """Ends the life of a worker that may leave."""
         leaks = self.world.references.machines[worker.id].leaks()
         held = [leak for leak in leaks if leak.reference.owner != worker.id]
         assert not held, f"G4: {worker.id} leaves, but holds {held}"
@@ -102,14 +102,14 @@ class Run:
             world.kill(member.id, is_silent=self.chance.random() < 0.5)
 
     def rest(self) -> None:
-        """Waits until nothing is under way, and looks whether the owners know what is true."""
+        """Waits until nothing is in flight, and checks that owners know the exact state."""
         world = self.world
         world.streams.calm()
         world.timeline.run_until(world.is_calm, END_S, "the group never comes to rest")
         world.references.check_calm()
 
     def end(self) -> None:
-        """Waits until everybody has left."""
+        """Waits until all workers have left."""
         self.world.streams.calm()
         self.world.timeline.run_until(lambda: not self.world.members, END_S, "some can never leave")
         assert not self.impolite, f"calls to who left gracefully are lost: {self.impolite}"
@@ -121,7 +121,7 @@ class Run:
 
 
 def come_and_go(run: Run) -> None:
-    """Everybody comes and leaves in order."""
+    """All workers join and leave in order."""
     run.act(20, may_die=False)
     run.rest()
     run.act(10, may_die=False)
@@ -129,7 +129,7 @@ def come_and_go(run: Run) -> None:
 
 
 def come_and_die(run: Run) -> None:
-    """Some die, and others begin at their places."""
+    """Some workers die, and others begin at their places."""
     run.act(20, may_die=True)
     run.rest()
     run.act(10, may_die=True)

@@ -1,7 +1,7 @@
 """Reference counting against an adversary that picks every step and every packet.
 
-Where the seeded simulation tries many long programs, this one shrinks what it finds to the few
-steps that matter.
+The seeded simulation tries many long programs; this one shrinks a failure to the few steps that
+matter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reference counting over thousands of bad networks.
 
-Each seed is one program of random steps on a random network, all of it replayable: a failure
-names its seed, and ``WEFT_TEST_SEED=<seed> pytest tests/simulation/test_references_simulated.py``
-runs that alone and prints what happened. ``WEFT_TEST_SEEDS`` sets how many are tried.
+Each seed is one replayable program of random steps on a random network. A failure names its seed;
+``WEFT_TEST_SEED=<seed> pytest tests/simulation/test_references_simulated.py`` runs that seed alone
+and prints its trace. ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchweft.ids import ReferenceId
 
 SEEDS = 300
 MOST_ROUNDS = 500
-"""Intervals of resending after which a world that is still not calm never will be."""
+"""Resend intervals after which a world that is still not calm counts as stuck."""
 
 
 class Run:
@@ -38,7 +38,7 @@ class Run:
                 self._deliver()
 
     def calm(self) -> None:
-        """Lets everything arrive, and time pass, until nobody waits for anything."""
+        """Delivers everything and lets time pass until all workers are settled."""
         self.network.heal()
         for _ in range(MOST_ROUNDS):
             while self._deliver():
@@ -50,7 +50,7 @@ class Run:
         raise AssertionError("the workers never come to rest")
 
     def drop_everything(self) -> None:
-        """Drops all handles in random order, while the network goes on."""
+        """Drops all handles in random order, while the network continues."""
         while holdings := self.world.holdings():
             self.world.drop(*self.chance.choice(holdings))
             if self.chance.random() < 0.5:
@@ -117,14 +117,14 @@ def live_and_let_go(run: Run) -> None:
     run.act(steps=10)
     run.drop_everything()
     run.calm()
-    # Messages that were still under way have brought new handles.
+    # Messages that were still in flight have brought new handles.
     run.drop_everything()
     run.calm()
     run.world.check_empty()
 
 
 def pass_around(run: Run) -> None:
-    """Has one value come and go at every worker, so that late messages meet their successors."""
+    """Makes workers gain and drop one value repeatedly, so that late messages meet newer ones."""
     run.world.own(0)
     (x,) = run.world.handles[0]
     for _ in range(40):
@@ -175,7 +175,7 @@ def go_home(run: Run) -> None:
 
 
 def shut_down(run: Run) -> None:
-    """Works, and then drops everything by force, whatever is still under way."""
+    """Works, and then drops everything by force, with messages still in flight."""
     run.act(steps=20)
     for worker in run.world.machines:
         run.world.drop_all(worker)

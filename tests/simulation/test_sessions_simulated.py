@@ -3,7 +3,7 @@
 Each seed is some workers that call each other, and a network: pieces of any size, connections that
 break and tell one end, both or none, connections that cannot be made, cuts in one direction or in
 both, workers that are frozen for a while, clocks that are wrong. ``WEFT_TEST_SEED=<seed>`` runs one
-seed alone and prints what happened; ``WEFT_TEST_SEEDS`` sets how many are tried.
+seed alone and prints its trace; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torchweft.wire import session
 
 THRESHOLDS = (50, 300, 2000, 1 << 16)
 OUTAGE_S = 4.0
-"""Shorter than the time after which somebody suspects that a peer is lost."""
+"""Shorter than the time after which a worker suspects that a peer is lost."""
 PAUSE_S = 2.0
-"""Between two outages: in this time, everybody hears of everybody."""
+"""The pause between two outages, in which all workers hear from each other."""
 LIMITS = Limits(detection_s=10.0, reconnect_s=60.0, connect_s=60.0)
 LONGEST_FREEZE_S = 100.0
 END_S = 600.0
@@ -36,7 +36,7 @@ def _restore_threshold() -> Iterator[None]:
 
 
 class Run:
-    """The world of one seed, and what happens in it."""
+    """The world of one seed, and its events."""
 
     def __init__(self, seed: int) -> None:
         self.world = CounterWorld(seed, 2 + seed % 2, LIMITS)
@@ -54,7 +54,7 @@ class Run:
             self.world.check_bounds()
 
     def brief_trouble(self) -> None:
-        """Has something happen that no session must end by."""
+        """Causes a fault that every session must survive."""
         world, kind = self.world, self.chance.random()
         one, other = self.chance.sample(list(world.workers.values()), 2)
         if kind < 0.4:
@@ -74,7 +74,7 @@ class Run:
             one.node.freeze(self.chance.choice((0.1, 3.0, LONGEST_FREEZE_S)))
 
     def end(self) -> None:
-        """Lets the network heal, and everything end."""
+        """Heals the network, and lets all calls end."""
         world = self.world
         world.streams.calm()
         world.timeline.run_until(lambda: not world.open_calls(), END_S, "calls stay open")
@@ -84,7 +84,7 @@ class Run:
 
 
 def outlive_breaks(run: Run) -> None:
-    """Nobody dies, so nobody is lost and every counter is exact."""
+    """No worker dies, so none is lost and every counter is exact."""
     run.act(30, run.brief_trouble)
     run.end()
     world = run.world
@@ -95,7 +95,7 @@ def outlive_breaks(run: Run) -> None:
 
 
 def die_and_come_back(run: Run) -> None:
-    """Workers die and others begin at their places: what was meant for the dead reaches nobody."""
+    """Workers die and others begin at their places: frames for the dead reach no other worker."""
     world = run.world
 
     def trouble() -> None:
@@ -143,7 +143,7 @@ def test_an_idle_session_says_nothing() -> None:
 
 
 def test_the_seeds_break_connections_everywhere() -> None:
-    """The worlds are as bad as they are meant to be."""
+    """The worlds are as bad as intended."""
     breaks = resumptions = partial = 0
     for seed in range(30):
         run = Run(seed)

@@ -1,8 +1,8 @@
-"""Graceful shutdown while calls, and calls that these make, are still under way.
+"""Graceful shutdown while calls and their nested calls are still under way.
 
 Each seed is one group on a random network, where packets overtake each other and come twice. An
-observer knows every call. When the leader says that the group is quiet, none may be open but what
-a lost worker has left behind; and everybody who lives must be let go, once, after all have settled.
+observer knows every call. When the leader says that the group is quiet, only calls that a lost
+worker has left behind may be open. Every living worker must be let go once, after all have settled.
 ``WEFT_TEST_SEED=<seed>`` runs one seed alone; ``WEFT_TEST_SEEDS`` sets how many are tried.
 """
 
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass
 class Worker:
-    """What the shell of a worker counts."""
+    """The counts of a worker's shell."""
 
     plans: int
     open_calls: dict[int, Call] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Group:
         self.closed: list[Closed] = []
         self.phases_of_loss: set[Step] = set()
         self.lost_before_close: set[int] = set()
-        # At its worst there is little going on, but it goes on and on, always somewhere else.
+        # The worst case is little activity that never ends and keeps moving between workers.
         self.unawaited, self.persistence = self.chance.randint(0, 40), self.chance.choice((0.5, 1))
         self.slowness = self.chance.choice((0, 0.8))
         self.nestings = self.chance.choice(((0,), (0, 0, 1, 2)))
@@ -93,7 +93,7 @@ class Group:
         self.check_ended()
 
     def later(self, rank: int, *what: object) -> None:
-        """Has something happen at a worker after a while."""
+        """Schedules an event at a worker."""
         self.network.send(rank, rank, what, is_reliable=True)
 
     def arrive(self, packet: Packet) -> None:
@@ -103,7 +103,7 @@ class Group:
     # The programs
 
     def on_plan(self, rank: int, _: int) -> None:
-        """The main program makes a call or, in the end, shuts down; it waits for nothing."""
+        """Makes a call of the main program or, at its end, shuts down; never waits."""
         worker = self.workers[rank]
         if worker.plans:
             worker.plans -= 1
@@ -134,7 +134,7 @@ class Group:
             self.later(rank, "work", call)
 
     def on_work(self, rank: int, _: int, call: Call) -> None:
-        """A function runs; it answers, now or when those that it calls have answered."""
+        """Runs a function, which answers now or when its nested calls have been answered."""
         worker = self.workers[rank]
         self.call_unawaited(rank)
         count = self.chance.choice(self.nestings) if call.depth < DEEPEST else 0
@@ -144,7 +144,7 @@ class Group:
         self.answer_if_complete(rank, call)
 
     def call_unawaited(self, rank: int) -> None:
-        """Makes a call, now and then, that the function which makes it does not wait for."""
+        """Makes a call, now and then, for which the calling function does not wait."""
         if self.unawaited and self.chance.random() < self.persistence:
             self.unawaited -= 1
             self.call(rank, None)
@@ -162,7 +162,7 @@ class Group:
             self.later(rank, "answered", call)
 
     def on_answered(self, rank: int, _: int, call: Call) -> None:
-        """The waiting thread or a callback goes on."""
+        """Continues the waiting thread or a callback."""
         worker = self.workers[rank]
         if call.parent is not None:
             worker.nested[call.parent.number].discard(call.number)
@@ -179,7 +179,7 @@ class Group:
             self.later(rank, "die", moments - 1)
             return
         if rank == 0:
-            return  # The others close when the leader is lost; there is nobody to name them.
+            return  # The others close when the leader is lost; no worker is left to name the lost.
         self.killed.add(rank)
         self.network.kill(rank)
         for other in self.workers.keys() - self.killed:
@@ -200,7 +200,7 @@ class Group:
     def on_step(self, rank: int, source: int, step: Step, *arguments: int) -> None:
         worker = self.workers[rank]
         if step is Step.PROBE and self.chance.random() < self.slowness:
-            self.later(rank, "step", step, *arguments)  # Its reader has other things to do.
+            self.later(rank, "step", step, *arguments)  # Its reader is busy.
         elif step is Step.PROBE:
             report = worker.report()
             told = ("step", Step.REPORT, *arguments, report.is_idle, report.activity)
@@ -238,7 +238,7 @@ class Group:
             else:
                 self.closed.append(action)
 
-    # What must hold
+    # Invariants
 
     def living(self) -> dict[int, Worker]:
         return {rank: worker for rank, worker in self.workers.items() if rank not in self.killed}

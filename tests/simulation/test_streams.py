@@ -1,4 +1,4 @@
-"""The simulated network of byte streams itself: were it kind, the others would prove nothing."""
+"""Tests the simulated byte streams: with a network that is too kind, no simulation proves much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual time, and the clocks of workers that do not agree about it."""
+"""Virtual time, and workers' clocks that disagree about it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Timeline:
-    """What happens when in a simulated world. Nothing here waits: time jumps to what is next."""
+    """The events of a simulated world by time. Nothing here waits: time jumps to the next event."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -17,12 +17,12 @@ class Timeline:
         self._count = 0
 
     def later(self, delay_s: float, what: Callable[..., None], *arguments: Any) -> None:
-        """Has ``what`` called after a while."""
+        """Calls ``what`` after ``delay_s`` seconds."""
         self._count += 1  # breaks ties, for functions have no order
         heapq.heappush(self._queue, (self.now_s + delay_s, self._count, what, arguments))
 
     def step(self) -> bool:
-        """Lets the next thing happen; returns whether there was one."""
+        """Runs the next event; returns whether there was one."""
         if not self._queue:
             return False
         self.now_s, _, what, arguments = heapq.heappop(self._queue)
@@ -30,14 +30,14 @@ class Timeline:
         return True
 
     def run_for(self, span_s: float) -> None:
-        """Lets happen what happens in the next ``span_s`` seconds."""
+        """Runs the events of the next ``span_s`` seconds."""
         end_s = self.now_s + span_s
         while self._queue and self._queue[0][0] <= end_s:
             self.step()
         self.now_s = end_s
 
     def run_until(self, is_reached: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Lets things happen until ``is_reached``, which has to be before ``limit_s`` are over."""
+        """Runs events until ``is_reached``; fails if that takes longer than ``limit_s``."""
         end_s = self.now_s + limit_s
         while not is_reached():
             is_going_on = self.now_s <= end_s and self.step()
@@ -45,10 +45,10 @@ class Timeline:
 
 
 class Clock:
-    """A worker's own clock, which shows another time than the others' and goes at its own rate.
+    """A worker's own clock, with its own offset and rate.
 
-    A clock belongs to one life of a worker: after ``stop``, it reminds of nothing any more. While
-    the worker is *frozen* (stopped by a signal, or swapped out), reminders wait.
+    A clock belongs to one life of a worker: after ``stop``, no timer fires any more. While the
+    worker is *frozen* (stopped by a signal, or swapped out), timers wait.
     """
 
     def __init__(self, timeline: Timeline, offset_s: float = 0.0, rate: float = 1.0) -> None:
@@ -60,17 +60,17 @@ class Clock:
 
     @classmethod
     def draw(cls, chance: random.Random, timeline: Timeline) -> Clock:
-        """Draws a clock that may be days off and goes up to a tenth too fast or too slow."""
+        """Draws a clock that may be days off and runs up to a tenth too fast or too slow."""
         offset_s = chance.choice((0.0, -1e5, 1e5)) * chance.random()
         return cls(timeline, offset_s, chance.choice((1.0, 0.9, 1.1, 1 + 1e-5)))
 
     @property
     def now_s(self) -> float:
-        """What this clock shows."""
+        """The time that this clock shows."""
         return self._offset_s + self._timeline.now_s * self.rate
 
     def later(self, delay_s: float, what: Callable[..., None], *arguments: Any) -> None:
-        """Has ``what`` called when this clock has gone on by ``delay_s``."""
+        """Calls ``what`` when this clock has advanced by ``delay_s``."""
         self._timeline.later(delay_s / self.rate, self._remind, what, arguments)
 
     def stop(self) -> None:
@@ -78,7 +78,7 @@ class Clock:
         self._is_stopped = True
 
     def freeze(self, span_s: float) -> None:
-        """Holds the worker up for ``span_s`` of the true time; the clock itself goes on."""
+        """Freezes the worker for ``span_s`` of true time; the clock itself keeps running."""
         self._frozen_until_s = max(self._frozen_until_s, self._timeline.now_s + span_s)
 
     @property

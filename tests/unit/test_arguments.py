@@ -1,4 +1,4 @@
-"""Checks of arguments."""
+"""Tests the checks of arguments."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_what_is_known_may_be_set() -> None:
 
 
 def test_all_variables_that_the_package_names_are_known() -> None:
-    """A variable that is read somewhere, and not in the registry, would be refused at start."""
+    """A variable that code reads but the registry lacks would be refused at start."""
     package = Path(knobs.__file__).parent
     named = {
         name
@@ -243,7 +243,7 @@ def test_every_tunable_is_named_like_its_attribute(name: str) -> None:
 
 
 def test_the_page_has_the_knobs_as_they_are_declared() -> None:
-    """With the meaning that ``torchweft.knobs`` states below each, and a unit that is its own."""
+    """The page repeats the meanings in ``torchweft.knobs``, and adds a unit to each."""
     rows = table_of("## Set by operators")
     assert [row[0] for row in rows] == [f"`{knob.variable}`" for knob in KNOBS.values()]
     for knob, (_, default, unit, meaning, when) in zip(KNOBS.values(), rows, strict=True):
@@ -261,7 +261,7 @@ def test_the_page_has_the_variables_that_are_no_knobs() -> None:
 
 
 def table_of(heading: str) -> list[list[str]]:
-    """Returns the cells of the rows of the table below a heading of the page."""
+    """Returns the rows of the table below a heading of the page, as lists of cells."""
     section = PAGE.read_text().split(f"{heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]

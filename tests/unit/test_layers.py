@@ -1,7 +1,7 @@
-"""No circles of imports in ``src``, those for types and those within functions included.
+"""Tests that ``src`` has no import cycles, counting imports for types and within functions too.
 
-The contract in ``.importlinter`` forbids circles of siblings. This finds those through the
-``__init__`` of a package as well.
+The contract in ``.importlinter`` forbids cycles of siblings. This test also finds cycles through
+the ``__init__`` of a package.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Returns the modules that reach each other, grouped, by a walk from each module."""
+    """Returns groups of modules that reach each other, found by a walk from each module."""
 
     def reached_from(start: str) -> set[str]:
         reached: set[str] = set()

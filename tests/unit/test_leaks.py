@@ -1,4 +1,4 @@
-"""The check that every test undergoes must itself be able to fail."""
+"""Tests that the leak check, which runs around every test, can fail."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def is_same(one: Secret | None, other: Secret) -> bool:
     return one is not None and other.verify(one.sign(b"words"), b"words")
 
 
-# What it does
+# Signing
 
 
 def test_who_has_the_secret_can_sign_and_tell() -> None:
@@ -79,11 +79,11 @@ def test_derived_secrets_differ_by_label_and_do_not_sign_for_another() -> None:
     assert is_same(root.derive("session"), Secret.from_text(TEXT).derive("session"))
     others = [root, root.derive("store"), root.derive("session").derive("session")]
     assert not any(is_same(root.derive("session"), other) for other in others)
-    # What a member can be made to sign is no derived secret.
+    # A signature that a member can be made to give is not a derived secret.
     assert not is_same(Secret(root.sign(b"session")), root.derive("session"))
 
 
-# What it does not show
+# Secrecy
 
 
 @pytest.mark.parametrize("show", [repr, str, "{}".format, "{0!r}".format, ascii, "%s".__mod__])
@@ -113,7 +113,7 @@ def test_a_copy_is_the_same_object() -> None:
 
 
 def traceback_with_locals(error: BaseException) -> str:
-    """Returns what an error looks like with the local variables of all of Weft's frames."""
+    """Returns an error's traceback with the local variables of all of Weft's frames."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename != secret.__file__:
         frame = frame.tb_next
@@ -221,7 +221,7 @@ def test_an_environment_without_a_secret_has_none() -> None:
 def test_the_environment_names_a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_SECRET_FILE", str(path))
     assert is_same(Secret.from_environment(), Secret.from_text(TEXT))
-    assert os.environ["WEFT_SECRET_FILE"] == str(path)  # Children may have it.
+    assert os.environ["WEFT_SECRET_FILE"] == str(path)  # Child processes may inherit it.
 
 
 def test_a_knob_names_a_file(path: Path) -> None:
@@ -276,7 +276,7 @@ def test_an_empty_variable_is_an_error_and_not_no_secret(
         Secret.from_environment()
 
 
-# New ones
+# New secrets
 
 
 def test_a_new_secret_is_random_and_only_ones_own(tmp_path: Path) -> None:

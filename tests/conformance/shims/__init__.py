@@ -1,6 +1,6 @@
-"""What PyTorch's own tests use of the inside of its RPC, and no program does, on Weft.
+"""Internals of PyTorch's RPC, on Weft, that PyTorch's own tests use and no program does.
 
-``install`` adds it to ``torchweft.compat``: the back-end that injects faults, autograd contexts
+``install`` adds them to ``torchweft.compat``: the back-end that injects faults, autograd contexts
 with their messages as nodes of the graph, remote modules in TorchScript, and names of the legacy
 profiler's events.
 """
@@ -18,9 +18,9 @@ _MODULES = {
 
 
 def install() -> None:
-    """Installs Weft in the place of PyTorch's RPC, with all that PyTorch's tests use of it.
+    """Installs Weft in place of PyTorch's RPC, with everything that PyTorch's tests use.
 
-    For the rest of this process and its forked children.
+    This holds for the rest of this process and its forked children.
     """
     redirecting.MODULES.update(_MODULES)
     torchweft.compat.install(in_children=False)

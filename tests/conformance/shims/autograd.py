@@ -1,8 +1,8 @@
-"""Autograd contexts by hand, and their messages as nodes of the graph.
+"""Autograd contexts that tests manage by hand, and their messages as nodes of the graph.
 
-PyTorch puts a node of its own at each end of a message. Weft keeps a record of what was sent,
-and placeholders, a real node for each tensor, for what was received. Here both are seen under
-PyTorch's names, all placeholders of a message as the first of them.
+PyTorch puts a node of its own at each end of a message. Weft keeps a record of each sent message,
+and a placeholder, which is a real node, for each received tensor. Here both have PyTorch's names,
+and all placeholders of a message appear as the first of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Edges = tuple[tuple["GraphNode | None", int], ...]
 
 
 def _seen(node: Node, output_nr: int) -> tuple[Node, int]:
-    """Passes by nodes that only take apart a sparse tensor for a message, or put it together."""
+    """Skips nodes that only take apart a sparse tensor for a message, or put it together."""
     seen: Any = node
     while seen.name().startswith(_TRAVEL):
         seen, output_nr = seen.next_functions[0]
@@ -42,14 +42,14 @@ def _seen(node: Node, output_nr: int) -> tuple[Node, int]:
 
 
 class GraphNode:
-    """A node of the local graph, as seen on a walk from what was sent.
+    """A node of the local graph, as seen on a walk from a sent message.
 
-    It equals the node itself, and has all that the node has. A placeholder has the name of
-    PyTorch's node, and nothing behind it: the graph goes on at another worker.
+    It equals the node itself, and has all its attributes. A placeholder has the name of PyTorch's
+    node, and no further nodes: the graph continues at another worker.
 
     Args:
-        node: The node; not one that is passed by.
-        receives: What was received, by placeholder.
+        node: The node; not one that ``_seen`` skips.
+        receives: The records of received messages, by placeholder.
     """
 
     def __init__(self, node: Node, receives: Receives) -> None:
@@ -62,7 +62,7 @@ class GraphNode:
 
     @property
     def next_functions(self) -> Edges:
-        """The nodes that it leads to, each with the number of an output of it."""
+        """The nodes that it leads to, each with the number of one of its outputs."""
         if self._node in self._receives:
             return ()
         return tuple(
@@ -94,7 +94,7 @@ def _edge(node: Node, output_nr: int, receives: Receives) -> tuple[GraphNode, in
 
 
 class SendNode:
-    """A message that was sent, as a node that leads to where its tensors came from."""
+    """A sent message, as a node that leads to the nodes of its tensors."""
 
     def __init__(self, record: SendRecord, receives: Receives) -> None:
         self._record = record
@@ -122,7 +122,7 @@ class SendNode:
 
 
 class DistAutogradContext:
-    """What this worker knows of a context, under PyTorch's names.
+    """This worker's part of a context, under PyTorch's names.
 
     Args:
         context: The context itself.
@@ -177,7 +177,7 @@ def retrieve_context(context_id: int) -> DistAutogradContext:
     """Returns a context that is alive here.
 
     Raises:
-        AutogradError: It is not.
+        AutogradError: The context is not alive here.
     """
     return DistAutogradContext(_contexts().get(context_id))
 
@@ -186,7 +186,7 @@ def current_context() -> DistAutogradContext:
     """Returns the context of this thread.
 
     Raises:
-        AutogradError: It has none.
+        AutogradError: The thread has no context.
     """
     context_id = current_id()
     if not context_id:

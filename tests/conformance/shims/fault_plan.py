@@ -1,6 +1,6 @@
-"""What goes wrong on purpose: kinds of messages, and how often or how long each is kept back.
+"""The plan of injected faults: kinds of messages, and how often or how long each is held back.
 
-The kinds have the names of PyTorch's messages; ``faults`` says what they stand for.
+The kinds have the names of PyTorch's messages; ``faults`` describes their meaning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Plan:
             arguments as an earlier one counts as the same message.
 
     Raises:
-        ConfigurationError: There is no such kind, or no such number.
+        ConfigurationError: A kind is unknown, or a number is not possible.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Plan:
 
 
 def is_scripted(function: object) -> bool:
-    """Whether PyTorch would send a function as an operator or TorchScript, not as Python."""
+    """Returns whether PyTorch would send a function as an operator or TorchScript, not Python."""
     if isinstance(function, torch.jit.ScriptFunction):
         return True
     return torch.jit._builtins._find_builtin(function) is not None  # type: ignore[no-untyped-call]

@@ -1,16 +1,16 @@
-"""Faults on purpose: messages of chosen kinds that are not sent at first, or sent late.
+"""Injected faults: messages of chosen kinds that are not sent at first, or sent late.
 
-PyTorch's tests name the kinds as PyTorch's messages; here each stands for the message of Weft that
-does the same. A fault hits where the message would leave this worker:
+PyTorch's tests name the kinds as PyTorch's messages; here each stands for the message of Weft with
+the same purpose. A fault strikes when the message would leave this worker:
 
-- A call that fails ends with an error, as if the connection had refused it; a ``remote`` leaves a
-  reference to a value that never comes into being.
-- A message by which workers keep count (of references, of autograd contexts) is lost, and sent
-  again a little later, until it has been lost often enough.
+- A call that fails ends with an error, as if the connection had refused it. A ``remote`` that fails
+  leaves a reference to a value that is never made.
+- A message that keeps a count (of references, of autograd contexts) is lost, and sent again a
+  little later, until it has been lost often enough.
 - A call that is late leaves while its caller's time is running.
 
-A worker without faults has none of this: the methods that are replaced here are replaced on the
-agent of the one worker that is to have faults.
+A worker without faults is not affected: methods are replaced only on the agent of the one worker
+that is to have faults.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class InjectedFault(CallError):
 
 
 class _Concerned:
-    """A call for which the plan has a fault, in place of its request.
+    """A call for which the plan has a fault; it takes the place of the request.
 
     Attributes:
         request: The request.
@@ -78,7 +78,7 @@ class _Concerned:
         self.take_back = request.take_back
 
     def message(self, number: int) -> Any:
-        """Returns what ``Faults`` sends, under the number of the call."""
+        """Returns the message that ``Faults`` sends, with the number of the call."""
         return _Sending(self, number)
 
     def error(self, peer: Peer) -> InjectedFault:
@@ -96,7 +96,7 @@ class _Sending(NamedTuple):
 
 
 class Faults:
-    """Has the messages of one worker fail or be late, by ``plan``."""
+    """Makes messages of one worker fail or be late, by ``plan``."""
 
     def __init__(self, worker: Worker, plan: Plan) -> None:
         agent: Agent = worker.agent
@@ -127,7 +127,7 @@ class Faults:
             setattr(holder, method.__name__, method)
 
     def close(self, limit_s: float) -> None:
-        """Sends nothing late any more, and closes the agent."""
+        """Drops delayed messages, and closes the agent."""
         self._late.close()
         self._close(limit_s)
 
@@ -142,7 +142,7 @@ class Faults:
         timeout_s: float,
         creation: int = NO_CREATION,
     ) -> Any:
-        """Does as ``Worker.request``; marks the request where the plan concerns it."""
+        """Does as ``Worker.request``; marks the request if the plan concerns it."""
         request = self._make_request(peer, function, args, kwargs, timeout_s, creation)
         name = self._name_of(peer, function, args, creation)
         if name is None or not self._plan.concerns(name):
@@ -157,7 +157,7 @@ class Faults:
         if function in (BACKWARD_FROM, owners.when_made):
             return None
         if function == FETCH:
-            # What another worker created counts as Python's: its reference does not say.
+            # A value that another worker created counts as Python's: its reference does not say.
             return CALLS[ReferenceId(*args[0]) in self._scripted][2]
         scripted = is_scripted(function)
         if creation == NO_CREATION:
@@ -182,7 +182,7 @@ class Faults:
         self._ask(peer, call, request, may_block=may_block)
 
     def send(self, peer: Peer, message: Any, *, may_block: bool = True) -> None:
-        """Does as ``Agent.send``; what is to be late, is, and what is to fail is not sent."""
+        """Does as ``Agent.send``, but delays late messages, and does not send failing ones."""
         if not isinstance(message, _Sending):
             self._send(peer, message, may_block=may_block)
             return
@@ -211,7 +211,7 @@ class Faults:
     def write(self, peer: Peer, message: Any) -> None:
         """Does as ``FirstContacts.write``; a message that the plan concerns goes to ``send``."""
         if isinstance(message, _Sending):
-            self.send(peer, message)  # It is kept again, and sent after what is kept already.
+            self.send(peer, message)  # It is kept again, and sent after earlier messages.
         else:
             self._write(peer, message)
 
@@ -234,10 +234,10 @@ class Faults:
     def _reference(self, peer: Peer, creation: int) -> ReferenceId:
         return ReferenceId(self._agent.me.id, peer.id, creation)
 
-    # Messages by which workers keep count
+    # Messages that keep counts
 
     def post(self, peer: Peer, message: Outgoing) -> None:
-        """Does as ``Agent.post``, but for the messages that the plan concerns."""
+        """Does as ``Agent.post``, except for messages that the plan concerns."""
         kind = -1 if isinstance(message, Frame) else message[0][0]
         if kind == Kind.REFERENCES:
             self._post_references(peer, bytes(message[0][HEADER.size :]))  # type: ignore[index]
@@ -255,7 +255,7 @@ class Faults:
             self._post(peer, encode_frame(Kind.REFERENCES, 0, 0, encode(leaving)))
 
     def _may_leave(self, peer: Peer, name: str, message: Any) -> bool:
-        """Returns whether to send a message now; if not, sees to it that it is sent later."""
+        """Returns whether to send a message now; if not, schedules it for later."""
         if self._plan.takes(name, peer.id, bytes(message[0])):
             self._late.add(_RESEND_S, lambda: self.post(peer, message))
             return False
@@ -269,7 +269,7 @@ _FAULTS: Slot[Faults] = Slot()
 
 
 class _CreatedRRef(RRef[Any]):
-    """A reference that a lost creation can find."""
+    """A reference that a failed creation can find."""
 
     __slots__ = ()
 

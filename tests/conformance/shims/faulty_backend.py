@@ -1,4 +1,4 @@
-"""Back-end ``FAULTY_TENSORPIPE``, Weft with faults on purpose: registered by this import."""
+"""Back-end ``FAULTY_TENSORPIPE``, Weft with injected faults; importing this registers it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does things a given time later, on a thread of its own."""
+"""Runs delayed actions on a thread of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweft.errors import NotInitialized, WorkerLost
 
 
 class Late:
-    """Runs actions when their time has come; those of the same time in the order they came.
+    """Runs actions when they are due; actions due at the same time run in the order of ``add``.
 
     Args:
         name: Name of the thread, which starts with the first action.
@@ -28,7 +28,7 @@ class Late:
         self._is_closed = False
 
     def add(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Has ``action`` run in ``delay_s``; never, where that is after ``close``."""
+        """Runs ``action`` after ``delay_s``; never, if that is after ``close``."""
         with self._changed:
             if self._is_closed:
                 return
@@ -39,7 +39,7 @@ class Late:
                 self._thread.start()
 
     def close(self) -> None:
-        """Drops what is not due yet, and waits for what runs."""
+        """Drops waiting actions, and waits for a running one."""
         with self._changed:
             self._is_closed = True
             self._due.clear()
@@ -49,7 +49,7 @@ class Late:
 
     def _run(self) -> None:
         while (action := self._next()) is not None:
-            # Whoever waits for a worker that is lost is told by the agent.
+            # The agent tells callers that wait for a lost worker.
             with contextlib.suppress(NotInitialized, WorkerLost):
                 action()
 

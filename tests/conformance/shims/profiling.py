@@ -1,4 +1,4 @@
-"""Names of profiler events that only PyTorch's tests use, and the event of a type question."""
+"""Names of profiler events that only PyTorch's tests use, and the event of a type query."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ask_type = RRef._ask_type
 
 
 def ask_type(reference: RRef[Any], timeout: float) -> torch.futures.Future[Any]:
-    """Does as ``RRef._ask_type``, with an event where a profiler runs."""
+    """Does as ``RRef._ask_type``, with an event if a profiler runs."""
     if not is_enabled():
         return _ask_type(reference, timeout)
     here = torchweft.rpc.get_worker_info().name

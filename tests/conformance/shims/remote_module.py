@@ -25,8 +25,8 @@ class _RemoteModule(remote_module.RemoteModule):
     """A remote module that takes ``_module_interface_cls``.
 
     That is a ``@torch.jit.interface`` with the module's ``forward``. The module is then scripted on
-    its owner, and ``torch.jit.script`` takes the remote module as well: scripted code calls it like
-    any module that implements the interface.
+    its owner, and ``torch.jit.script`` accepts the remote module as well: scripted code calls it
+    like any module that implements the interface.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class _RemoteModule(remote_module.RemoteModule):
             _interfaces[self] = interface
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Returns what ``torch.jit.script`` compiles in place of this module."""
+        """Returns the module that ``torch.jit.script`` compiles in place of this one."""
         if self not in _interfaces:
             super().__prepare_scriptable__()
         return scriptable.stand_in(_interfaces[self], Chain(self.module_rref, self.device))
@@ -74,7 +74,7 @@ def _make_scripted(module_cls: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _reduce(module: _RemoteModule) -> tuple[Any, ...]:
-    # The interface stays behind: a class that is compiled here need not be there.
+    # The interface is not sent: a class that is compiled here need not exist there.
     receiver, sent = remote_module._remote_module_reducer(module)
     place = _REMOTE_MODULE_PICKLED_ATTRIBUTES.index("is_scriptable")
     return receiver, (*sent[:place], False, *sent[place + 1 :])

@@ -1,9 +1,9 @@
-"""What ``torch.jit.script`` compiles in place of a remote module that has an interface.
+"""The stand-in that ``torch.jit.script`` compiles for a remote module that has an interface.
 
-TorchScript knows no remote calls. It does call Python functions that are marked for that and say
-their types; so the stand-in's methods have the types of the interface's ``forward`` and leave the
-call to Python. The compiler wants to read the source of what it compiles: the stand-in's is made
-of the interface and kept where ``inspect`` looks for it.
+TorchScript knows no remote calls. It does call Python functions that are marked for that and have
+type annotations. So the stand-in's methods have the types of the interface's ``forward`` and leave
+the call to Python. The compiler reads the source of the code that it compiles: the stand-in's
+source is made from the interface and kept where ``inspect`` looks for it.
 """
 
 from __future__ import annotations
@@ -82,19 +82,19 @@ class Signature(NamedTuple):
 
 
 class _Calls:
-    """What a compiled stand-in calls.
+    """The calls of a compiled stand-in.
 
-    Python methods that are called from compiled code see of the stand-in what compiled code can
-    hold: no Python object, but a number that leads here.
+    Python methods that compiled code calls see only those parts of the stand-in that compiled code
+    can hold: no Python object, but a number that leads to this object.
     """
 
     def __init__(self, chain: Chain) -> None:
         self.call = chain
         self.number = next(_numbers)
-        _all_calls[self.number] = self  # Held by the stand-in, and so gone with it.
+        _all_calls[self.number] = self  # The stand-in holds it, so it ends with the stand-in.
 
     def start(self, *args: Any) -> int:
-        # On the thread that asks: the autograd context is that thread's.
+        # On the calling thread, because the autograd context belongs to that thread.
         number = next(_numbers)
         _started[number] = self.call.forward_async(*args)
         return number
@@ -121,10 +121,10 @@ def _finish(number: int) -> Any:
 
 
 def read_signature(interface: Any) -> Signature:
-    """Returns what an interface says of ``forward``.
+    """Returns the signature of an interface's ``forward``.
 
     Raises:
-        ArgumentTypeError: It is no ``@torch.jit.interface``, or has no ``forward``.
+        ArgumentTypeError: It is not a ``@torch.jit.interface``, or has no ``forward``.
     """
     if not getattr(interface, "__torch_script_interface__", False):
         raise ArgumentTypeError(

@@ -1,4 +1,4 @@
-"""The language model of ``examples/``: against one process, by its traffic, and as a program."""
+"""The language model of ``examples/``: against one process, its traffic, and as a program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SERVER, TRAINERS = "server", ["trainer0", "trainer1"]
 PROGRAM = [sys.executable, str(EXAMPLE / "train.py")]
 QUICK = ["--batch", "32", "--embedding", "16", "--hidden", "16"]
 
-# Each test shares the workers of the file; they connect to one another when they first talk.
+# The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "processes", "shared memory")
 
 
@@ -78,7 +78,7 @@ def test_a_saved_model_is_the_same_on_other_workers(workers: None) -> None:
     other.load(training.state())
     assert other.held_out_perplexity() == training.held_out_perplexity()
     row = training.rows[3]
-    assert other.step(row).losses == training.step(row).losses  # the LSTMs remember the text too
+    assert other.step(row).losses == training.step(row).losses  # the LSTM states are restored too
 
 
 def test_what_the_model_moves_is_as_small_as_promised(workers: None) -> None:
@@ -121,11 +121,11 @@ def test_ctrl_c_stops_everything_and_the_run_can_be_gone_on_with(tmp_path: Path)
         endless, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as program:
         assert program.stdout is not None
-        # Before it, a slow machine has told how far it is.
+        # A slow machine prints progress lines before it.
         assert any(line.startswith("after epoch  1") for line in program.stdout)
-        os.killpg(program.pid, signal.SIGINT)  # as a terminal does it: to the whole group
+        os.killpg(program.pid, signal.SIGINT)  # to the whole group, as a terminal does
         pressed = time.monotonic()
-        output = program.stdout.read()  # ends when no worker has the pipe any more
+        output = program.stdout.read()  # ends when no worker holds the pipe
         stopped_s = time.monotonic() - pressed
     assert program.returncode == 130
     assert stopped_s < 2

@@ -1,4 +1,4 @@
-"""The meta-learning example as a program: workers compute what one process does."""
+"""The meta-learning example as a program: workers compute the same as one process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "meta_learning"
 QUICK = ("--iterations", "4", "--tasks", "5", "--double")
 LIMIT_S = 120.0
 
-# Each test runs the program twice, with its imports.
+# A test runs the program up to twice, with its imports.
 pytestmark = pytest.mark.timeout(2 * LIMIT_S + 10)
 
 
 def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Runs the program; returns its figures and what it wrote."""
+    """Runs the program; returns its figures and its output."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLE / "train.py"), *arguments, "--out", str(folder)],
         capture_output=True,

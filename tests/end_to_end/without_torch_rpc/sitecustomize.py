@@ -1,9 +1,9 @@
-"""Takes PyTorch's RPC away from every Python process that has this folder on its path.
+"""Blocks PyTorch's RPC in every Python process that has this folder on its path.
 
-Right after ``import torch``, before the importing program goes on: the modules can no longer be
-imported nor reached from their packages, and what somebody holds of them all the same raises. Each
-process that does so, and each such call, becomes a line of the file that ``WEFT_TEST_RECORD``
-names.
+Right after ``import torch``, before the importing program continues, the modules can no longer be
+imported or reached from their packages. Calls through modules and classes held earlier raise.
+Each process that blocks RPC, and each such use, becomes a line of the file that
+``WEFT_TEST_RECORD`` names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def record(*words: object) -> None:
 
 
 class BlockAfterTorch:
-    """A finder that finds nothing new: it blocks RPC when torch has been imported."""
+    """A finder that finds no modules itself: it blocks RPC when torch has been imported."""
 
     is_blocking = False
 
@@ -58,7 +58,7 @@ def is_blocked(name: str) -> bool:
 
 
 def note(how: str, name: str) -> bool:
-    """Records a use, unless it is PyTorch itself that takes a name; returns whether it did."""
+    """Records a use, unless PyTorch itself is the user; returns whether it recorded one."""
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     names = [frame.f_globals.get("__name__", "") for frame in frames]
     user = next(n for n in names if n != __name__ and not n.startswith("importlib"))
@@ -69,14 +69,14 @@ def note(how: str, name: str) -> bool:
 
 
 class Placeholder(ModuleType):
-    """A module that can be imported, but not be used.
+    """A module that can be imported, but not used.
 
-    Modules of PyTorch's get one that take the name of a module for later.
+    PyTorch's own modules get one if they take a blocked module for later use.
     """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # the import machinery asks for some that need not be
+            raise AttributeError(name)  # the import machinery asks for optional attributes
         record("touched", "placeholder", f"{self.__name__}.{name}")
         raise RuntimeError(f"{self.__name__}.{name} was used")
 
@@ -88,7 +88,7 @@ def block() -> None:
     for package in PACKAGES:
         parent, _, child = package.rpartition(".")
         vars(sys.modules[parent]).pop(child, None)
-        if parent == "torch._C":  # no package: the finder would not be asked
+        if parent == "torch._C":  # not a package, so the finder is not asked
             sys.modules[package] = Placeholder(package)
     for parent in {package.rpartition(".")[0] for package in PACKAGES}:
         hide(sys.modules[parent])
@@ -96,7 +96,7 @@ def block() -> None:
 
 
 def hide(parent: ModuleType) -> None:
-    """Has the use of a blocked module as an attribute of its package recorded."""
+    """Records each use of a blocked module as an attribute of its package."""
     assert "__getattr__" not in vars(parent)
 
     def missing(name: str) -> Any:
@@ -109,7 +109,7 @@ def hide(parent: ModuleType) -> None:
 
 
 def trap(module: ModuleType) -> None:
-    """Has every function of a module, and every method of its classes, record and raise."""
+    """Makes all functions of a module, and all methods of its classes, record and raise."""
     for name, value in list(vars(module).items()):
         home = getattr(value, "__module__", None)
         if isinstance(value, type) and home and is_blocked(home):

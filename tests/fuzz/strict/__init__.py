@@ -1,5 +1,5 @@
-"""A strict worker in this process, and a grammar of what a member of its group may send to it.
+"""A strict worker in this process, and a grammar of messages from a member of its group.
 
-``program`` is what the worker has registered and what it has not, ``world`` the worker with its
-agent, but without sockets and threads, ``watching`` notes what it does, ``grammar`` makes messages.
+``program`` has registered and unregistered objects. ``world`` is the worker with its agent, but
+without sockets and threads. ``watching`` notes the worker's actions. ``grammar`` makes messages.
 """

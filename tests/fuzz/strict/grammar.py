@@ -1,8 +1,8 @@
 """Messages that a member may send to a strict worker: well formed where that gets them further.
 
-A call names anything, and has arguments that would fit, with some of them replaced; values nest
-names, calls of what makes objects, references, tensors and tables that lie about them. What it says
-of references is true most of the time, or a message would end at the first of them.
+A call names anything, and has fitting arguments, with some of them replaced. Values nest names,
+calls of functions that make objects, references, and tensors with false tables. Statements about
+references are true most of the time, or a message would end at the first of them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Grammar:
     """Makes messages. The same random numbers make the same messages.
 
     Args:
-        chance: Where all decisions come from.
+        chance: The source of all decisions.
     """
 
     def __init__(self, chance: random.Random) -> None:
@@ -117,7 +117,7 @@ class Grammar:
     # Messages
 
     def message(self) -> bytes:
-        """Returns one to three frames, or what is left of one that was changed."""
+        """Returns one to three frames."""
         frames = [self._frame() for _ in range(self.chance.choice((1, 1, 1, 1, 2, 3)))]
         return b"".join(frames)
 
@@ -417,7 +417,7 @@ class Grammar:
         return {"worker": "me"} if self.chance.random() < 0.7 else self._dictionary(1)
 
     def error(self) -> bytes:
-        """Returns an error as an answer or a failed pass has it."""
+        """Returns an error in the form of an answer or of a failed pass."""
         rows = [self._record() for _ in range(self.chance.choice((1, 1, 2, 3)))]
         encoder = FreeEncoder()
         try:
@@ -482,7 +482,7 @@ class Grammar:
         return payload, encoder.tensors
 
     def value(self, depth: int) -> Any:
-        """Returns any value of the closed format, or what only looks like it."""
+        """Returns any value of the closed format, or a value that only looks like it."""
         make = self.chance.choice(_LEAVES if depth <= 0 or self.chance.random() < 0.45 else _NODES)
         return make(self, depth - 1)
 
@@ -624,7 +624,7 @@ class _Reference:
 
 
 class _Encoder(FreeEncoder):
-    """Encodes references as such, and has the head of the message name them."""
+    """Encodes references as such, and lists them for the head of the message."""
 
     def __init__(self, handed: list[HandedReference]) -> None:
         super().__init__()
@@ -640,7 +640,7 @@ class _Encoder(FreeEncoder):
 
 @functools.lru_cache(maxsize=1)
 def _modules() -> list[tuple[str, list[str]]]:
-    """Returns the modules of the process, with what is in them."""
+    """Returns the modules of the process, with the names in them."""
     modules = [(name, module) for name, module in list(sys.modules.items()) if name.isascii()]
     return [(name, [*vars(module), "nothing"]) for name, module in modules]
 

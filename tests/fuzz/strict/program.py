@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchweft import rpc
 
 sung: list[str] = []
-"""What was run that must not be."""
+"""The names of functions that ran although they must not."""
 _MOST_ELEMENTS = 1 << 16
 
 
@@ -74,7 +74,7 @@ class Net(nn.Module):
 
 @rpc.register
 class Counter:
-    """An object that others may make, with methods that they may call and others."""
+    """An object that others may make, with methods that they may and may not call."""
 
     def __init__(self, start: Any = 0) -> None:
         self.total = 0
@@ -141,7 +141,7 @@ class Trap:
     """An object on which nothing may be called, not even its hash."""
 
     def __getattr__(self, name: str) -> Any:
-        # What looks an attribute up may find the class's own; but must not ask the object.
+        # A lookup may find attributes of the class, but must not ask the object.
         _sing(f"Trap.{name}")
 
     def __hash__(self) -> int:

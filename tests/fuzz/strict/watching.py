@@ -1,4 +1,4 @@
-"""Notes what a strict worker does while it handles a message, and stops what it must not do."""
+"""Watches a strict worker while it handles a message, and stops forbidden actions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _DEEDS += ("cpython.", "urllib.", "ftplib.", "glob.", "fcntl.", "webbrowser.", "
 _HARMLESS = ("sys._getframe", "sys.excepthook", "sys.unraisablehook", "builtins.id", "sys._current")
 
 _LOOKS_FOR_GPUS = ("ctypes.dlopen", ("libnvidia-ml.so.1",))
-"""A torch with CUDA looks for this library again and again where there is none."""
+"""A torch with CUDA looks for this library again and again if it is missing."""
 
 _deeds: list[str] = []
 _is_watching = False
 
 
 _PARSERS = (ast.parse.__code__, ForwardRef.__init__.__code__)
-"""They compile texts of the source and run nothing: for tracebacks, and for annotations."""
+"""Functions that compile source text without running it: for tracebacks, and for annotations."""
 
 
 def _watch(event: str, arguments: tuple[object, ...]) -> None:
@@ -32,7 +32,7 @@ def _watch(event: str, arguments: tuple[object, ...]) -> None:
         return
     if (event, arguments) == _LOOKS_FOR_GPUS:
         return
-    # Python 3.13 looks for the source where a text is not valid, as if "<unknown>" were a file.
+    # For a text that is not valid, Python 3.13 looks for a source file named "<unknown>".
     is_parsing = event == "compile" or (event == "open" and arguments[0] == "<unknown>")
     if not is_parsing or sys._getframe(1).f_code not in _PARSERS:
         _deeds.append(f"{event}{arguments!r}"[:300])
@@ -43,7 +43,7 @@ sys.addaudithook(_watch)
 
 
 def read_sources() -> None:
-    """Reads what tracebacks show of all modules, so that nothing is opened later."""
+    """Reads the sources that tracebacks show, of all modules, so that none is opened later."""
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
         if isinstance(path, str) and path.endswith(".py"):
@@ -52,7 +52,7 @@ def read_sources() -> None:
 
 @contextlib.contextmanager
 def nothing_else_done() -> Iterator[None]:
-    """Asserts that nothing is done in a block beyond what is registered."""
+    """Asserts that a block does nothing beyond what is registered."""
     global _is_watching
     _is_watching = True
     try:

@@ -1,7 +1,7 @@
 """A strict worker without sockets and threads: its handlers run at once, in this thread.
 
-All of its code is that of a worker in production, from the frame that was read to the bytes of the
-answer. What is replaced is below: connections, the reactor's threads, and the event loop.
+All of its code is that of a worker in production, from the received frame to the bytes of the
+answer. Only connections, the reactor's threads, and the event loop are replaced below.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from torchweft.wire.messages import HandedReference
 ME, SENDER, OTHER = 0, 1, 2
 LIMIT_S = 0.005
 HANDED = 8
-"""Of each value of the worker, so many references may come in messages."""
+"""How many references to each value of the worker may come in messages."""
 
 
 class _Link:
-    """A connection whose other end takes everything and says nothing."""
+    """A connection whose other end accepts everything and sends nothing."""
 
     read_fd = -1
     reading = threading.Lock()
@@ -62,7 +62,7 @@ class _Link:
 
 
 class _Tasks(list[Any]):
-    """Tasks that wait, whoever sent them."""
+    """Waiting tasks of all senders, in one list."""
 
     ready = 0
 
@@ -116,7 +116,7 @@ class World:
         self.worker.coroutines.run = self._run  # type: ignore[method-assign]
 
     def _ask(self, peer: Peer, call: Any, request: Any, **_: Any) -> None:
-        """Takes note of a call that this worker makes, of which nothing comes."""
+        """Checks a call that this worker makes, and lets it fail."""
         if not peer.is_self:
             is_compact = isinstance(request, CompactRequest)
             name = request._function if is_compact else _name_in(request._head)
@@ -162,7 +162,7 @@ class World:
     # Messages
 
     def receive(self, frame: Frame) -> Exception | None:
-        """Handles a frame, and all that follows; returns why it was refused as a frame."""
+        """Handles a frame, and all work that follows; returns why the frame was refused."""
         if self.sender.lost is not None:
             raise self.sender.lost
         try:
@@ -198,7 +198,7 @@ class World:
         serving.cancel_creations(self.worker, peer)
 
     def tell_error(self, content: bytes) -> BaseException:
-        """Reads an error as the worker does where it comes as an answer."""
+        """Reads an error as the worker does if it comes as an answer."""
         return self.worker.reader.unpack_error(content)
 
     def close(self) -> None:

@@ -28,6 +28,6 @@ NAMES = (
 
 
 def load(name: str) -> Target:
-    """Returns the target of a name, importing what it decodes with only now."""
+    """Returns the target of a name; imports its decoder only now."""
     target: Target = importlib.import_module(f"tests.fuzz.targets.{name}").TARGET
     return target

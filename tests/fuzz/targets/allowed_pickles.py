@@ -1,7 +1,7 @@
-"""Pickles at a worker with an allow-list: whatever they say, they make values and do nothing else.
+"""Pickles at a worker with an allow-list: any bytes make values and do nothing else.
 
-This module is the one on the list. An audit hook of the interpreter watches what is done
-meanwhile, and stops it; and what the module has must stay as it is.
+This module is the only one on the list. An audit hook of the interpreter watches for other actions
+meanwhile, and stops them; the contents of the module must stay unchanged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make(*arguments: object) -> tuple[object, ...]:
 
 @register_external
 class _Reference:
-    """What is taken out of pickles, as references are."""
+    """An object that is taken out of pickles, as references are."""
 
 
 _EXTERNALS = (_Reference(), _Reference())
@@ -69,7 +69,7 @@ def _watch(event: str, arguments: tuple[object, ...]) -> None:
         raise PermissionError(event)
 
 
-# Printed, a warning opens the source that it is about.
+# Printing a warning opens the source file that it refers to.
 warnings.filterwarnings("ignore", "Using a non-tuple sequence for multidimensional indexing")
 sys.addaudithook(_watch)
 for _encoding in ("raw_unicode_escape", "latin-1", "ascii", "utf-8"):
@@ -99,7 +99,7 @@ _BEFORE = _state()
 
 
 def run(data: bytes) -> Exception | None:
-    """Reads a pickle; whatever comes of it is dropped."""
+    """Reads a pickle, and drops the result."""
     global _is_watching
     refusal: Exception | None = None
     tensors = _tensors()
@@ -117,7 +117,7 @@ def run(data: bytes) -> Exception | None:
 
 
 class _Reduced:
-    """Pickles as any call."""
+    """Pickles as a given call."""
 
     def __init__(self, *reduced: Any) -> None:
         self._reduced = reduced

@@ -1,4 +1,4 @@
-"""Messages of backward passes: any bytes are a message or refused, and no list is made up."""
+"""Messages of backward passes: bytes decode to a message or are refused; no list is made up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The channel table: what is accepted agrees with the buffers that came, within the limit."""
+"""The channel table: an accepted table agrees with the received buffers, within the limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIMIT_BYTES = 1 << 20
 
 
 def run(data: bytes) -> Exception | None:
-    """Decodes a table, with the buffers behind it that its first byte says."""
+    """Decodes a table, with the following buffers that its first byte selects."""
     if not data:
         return None
     following = _FOLLOWING[data[0] % len(_FOLLOWING)]

@@ -1,4 +1,4 @@
-"""Compact values: any bytes are plain values or refused, and the values are encoded as such."""
+"""Compact values: bytes decode to plain values or are refused, and the values encode again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchweft.serialize.compact import decode, encode
 
 
 class _Other:
-    """A value that is none of the plain ones."""
+    """A value that is not plain."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -32,7 +32,7 @@ def _trip(data: bytes) -> bytes | None:
 
 
 def run(data: bytes) -> Exception | None:
-    """Decodes values, encodes what came of it, and does both again."""
+    """Decodes values, encodes them, and does both again."""
     try:
         once = _trip(data)
     except ProtocolError as error:

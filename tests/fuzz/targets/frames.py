@@ -1,4 +1,4 @@
-"""The frame parser: any stream is frames or refused, however it is cut, within the limits."""
+"""The frame parser: a stream is parsed or refused within the limits, however it is cut."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame, FramePars
 CONTROL_LIMIT_BYTES = 120
 FRAME_LIMIT_BYTES = 250
 AHEAD_BYTES = 60
-# The receive buffer is small against the limits, as it is in use, or large.
+# The receive buffer is small compared with the limits, as it is in use, or large.
 _CAPACITIES = (64, 64, 64, 2048)
 
 
 class _Memory:
-    """Counts what a parser takes."""
+    """Counts the memory that a parser takes."""
 
     def __init__(self) -> None:
         self.taken_bytes = 0
@@ -49,7 +49,7 @@ def _feed(data: bytes, capacity: int, piece_bytes: int) -> tuple[list[Frame], Pr
             frames += parser.received(size)
         except ProtocolError as error:
             return frames, error
-        # It is taken for what has come, and for what is next, if that has been announced.
+        # Memory is taken for received bytes, and for the next bytes if they were announced.
         assert memory.taken_bytes <= at + AHEAD_BYTES + memory.largest_bytes
     return frames, None
 
@@ -70,7 +70,7 @@ def _joined(parts: list[Buffer]) -> bytes:
 
 
 def run(data: bytes) -> Exception | None:
-    """Parses the rest of ``data`` twice, cut in two ways that its first byte says."""
+    """Parses the rest of ``data`` twice, whole and in pieces of the size in its first byte."""
     if not data:
         return None
     capacity, piece_bytes = _CAPACITIES[data[0] & 3], (data[0] >> 2) + 1

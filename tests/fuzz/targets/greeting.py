@@ -1,7 +1,7 @@
-"""The first frames of a connection: a stranger is refused whatever it says, and by what it says.
+"""The first frames of a connection: a stranger's bytes are refused, whatever they are.
 
-The first byte decides who sends the rest: a stranger, to either side; somebody who has proven to be
-of the run, as the text of a greeting; or the same behind a proof that was altered.
+The first byte selects the sender of the rest: a stranger, to either side; a worker that has proven
+to be of the run, as the text of a greeting; or the same with a greeting that was altered.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAY_RAISE = (ProtocolError, ConnectionError)
 
 
 class _Socket:
-    """Gives out what it was made with in pieces, then its end; keeps what is sent."""
+    """A fake socket: returns its data in pieces, then the end; keeps the bytes that are sent."""
 
     family = socket.AF_INET
 
@@ -67,7 +67,7 @@ def _handshake(fake: _Socket, *, is_dialler: bool) -> Handshake:
 
 
 def _stranger_dials(stream: bytes) -> None:
-    """A stranger says anything where a worker listens."""
+    """A stranger dials a worker, and sends any bytes."""
     fake = _Socket(stream, 1000)
     handshake = _handshake(fake, is_dialler=False)
     assert len(fake.sent) == _CHALLENGE_BYTES
@@ -76,7 +76,7 @@ def _stranger_dials(stream: bytes) -> None:
 
 
 def _stranger_listens(stream: bytes) -> None:
-    """A stranger says anything to a worker that has dialled it."""
+    """A worker dials a stranger, which sends any bytes."""
     fake = _Socket(stream, 7)
     handshake = _handshake(fake, is_dialler=True)
     handshake.send(Kind.HELLO, Greeting(1))
@@ -85,14 +85,14 @@ def _stranger_listens(stream: bytes) -> None:
 
 
 def _hello(fake: _Socket, text: bytes) -> bytearray:
-    """Returns the frame of a proven greeting, behind the challenge that ``fake`` was sent."""
+    """Returns the frame of a proven greeting that answers the challenge sent over ``fake``."""
     challenge, answer = fake.sent[-NONCE_BYTES:], b"n" * NONCE_BYTES
     proof = _KEY.sign(b"dialler", challenge, answer, bytes((Kind.HELLO, 0)), text)
     return bytearray(b"".join(encode_frame(Kind.HELLO, 0, 0, proof + answer + text)))
 
 
 def _member_dials(text: bytes) -> None:
-    """A member of the run says anything; what its greeting holds is then read."""
+    """A member of the run sends any text; the contents of its greeting are then read."""
     fake = _Socket()
     handshake = _handshake(fake, is_dialler=False)
     fake.data = bytes(_hello(fake, text)) + b"next frame"
@@ -109,7 +109,7 @@ def _member_dials(text: bytes) -> None:
 
 
 def _forger_dials(data: bytes) -> None:
-    """Somebody has changed one byte of what a member said; which and how depends on all of it."""
+    """One byte of a member's greeting was changed; a checksum decides which byte and how."""
     fake = _Socket()
     handshake = _handshake(fake, is_dialler=False)
     frame = _hello(fake, data)

@@ -1,4 +1,4 @@
-"""Requests to the launcher's store: each one is answered, and the launcher lives on."""
+"""Requests to the launcher's store: each one is answered, and the launcher keeps running."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SEPARATOR = b"\n"
 
 
 def run(data: bytes) -> Exception | None:
-    """Sends one request a line to a new store; refused if the last one was."""
+    """Sends one request per line to a new store; counts as refused if the last one was."""
     server = StoreServer()
     answer: dict[str, object] = {}
     try:

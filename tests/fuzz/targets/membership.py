@@ -1,4 +1,4 @@
-"""Registrations and directories: what is accepted has the right types all through."""
+"""Registrations and directories: accepted ones have the right types throughout."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _read_registration(data: bytes) -> None:
 
 
 def say_what_differs(told: Registration) -> None:
-    """Has a worker compare itself with what another one says of itself; the texts are bounded."""
+    """Compares a worker with another worker's registration; the resulting texts are bounded."""
     here = Registration("here", 0, (), facts=FACTS)
     for text in (why_apart([here, told]), differences(here, told), why_not_by_value(here, told)):
         assert len(text) < SAID_LIMIT + 2 * len(told.name)
@@ -70,7 +70,7 @@ def _read_directory(data: bytes) -> None:
 
 
 def run(data: bytes) -> Exception | None:
-    """Reads one or the other, by the first byte."""
+    """Reads a directory or a registration, as the first byte selects."""
     if not data:
         return None
     try:
@@ -81,7 +81,7 @@ def run(data: bytes) -> Exception | None:
 
 
 def registration(rank: int) -> Registration:
-    """Returns what a worker says of itself."""
+    """Returns the registration of a worker."""
     return Registration(f"worker{rank}", rank, ("unix:@x", "tcp:h:1"), "train", {"host": "h"})
 
 

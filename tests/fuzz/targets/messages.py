@@ -1,4 +1,4 @@
-"""The fixed parts of calls and replies: what is accepted is exactly what is encoded."""
+"""The fixed parts of calls and replies: accepted bytes are exactly what the encoder makes."""
 
 from __future__ import annotations
 

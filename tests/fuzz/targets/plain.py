@@ -1,4 +1,4 @@
-"""Plain payloads: any bytes are plain values or refused, and the values are encoded as such."""
+"""Plain payloads: bytes decode to plain values or are refused, and the values encode again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ warnings.filterwarnings("ignore", "Sparse")
 
 
 class _Reference:
-    """What stays outside, as references do."""
+    """A value that stays outside of payloads, as references do."""
 
 
 def found() -> None:
-    """What every name leads to here."""
+    """The function that every name resolves to here."""
 
 
 _EXTERNALS = (_Reference(), _Reference())
@@ -52,7 +52,7 @@ def _encoder() -> Encoder:
 
 
 def run(data: bytes) -> Exception | None:
-    """Decodes a value, and what its encoding decodes to."""
+    """Decodes a value, encodes it, and decodes it again."""
     payload = bytes((MARK,)) + data
     try:
         value = decode(payload, _tensors(), _EXTERNALS, _resolve)
@@ -62,7 +62,7 @@ def run(data: bytes) -> Exception | None:
     try:
         again = encoder.encode(value)
     except (SerializationError, RecursionError):
-        return None  # A name may lead to what cannot be sent.
+        return None  # A name may resolve to an object that cannot be sent.
     decode(again, encoder.tensors, encoder.externals, _resolve)
     return None
 

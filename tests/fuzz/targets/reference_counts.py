@@ -1,7 +1,7 @@
-"""The count of references: what one peer says about any of them harms nobody but itself.
+"""Reference counting: the messages of a hostile peer harm no other worker.
 
-A worker owns two values. One is held by an honest user, the other is on its way to one. A hostile
-peer says what it likes, and hands on what it likes. When it is gone, everything is as it would
+A worker owns two values. An honest user holds one; the other is on its way to that user. A hostile
+peer sends any messages, and hands on any references. When it is gone, everything is as it would
 have been without it.
 """
 
@@ -33,7 +33,7 @@ _EVENTS = 13
 
 
 class _World:
-    """The machine of the owner, and what it has asked of its shell."""
+    """The machine of the owner, and the actions that it has asked of its shell."""
 
     def __init__(self) -> None:
         self.machine = References(_ME, _RESEND_S)
@@ -47,7 +47,7 @@ class _World:
         self.check()
 
     def check(self) -> None:
-        """Takes the actions; the honest user is told nothing but what is its own business."""
+        """Takes the actions; checks that no value that the honest user needs is released."""
         for action in self.machine.take_actions():
             if isinstance(action, ReleaseValue):
                 self.released.append(action.reference)
@@ -57,7 +57,7 @@ class _World:
         assert not honest & set(self.released), "a value that somebody uses was released"
 
     def step(self, event: int, reference: ReferenceId, version: int, token: int) -> None:
-        """Has the hostile peer say or do one thing."""
+        """Carries out one action of the hostile peer."""
         machine = self.machine
         messages: tuple[Message, ...] = (
             Hold(reference, version, token),
@@ -83,7 +83,7 @@ class _World:
             machine.handle_dropped(reference)
 
     def end(self) -> None:
-        """Loses the hostile peer, and has the honest one let go."""
+        """Loses the hostile peer, and lets the honest one drop its references."""
         machine = self.machine
         machine.peer_lost(_HOSTILE)
         self.check()
@@ -98,7 +98,7 @@ class _World:
 
 
 def run(data: bytes) -> Exception | None:
-    """Plays one step after the other; refused if the last one was."""
+    """Plays one step after the other; counts as refused if the last one was."""
     world = _World()
     refusal: Exception | None = None
     for step in _STEP.iter_unpack(data[: len(data) // _STEP.size * _STEP.size]):
@@ -115,7 +115,7 @@ def run(data: bytes) -> Exception | None:
 
 
 def seeds() -> list[bytes]:
-    """Returns what a peer does rightly, and the same about what is not its own."""
+    """Returns legitimate steps of a peer, and all steps on references that are not its own."""
     right = [
         _STEP.pack(0, _ME, _ME, 0, 1, 0),
         _STEP.pack(9, 0, 0, 0, 0, 0),

@@ -1,4 +1,4 @@
-"""Messages about remote references: what is accepted is exactly what is encoded."""
+"""Messages about remote references: accepted bytes are exactly what the encoder makes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Sessions: whatever a peer claims to have received, the stream goes on with the right bytes.
+"""Sessions: whatever a peer claims to have received, the stream continues with the right bytes.
 
-Each step is four bytes: what happens, and a number. A plain string of all bytes ever sent says what
-is right.
+Each step is four bytes: an event and a number. A plain string of all bytes ever sent gives the
+expected result.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Peer:
 
 
 def run(data: bytes) -> Exception | None:
-    """Plays the steps; goes on after a claim that was refused, as nothing may have changed."""
+    """Plays the steps; continues after a refused claim, which must not change anything."""
     peer = _Peer()
     refusal: Exception | None = None
     for kind, number in _STEP.iter_unpack(data[: len(data) // _STEP.size * _STEP.size]):

@@ -1,6 +1,6 @@
-"""All that a member of the group can send, from the socket down to what is done with a message.
+"""All that a member of the group can send, from the socket to the decoded message.
 
-Frames are cut out of a stream and decoded by their kinds, as the handlers of a worker do it. The
+Frames are parsed out of a stream and decoded by their kinds, as the handlers of a worker do it. The
 payload of a tensor message is a pickle and stays unread: members may send pickles.
 """
 

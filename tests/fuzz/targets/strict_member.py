@@ -1,7 +1,7 @@
-"""A member of the group against a strict worker: nothing happens but what is registered.
+"""A member of the group against a strict worker, which runs nothing that is not registered.
 
 Half of the inputs are made by a grammar (``tests.fuzz.strict.grammar``), and half are such messages
-changed byte by byte. The worker is a whole one, in this process; see ``tests.fuzz.strict.world``.
+changed byte by byte. A whole worker runs in this process; see ``tests.fuzz.strict.world``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ warnings.simplefilter("ignore")
 
 
 class _Victim:
-    """The worker, made anew now and then, and when it has turned the sender away."""
+    """The worker, replaced now and then, and when it has turned the sender away."""
 
     def __init__(self) -> None:
         self._world: World | None = None
@@ -49,13 +49,13 @@ class _Victim:
         return self._world
 
     def begin(self) -> None:
-        """Makes a worker where the last one is done with."""
+        """Makes a worker if the last one is used up."""
         if self._world is None or self._left < 1 or self._world.sender.lost is not None:
             self.end()
             self._world, self._left = World(), _MESSAGES_A_WORKER
 
     def end(self) -> None:
-        """Ends the worker; what it leaves behind is measured."""
+        """Ends the worker, and checks the threads and the memory that it leaves behind."""
         if self._world is not None:
             self._world.close()
             self._world = None
@@ -74,11 +74,11 @@ _IMPORTED_LATE = (
     "torch._subclasses.schema_check_mode",
     "torch.profiler._cupti_monitor",
 )
-"""Modules that functions of torch import when they are first called, whatever with."""
+"""Modules that functions of torch import when they are first called, with any arguments."""
 
 
 def _rehearse() -> None:
-    """Has everything imported and read that honest calls, and errors, need."""
+    """Imports and reads everything that honest calls, and errors, need."""
     for name in _IMPORTED_LATE:
         with contextlib.suppress(ImportError):  # Another version of torch has others.
             importlib.import_module(name)
@@ -103,7 +103,7 @@ def _serve(data: bytes, world: World) -> Exception | None:
             break
         refusal = world.receive(frame) or refusal
     if data[:1] == b"\t":
-        # The error in the middle of a failed backward pass is read only by who leads it.
+        # Only the leader of a failed backward pass reads the error inside the message.
         _show(world.tell_error(data[data.find(b"\x01\x08") :]))
     return refusal
 
@@ -122,7 +122,7 @@ _is_ready = False
 
 
 def begin() -> None:
-    """Makes a worker, and before the first one, all that messages share."""
+    """Makes a worker; before the first one, prepares all that messages share."""
     global _is_ready
     if not _is_ready:
         with _silence():
@@ -142,7 +142,7 @@ def _silence() -> Iterator[None]:
 
 
 def run(data: bytes) -> Exception | None:
-    """Has a worker receive one message, and asserts that it did nothing that it must not do."""
+    """Delivers one message to a worker, and asserts that the worker did nothing forbidden."""
     begin()
     with _silence():
         world = _victim.world()

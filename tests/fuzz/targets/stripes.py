@@ -15,7 +15,7 @@ _TURN_BYTES = 1 << 20
 
 
 class _Socket:
-    """Gives out what it was made with, at most so many bytes at once, and then its end."""
+    """A fake socket: returns its data, at most ``piece_bytes`` at once, and then the end."""
 
     def __init__(self, data: bytes, piece_bytes: int) -> None:
         self._data = data
@@ -61,7 +61,7 @@ def _receive(data: bytes, piece_bytes: int) -> tuple[Exception, Arrivals, int]:
 
 
 def run(data: bytes) -> Exception | None:
-    """Receives stripes in pieces that the first byte says, and in one go."""
+    """Receives stripes in pieces of the size in the first byte, and in one go."""
     if not data:
         return None
     cut, stream = data[0] + 1, data[1:]
@@ -81,7 +81,7 @@ def run(data: bytes) -> Exception | None:
 
 
 def seeds() -> list[bytes]:
-    """Returns transfers in one and in several stripes, in order and not."""
+    """Returns transfers in one and in several stripes, in and out of order."""
     whole = Stripe(1, 0, 0, 20, 20).encode() + b"x" * 20
     first = Stripe(2, 0, 0, 30, 50).encode() + b"y" * 30
     second = Stripe(2, 0, 30, 20, 50).encode() + b"z" * 20

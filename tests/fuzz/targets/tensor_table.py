@@ -1,4 +1,4 @@
-"""The tensor table: no tensor that it makes reaches outside of the buffers that came."""
+"""The tensor table: no tensor that it makes reaches outside of the received buffers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from torchweft.serialize.tensors import describe, grad_flags, rebuild, some_requ
 _SIZES = ((), (64,), (64, 48), (64, 48, 1), (16, 16, 16, 16))
 _BUFFERS = tuple([bytearray(size) for size in sizes] for sizes in _SIZES)
 _MAY_RAISE = (ProtocolError, SerializationError)
-"""The second for a device or dtype that only other workers have."""
+"""``SerializationError`` for a device or dtype that only other workers have."""
 
 warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
 
 
 def _lies_inside(tensor: Tensor, buffers: list[bytearray]) -> bool:
-    """Whether the last element of a tensor is in the same memory as the first one, and in it."""
+    """Returns whether a tensor lies in its storage, which is not larger than a buffer."""
     if not tensor.numel():
         return True
     extent = sum(
@@ -44,7 +44,7 @@ def _lies_inside(tensor: Tensor, buffers: list[bytearray]) -> bool:
 
 
 def run(data: bytes) -> Exception | None:
-    """Rebuilds the tensors of a table on the buffers that its first byte says."""
+    """Rebuilds the tensors of a table on the buffers that its first byte selects."""
     if not data:
         return None
     buffers, detached = _BUFFERS[data[0] % len(_BUFFERS)], data[0] >= 128

@@ -1,4 +1,4 @@
-"""A group of real agents in one process: their connections, threads and pulls are the real ones."""
+"""A group of real agents in one process, with real connections, threads and pulls."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torchweft.transport.addresses import Address, listen_tcp, listen_unix
 from torchweft.transport.resumable import ResumableLink
 
 TOKEN = "0123456789abcdef0123456789abcdef"
-"""Of the run: what the members of a group of these tests have in common."""
+"""The run's token, which the members of a test group share."""
 KEY = Protection.of_run(TOKEN).key
 LIMIT_S = 20.0
 
 
 class Member:
-    """One worker, as far as the agent layer goes."""
+    """One worker, up to the agent layer."""
 
     def __init__(self, agent: Agent, listener: socket.socket, address: Address) -> None:
         self.agent = agent
@@ -39,19 +39,19 @@ class Member:
         return self.agent.peers[other.agent.info.id]
 
     def session(self, other: Member) -> ResumableLink:
-        """Returns the session with another member, which there must be."""
+        """Returns the session with another member, which must exist."""
         link = self.peer(other).link
         assert isinstance(link, ResumableLink)
         return link
 
     def terms(self, other: Member) -> Terms:
-        """Returns those of the session with another member, which there must be."""
+        """Returns the terms of the session with another member, which must exist."""
         terms = self.peer(other).connecting.session
         assert terms is not None
         return terms
 
     def cut(self, other: Member) -> None:
-        """Ends the connection with another member, without telling this one's link."""
+        """Shuts down the connection with another member, without telling this member's link."""
         with contextlib.suppress(OSError):
             self.session(other)._socket.shutdown(socket.SHUT_RDWR)
 
@@ -77,14 +77,14 @@ def group_of(
     patience: Patience | None = None,
     tokens: tuple[str, ...] = (),
 ) -> Iterator[list[Member]]:
-    """Makes a group whose members are closed, those that live, at the end; start them yourself.
+    """Yields a group that the caller has to start; closes all members at the end.
 
     Args:
-        size: How many members.
-        threads: How many tasks run at a time at each of them.
-        over: What they reach each other by: ``"unix"`` or ``"tcp"``, where they have sessions.
+        size: Number of members.
+        threads: Number of tasks that each member runs at a time.
+        over: The transport: ``"unix"``, or ``"tcp"``, over which members have sessions.
         patience: See ``Agent``.
-        tokens: What each of them takes for the run's; the same for all by default.
+        tokens: Each member's token of the run; the same for all by default.
     """
     listeners = [listen_tcp("127.0.0.1") if over == "tcp" else listen_unix() for _ in range(size)]
     registrations = [
@@ -106,7 +106,7 @@ def group_of(
 
 
 def wait_until(is_so: Callable[[], object], what: str = "it") -> None:
-    """Waits for a limited time until something is so."""
+    """Waits until ``is_so()`` is true; fails after ``LIMIT_S``."""
     deadline_s = time.monotonic() + LIMIT_S
     while not is_so():
         assert time.monotonic() < deadline_s, f"{what} did not come to be"

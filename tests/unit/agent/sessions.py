@@ -1,4 +1,4 @@
-"""Two members with a session, and a look at everything that goes over it."""
+"""Two members with a session, and checks of the messages that it carries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD = struct.Struct("<III")
 
 
 class Inbox:
-    """What came to a member; each writer's frames are to come once and in order."""
+    """Checks that each writer's frames reach a member once and in order."""
 
     def __init__(self, member: Member) -> None:
         self.count = 0
@@ -47,7 +47,7 @@ def send(member: Member, other: Member, number: int, size: int = 10, writer: int
 
 
 class Pair:
-    """Two members with a session, which the first has dialled, and what came to each."""
+    """Two members with a session that the first one has dialled, and the inbox of each."""
 
     def __init__(self, members: list[Member]) -> None:
         self.dialler, self.acceptor = members
@@ -63,12 +63,12 @@ class Pair:
 
     @property
     def terms(self) -> tuple[Terms, Terms]:
-        """Those of the session, as each side has them."""
+        """The session's terms, as each side has them."""
         return self.dialler.terms(self.acceptor), self.acceptor.terms(self.dialler)
 
     @property
     def is_sound(self) -> bool:
-        """Whether both are connected, by the same connection."""
+        """Whether both sides are connected, by the same connection."""
         one, other = self.links
         is_one = self.terms[0].attempt == self.terms[1].attempt
         return is_one and not one.is_broken and not other.is_broken
@@ -78,7 +78,7 @@ class Pair:
         return [peer.lost.cause for peer in peers if peer.lost is not None]
 
     def check(self, first_number: int = 0) -> None:
-        """Sends both ways, and waits until all of it has come."""
+        """Sends messages both ways, and waits until all of them have arrived."""
         counts = [inbox.count for inbox in self.inboxes]
         for number in range(first_number, first_number + 3):
             send(self.dialler, self.acceptor, number)

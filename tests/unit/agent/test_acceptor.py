@@ -40,7 +40,7 @@ def dial(member: Member) -> socket.socket:
 
 
 def ended_ones(strangers: list[socket.socket]) -> list[socket.socket]:
-    """Returns those that have been hung up on, without waiting."""
+    """Returns the connections that the other side has closed, without waiting."""
     ended = []
     for stranger in strangers:
         stranger.setblocking(False)
@@ -58,7 +58,7 @@ def has_said_more(stranger: socket.socket) -> bool:
 
 
 def is_hung_up_on(stranger: socket.socket) -> bool:
-    """Waits until the other side has ended a connection, after whatever it has said first."""
+    """Waits until the other side closes a connection; discards the data that it sent first."""
     with contextlib.suppress(ConnectionResetError):
         while stranger.recv(1000):
             pass
@@ -72,11 +72,11 @@ def test_strangers_beyond_the_limit_turn_out_the_oldest(pair: list[Member]) -> N
         taken = second.agent._acceptor._strangers
         wait_until(lambda: len(ended_ones(strangers)) == 2 * STRANGERS)
         assert len(taken) == STRANGERS
-        # Members get in all the same, and are counted among the strangers for a moment only.
+        # Members still get in, and count as strangers for a moment only.
         first.agent.connect(first.peer(second))
         assert first.peer(second).lost is None
         wait_until(lambda: len(taken) < STRANGERS)
-        # So one of those that were left had to go, and nobody else.
+        # The member has displaced one of the remaining strangers, and no other.
         wait_until(lambda: len(ended_ones(strangers)) == 2 * STRANGERS + 1)
         oldest = next(iter(taken))
         with dial(second), dial(second):
@@ -119,7 +119,7 @@ def test_a_stranger_is_hung_up_on_and_told_nothing(pair: list[Member], said: byt
     _, second = pair
     with dial(second) as stranger:
         challenge = stranger.recv(1000)
-        with contextlib.suppress(OSError):  # The end may be here before all has been said.
+        with contextlib.suppress(OSError):  # The connection may end before all data is sent.
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):

@@ -26,7 +26,7 @@ def message(peer: Peer, kind: Kind, number: int, control: bytes = b"") -> Outgoi
 
 
 def answer_calls(member: Member) -> None:
-    """Has a member answer each call with its control part; what says "never" is not answered."""
+    """Makes a member answer each call with its control part; a call "never" gets no answer."""
 
     def answer(peer: Peer, frame: Frame) -> None:
         if bytes(frame.control) != b"never":
@@ -228,11 +228,11 @@ def test_who_is_not_found_is_told_with_who_there_is(pair: list[Member], to: obje
 
 def test_traffic_is_counted_on_both_sides(pair: list[Member]) -> None:
     first, second = pair
-    # Else another thread writes the call, and may count its bytes after the answer has come.
+    # Otherwise another thread writes the call, and may count its bytes after the answer arrives.
     first.agent.connect(first.peer(second))
     ask_and_wait(first, first.peer(second), b"x" * 10_000)
     assert first.agent.traffic().bytes_sent >= 10_000
     assert first.agent.traffic().bytes_received >= 10_000
-    # It is counted when it has been written; the answer may be here before.
+    # Bytes are counted after they are written, so the answer may arrive first.
     second.agent.close()
     assert second.agent.traffic().bytes_sent >= 10_000

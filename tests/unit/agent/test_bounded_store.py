@@ -19,7 +19,7 @@ LIMIT_S = 20.0
 
 
 class Silent(PrefixStore):
-    """A store that does not answer after a number of operations, until it is let go."""
+    """A store that stops answering after ``answers`` operations, until it may go on."""
 
     def __init__(self, answers: int) -> None:
         super().__init__("x", HashStore())
@@ -48,7 +48,7 @@ class Silent(PrefixStore):
 
 @pytest.fixture(autouse=True)
 def prompt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An answer that is late counts as none; operations left behind end with the test."""
+    """Shortens the grace period for answers; waits for abandoned operations after the test."""
     monkeypatch.setattr(bounded_store, "_LATE_S", 0.1)
     yield
     for thread in threading.enumerate():

@@ -24,7 +24,7 @@ from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
 
 AT_ONCE_S = 5.0
-"""Less than any patience, and more than a slow moment of the machine."""
+"""Less than the default patience, and more than a slow moment of the machine."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def pair() -> Iterator[Pair]:
         yield made
 
 
-# Sessions go on
+# Sessions that continue
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -88,7 +88,7 @@ def test_after_a_while_nothing_is_kept_and_nothing_is_sent(
             send(pair.dialler, pair.acceptor, number, 100_000)
         wait_until(lambda: all(link._outgoing.kept_bytes <= 24 for link in pair.links))
         looks = [ticks_of(pair.dialler), ticks_of(pair.acceptor)]
-        wait_until(lambda: min(map(len, looks)) >= 10)  # What was received is acknowledged now.
+        wait_until(lambda: min(map(len, looks)) >= 10)  # All received data is acknowledged by now.
         sent = [link.bytes_sent for link in pair.links]
         wait_until(lambda: min(map(len, looks)) >= 20)
         assert [link.bytes_sent for link in pair.links] == sent
@@ -96,7 +96,7 @@ def test_after_a_while_nothing_is_kept_and_nothing_is_sent(
 
 
 def ticks_of(member: Member) -> list[float]:
-    """Returns a list that gets the times at which a member looks at its sessions."""
+    """Returns a list that collects the times at which a member's timer jobs run."""
     seen: list[float] = []
     jobs = member.agent.timers._jobs
     assert isinstance(jobs, list)
@@ -139,12 +139,12 @@ def test_a_dialler_whose_first_welcome_was_lost_gets_in_with_the_same_session(
         first, second = members
         pair = Pair(members)
         assert [terms.name for terms in pair.terms] == lost_names * 2
-        # The acceptor sees the end of the first connection, too, and may ask for another attempt
+        # The acceptor also sees the end of the first connection, and may request another attempt
         # while the second is under way.
         assert pair.terms[0].attempt >= 2
         pair.check()
         assert len(second.agent.links.all()) == 1
-        # What was counted differently by the two sides must not matter later.
+        # Counters that differ between the two sides must not matter later.
         first.cut(second)
         wait_until(lambda: pair.is_sound)
         pair.check(3)
@@ -170,7 +170,7 @@ def test_a_resumption_whose_welcome_was_lost_is_tried_again(
     one, other = pair.links
     assert pair.terms[0].attempt >= 3
     assert one.resumption_count < other.resumption_count
-    # Which of the connections it is that stands, both know nevertheless.
+    # Both sides still agree on the current connection.
     count = one.resumption_count
     probe(pair, pair.terms[1])
     wait_until(lambda: one.resumption_count > count and pair.is_sound)
@@ -178,7 +178,7 @@ def test_a_resumption_whose_welcome_was_lost_is_tried_again(
 
 
 def probe(pair: Pair, terms: Terms) -> None:
-    """Has the side that did not dial say that the connection of an attempt broke."""
+    """Makes the acceptor report that the connection of an attempt broke."""
     peer = pair.acceptor.peer(pair.dialler)
     pair.acceptor.agent._connector.probe(peer, terms, time.monotonic() + LIMIT_S)
 
@@ -198,7 +198,7 @@ def test_a_question_about_an_earlier_connection_disturbs_nobody(pair: Pair) -> N
 def test_the_side_that_did_not_dial_has_the_other_one_resume(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the end of the connection does not reach the dialler."""
+    """The end of the connection does not reach the dialler."""
     monkeypatch.setattr("torchweft.transport.resumable._shut", lambda connection: None)
     pair.links[1].break_off("the network dropped it")
     wait_until(lambda: pair.links[1].resumption_count == 1 and pair.is_sound)
@@ -225,7 +225,7 @@ def test_silence_has_a_new_connection_tried_beside_the_old_one(
 
 
 def freeze(member: Member, other: Member) -> Callable[[], None]:
-    """Has a member neither read nor speak, though its system does; returns what ends that."""
+    """Stops a member, but not its kernel, from reading and answering; returns the undo."""
     link, acceptor, thawed = member.session(other), member.agent._acceptor, threading.Event()
     me = object()
     wait_until(lambda: link.readers.setdefault(0, me) is me)
@@ -247,7 +247,7 @@ def freeze(member: Member, other: Member) -> Callable[[], None]:
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_worker_that_is_busy_and_does_not_read_is_not_lost(frozen: int) -> None:
-    """Also when so much waits for it that its system has no room for more."""
+    """Holds even when waiting data has filled the buffers of the worker's kernel."""
     with pair_of(Patience(0.4, LIMIT_S)) as pair:
         members = pair.dialler, pair.acceptor
         busy, other = members[frozen], members[1 - frozen]
@@ -259,7 +259,7 @@ def test_a_worker_that_is_busy_and_does_not_read_is_not_lost(frozen: int) -> Non
             buffer = memoryview(content(number, 1_000_000))
             message = encode_frame(Kind.CALL, 0, 0, parts, [buffer])
             other.agent.sender.send(other.peer(busy), message, may_block=False)
-        time.sleep(3.0)  # The kernel's probes are by now rarer than the patience is long.
+        time.sleep(3.0)  # By now the kernel probes at intervals longer than the patience.
         assert pair.lost() == []
         thaw()
         wait_until(lambda: inbox.count == 33)
@@ -292,7 +292,7 @@ def test_memory_of_a_slow_peer_is_bounded_and_who_waits_goes_on() -> None:
         wait_until(lambda: pair.inboxes[1].count == 100)
 
 
-# Sessions end
+# Sessions that end
 
 
 def close_listener(member: Member) -> None:
@@ -307,7 +307,7 @@ def test_a_peer_that_listens_no_more_is_lost_at_once(pair: Pair, gone: int) -> N
     close_listener(missing)
     peer = other.peer(missing)
     began_s = time.monotonic()
-    missing.agent.contacts.forget(missing.peer(other))  # It does nothing about the break.
+    missing.agent.contacts.forget(missing.peer(other))  # The missing side ignores the break.
     other.session(missing).break_off("reset")
     wait_until(lambda: peer.lost)
     assert time.monotonic() - began_s < AT_ONCE_S
@@ -337,7 +337,7 @@ def test_a_peer_that_was_lost_is_turned_away(pair: Pair) -> None:
 def test_a_goodbye_is_the_end_and_nobody_dials(
     leaver: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contacts, "_ACKNOWLEDGE_S", 1000.0)  # It must not be waited for.
+    monkeypatch.setattr(contacts, "_ACKNOWLEDGE_S", 1000.0)  # Closing must not wait that long.
     dialled: list[str] = []
     for name in ("resume", "probe"):
         monkeypatch.setattr(Connector, name, lambda *_, name=name: dialled.append(name))
@@ -422,7 +422,7 @@ def test_how_long_nothing_was_heard_is_told(pair: Pair) -> None:
     contact._heard_s -= 100.0
     link = pair.links[0]
     with link._room:
-        link._is_broken = True  # Of a broken one the kernel knows nothing.
+        link._is_broken = True  # The kernel knows nothing of a broken link.
     assert member.agent.contacts.silence_s(member.peer(other)) > 90.0
     with link._room:
         link._is_broken = False

@@ -30,7 +30,7 @@ from torchweft.wire.messages import Kind
 LIMIT_S = 20.0
 NEVER_BYTES = 1 << 60
 SIZE = 300_000
-"""Of a tensor's elements, four bytes each; several stripes."""
+"""Number of a tensor's elements, of four bytes each: several stripes."""
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def pair() -> Iterator[list[Member]]:
 
 
 class Opened:
-    """What came to one member, opened there as a task."""
+    """The messages that arrive at one member, opened there in a task."""
 
     def __init__(self, member: Member, opens: bool = True) -> None:
         self._member = member
@@ -107,7 +107,7 @@ def send(sender: Member, to: Member, *tensors: torch.Tensor) -> None:
 
 
 def hold_back(monkeypatch: pytest.MonkeyPatch, stripes: int) -> threading.Event:
-    """Lets connections take a few stripes, and more only when the event is set."""
+    """Lets connections take ``stripes`` stripes, and more only once the event is set."""
     may_go_on, lock = threading.Event(), threading.Lock()
     take = Outbox.take
     left = stripes
@@ -185,7 +185,7 @@ def cut_data(sender: Member, to: Member) -> None:
 def test_a_data_connection_that_breaks_makes_no_loss(
     pair: list[Member], monkeypatch: pytest.MonkeyPatch, stripes: int
 ) -> None:
-    """Between two stripes or within one: what did not come is supplied behind the messages."""
+    """It breaks between stripes or within one; the missing data follows among the messages."""
     first, second = pair
     opened = Opened(second)
     may_go_on = hold_back(monkeypatch, stripes)
@@ -198,7 +198,7 @@ def test_a_data_connection_that_breaks_makes_no_loss(
     arrived = opened.next().tensors(detached=False)
     assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
     may_go_on.set()
-    # Later ones take new connections.
+    # Later tensors take new connections.
     wait_until(lambda: not data.receiving)
     send(first, second, *sent)
     arrived = opened.next().tensors(detached=False)
@@ -212,7 +212,7 @@ def test_a_data_connection_that_breaks_makes_no_loss(
 
 @pytest.mark.parametrize("over", ["unix", "tcp"])
 def test_tensors_come_whatever_breaks_and_nothing_is_left(over: str) -> None:
-    """Data connections, and the session with them, at any moment."""
+    """Data connections break at any moment, and over TCP the session does too."""
     with striping(over=over) as (first, second):
         choose = random.Random(7)
         opened = Opened(second)
@@ -246,7 +246,7 @@ def test_tensors_come_whatever_breaks_and_nothing_is_left(over: str) -> None:
 def test_what_cannot_go_over_broken_connections_is_supplied(
     pair: list[Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They break between the choice of the way and the sending."""
+    """The connections break after the channel was chosen and before the tensor is sent."""
     first, second = pair
     opened = Opened(second)
     send(first, second, torch.randn(SIZE))
@@ -301,7 +301,7 @@ def test_a_connection_of_a_set_that_has_broken_comes_too_late(pair: list[Member]
 def test_what_does_not_come_for_long_is_asked_for_again(
     pair: list[Member], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its sender may be busy, which is no loss."""
+    """The sender may be busy, which does not make it lost."""
     first, second = pair
     data_of(second)._stall_s = 0.2
     opened = Opened(second)
@@ -370,7 +370,7 @@ def test_where_no_connection_can_be_made_tensors_follow_the_message(
 
 
 def greet(member: Member, key: Secret = KEY) -> tuple[socket.socket, Handshake]:
-    """Says to a member that a connection is for the tensors of its peer."""
+    """Greets a member over a new data connection, as its peer would."""
     connection = addresses.dial(member.address, LIMIT_S)
     handshake = Handshake.dial(connection, key, time.monotonic() + LIMIT_S)
     handshake.send(Kind.HELLO, Greeting(0, facts={"purpose": "data", "set": 1}))
@@ -407,7 +407,7 @@ def test_a_lost_peer_makes_no_data_connection(pair: list[Member]) -> None:
 def test_waits_beyond_the_spare_ones_count_as_running(
     pair: list[Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many tensors are waited for, the threads are bounded, and all of them come."""
+    """The number of threads is bounded however many tensors are awaited, and all arrive."""
     first, second = pair
     data_of(second)._spare_waits = threading.Semaphore(2)
     opened = Opened(second)

@@ -69,7 +69,7 @@ def test_who_was_not_launched_has_no_note(
     tmp_path: Path, facts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert own_facts() == {FACT: f"{tmp_path.name}/{os.getpid()}"}
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "1"))  # as a child of a worker finds it
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "1"))  # inherited by a child of a worker
     assert own_facts() == {}
     monkeypatch.delenv(VARIABLE)
     assert own_facts() == {}

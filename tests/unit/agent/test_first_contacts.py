@@ -1,4 +1,4 @@
-"""First messages to a worker that listens and does not speak: no thread waits, nothing is lost."""
+"""First messages to a worker that listens but is silent: no thread waits, no message is lost."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LIMIT_S = 20.0
 
 @pytest.fixture
 def pair() -> Iterator[list[Member]]:
-    """A worker, and another one that listens; it speaks as soon as it is started."""
+    """A running worker, and another that only listens until it is started."""
     with group_of(2) as members:
         members[0].start()
         yield members
 
 
 class Request:
-    """A call that says ``text``, which is added to ``taken_back`` if it is not sent."""
+    """A call with ``text``, which is added to ``taken_back`` if the call is not sent."""
 
     def __init__(self, text: bytes, taken_back: list[bytes]) -> None:
         self._text = text
@@ -57,7 +57,7 @@ def ask(
 
 
 def collect(member: Member) -> queue.SimpleQueue[bytes]:
-    """Has a member collect what calls and reference messages say, and answer the calls."""
+    """Makes a member collect the texts of calls and reference messages, and answer the calls."""
     arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def on_call(peer: Peer, frame: Frame) -> None:
@@ -81,7 +81,7 @@ def test_everything_arrives_in_order_once_the_worker_speaks(pair: list[Member]) 
         calls.append(ask(first, peer, b"%d" % number))
         first.agent.sender.post(peer, encode_frame(Kind.REFERENCES, 0, 0, b"%d" % (number + 1)))
         first.agent.sender.send(peer, encode_frame(Kind.REFERENCES, 0, 0, b"%d" % (number + 2)))
-    # One thread connects for all of them; another takes its place in the reactor.
+    # One thread connects for all messages; another takes its place in the reactor.
     assert threading.active_count() <= before + 1
     assert not any(call.is_done for call in calls)
     second.start()
@@ -169,7 +169,7 @@ def test_a_worker_that_turns_out_to_be_gone(pair: list[Member]) -> None:
     first.agent.sender.post(peer, encode_frame(Kind.REFERENCES, 0, 0, b""))
     try:
         call = ask(first, peer, b"lost", LIMIT_S, taken_back)
-    except WorkerLost:  # The message before has found out already.
+    except WorkerLost:  # The earlier message has already revealed the loss.
         return
     first.agent.calls.wait(call)
     assert isinstance(call.error, WorkerLost)

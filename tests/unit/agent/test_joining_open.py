@@ -104,7 +104,7 @@ def test_a_closed_group_stays_closed_and_an_open_one_open() -> None:
 
 
 class BrokenStore:
-    """One whose server has gone."""
+    """A store whose server has gone."""
 
     def compare_set(self, *_: object) -> bytes:
         raise RuntimeError("connection reset")

@@ -46,7 +46,7 @@ def launcher() -> Iterator[Launcher]:
 
 def test_pytorch_reaches_every_operation(launcher: Launcher) -> None:
     store = PrefixStore("weft/0", open_launcher_store(launcher.name, 5.0))
-    gc.collect()  # the half in Python is held by nobody here
+    gc.collect()  # the test holds no reference to the store's Python half
     assert not store.check(["key"])
     store.set("key", "värde \0")
     assert store.get("key") == "värde \0".encode()

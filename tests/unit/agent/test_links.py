@@ -33,7 +33,7 @@ def greet(pair: Pair, facts: dict[str, Any]) -> Greeting | None:
 
 
 def greet_at(member: Member, facts: dict[str, Any]) -> Greeting | None:
-    """Says to a member, as its peer would, what a connection is for; returns the answer, if any."""
+    """Greets a member over a new connection, as its peer would; returns the answer, if any."""
     with addresses.dial(member.address, LIMIT_S) as connection:
         handshake = Handshake.dial(connection, KEY, time.monotonic() + LIMIT_S)
         handshake.send(Kind.HELLO, Greeting(0, facts=facts))
@@ -65,7 +65,7 @@ def test_a_worker_says_why_it_leaves(over: str, farewell: str, told: str) -> Non
 
 
 def leave_while_accepted(first: Member, second: Member, has_left: threading.Event) -> str:
-    """Has the first dial the second and leave; returns what the second takes for the reason."""
+    """Makes ``first`` dial ``second`` and leave; returns the cause that ``second`` records."""
     first.start()
     second.start()
     first.agent.connect(first.peer(second))
@@ -83,7 +83,7 @@ def test_a_dialler_that_leaves_before_its_greeting_was_answered_is_heard(
 
     def send_fds(*arguments: Any) -> int:
         size = socket.send_fds(*arguments)
-        # The dialler sends its memory in the same way.
+        # Only the acceptor waits; the dialler sends its memory with this function too.
         assert threading.get_ident() == dialler or has_left.wait(LIMIT_S)
         return size
 
@@ -119,7 +119,7 @@ def test_a_dialler_that_leaves_before_the_verdict_is_heard(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("over", ["unix", "tcp"])
 def test_a_worker_that_answers_that_it_dials_itself_is_not_lost(over: str) -> None:
-    """Where the network loses packets, its own connection may take longer than the time limit."""
+    """If the network loses packets, its own connection may take longer than the time limit."""
     with group_of(2, over=over) as (first, second):
         first.start()
         second.start()
@@ -137,7 +137,7 @@ def test_a_worker_that_answers_that_it_dials_itself_is_not_lost(over: str) -> No
 
 
 def make_offer_void(peer: Peer) -> None:
-    """Has a worker give up to dial, as if it had never got so far as to offer a connection."""
+    """Makes a worker give up dialling, as if it had never offered a connection."""
     with peer.state_lock:
         peer.connecting = Connecting(peer.id, peer.name)
 
@@ -195,7 +195,7 @@ def test_a_session_that_nobody_knows_is_refused(pair: Pair, purpose: str) -> Non
 
 
 def test_an_earlier_greeting_that_is_slow_does_not_replace_the_session(pair: Pair) -> None:
-    """It was on its way when the dialler gave the attempt up and made another."""
+    """The greeting was in flight when the dialler gave up its attempt and made another."""
     agent, peer = pair.acceptor.agent, pair.acceptor.peer(pair.dialler)
     link = pair.links[1]
     ours, theirs = socket.socketpair()
@@ -221,7 +221,7 @@ def test_a_connection_to_a_worker_that_was_lost_meanwhile_is_closed(pair: Pair) 
 
 @pytest.mark.parametrize("purpose", ["resume", "probe"])
 def test_a_session_that_is_only_being_made_is_to_be_tried_again(purpose: str) -> None:
-    """Its connection broke before this side was done with the greeting."""
+    """The session's connection broke before this side had finished the handshake."""
     with group_of(2, over="tcp") as members:
         for member in members:
             member.start()

@@ -1,4 +1,4 @@
-"""Open calls and their callees: who gives a call up says so, and nested calls end with theirs."""
+"""Open calls: a caller that gives up tells the callee, and nested calls end with their parent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_S = 20.0
 
 
 class Callee:
-    """Takes calls of one worker, and answers none."""
+    """Takes the calls of one worker, and answers none."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -128,7 +128,7 @@ def test_what_is_asked_just_after_its_parent_was_cancelled_ends_at_once(
     pair: tuple[Member, Callee],
 ) -> None:
     first, callee = pair
-    first.agent.connect(first.agent.peers[1])  # Else it is not even sent.
+    first.agent.connect(first.agent.peers[1])  # Otherwise the call is not even sent.
     parent = new_parent(first)
     parent.cancel()
     call = ask(first, 1, parent=parent)
@@ -147,7 +147,7 @@ def test_what_ends_while_its_request_is_made_is_cancelled_at_its_callee(
     call = PendingCall(peer.id, peer.name, "function", math.inf, None, parent)
 
     def message(number: int) -> list[bytes | bytearray | memoryview] | Frame:
-        # Another thread is faster: it tells the callee before the callee knows the call.
+        # Race: the cancellation by another thread reaches the callee before the call does.
         parent.cancel()
         first.agent.calls.cancel_nested({parent})
         return encode_frame(Kind.CALL, 0, number, b"")

@@ -36,7 +36,7 @@ LIMIT_S = 20.0
 
 
 class Side:
-    """One worker: its connector, what it accepts, and the links it has."""
+    """One worker: its connector, its acceptor and its links."""
 
     def __init__(self, rank: int, capabilities: Capabilities, timeout_s: float) -> None:
         self.rank = rank
@@ -225,7 +225,7 @@ def test_a_peer_of_another_host_that_listens_there_only(make_sides: Make) -> Non
 def test_a_peer_that_listens_and_does_not_speak_is_waited_for_and_not_lost(
     make_sides: Make,
 ) -> None:
-    """Its system accepts the connection: it is busy, or stopped."""
+    """The peer's kernel accepts the connection; the peer is busy, or stopped."""
     sides = make_sides(0.02)
     began_s = time.monotonic()
     with pytest.raises(HandshakeTimeout, match=r"too long|timed out"):
@@ -251,7 +251,7 @@ def test_a_lost_peer_is_not_dialled_and_not_accepted(make_sides: Make) -> None:
 
 
 def be_accepting(peer: Peer) -> None:
-    """Has a peer make a connection that does not come, as far as its machine knows."""
+    """Puts a peer's machine into the state of accepting a connection that never arrives."""
     offered = peer.connecting.hello(0, Hello(Purpose.LINK))
     assert offered.verdict is Verdict.ACCEPT
 
@@ -267,7 +267,7 @@ def test_who_waits_for_a_connection_learns_of_the_loss(make_sides: Make) -> None
 def test_a_connection_of_the_other_side_that_comes_to_nothing_is_made_here(
     make_sides: Make,
 ) -> None:
-    """The other side may have died in its greeting: whoever dials it, too, finds that out."""
+    """The other side may have died during the handshake; dialling it as well reveals that."""
     sides = make_sides()
     peer = sides[0].peers[1]
     be_accepting(peer)
@@ -304,7 +304,7 @@ def test_a_member_that_makes_no_sense_is_hung_up_on(make_sides: Make, said: Gree
 
 
 def test_a_peer_of_another_run_is_no_peer(make_sides: Make) -> None:
-    """The address was taken over by a stranger, who answers with a key of its own."""
+    """A stranger has taken over the address and answers with a key of its own."""
     sides = make_sides()
 
     def answer() -> None:

@@ -31,7 +31,7 @@ def test_with_a_secret_the_token_alone_is_no_key() -> None:
     )
     for other in others:
         assert not is_same(protection.key, other.key)
-    # Nor is the secret itself: what one run proves is of no use in another.
+    # The secret itself is not the key either: a proof of one run is of no use in another.
     assert not is_same(protection.key, secret)
 
 

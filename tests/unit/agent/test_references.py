@@ -18,7 +18,7 @@ LIMIT_S = 20.0
 
 
 class Value:
-    """A value whose end can be seen."""
+    """A value whose deletion a weak reference can observe."""
 
 
 def await_true(claim: Callable[[], bool]) -> None:
@@ -39,7 +39,7 @@ def trio() -> Iterator[list[Member]]:
 
 
 def hand_on(giver: Member, taker: Member, reference: ReferenceId) -> bool:
-    """Does what a message with a reference in it does."""
+    """Hands a reference on, as a message that contains it does."""
     handed = giver.references.hand_on(reference, giver.peer(taker))
     return taker.references.received(handed, taker.peer(giver))
 

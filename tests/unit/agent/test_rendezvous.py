@@ -81,7 +81,7 @@ def test_who_is_missing_is_named_to_everyone() -> None:
         assert outcome.missing == (1, 3)
         assert str(outcome).startswith("ranks 1, 3 of 5 did not join within ")
         assert "'worker4' (rank 4)" in str(outcome)
-        assert outcome.elapsed_s > 0.2  # An error of rank 0 may come a moment before.
+        assert outcome.elapsed_s > 0.2  # An error from rank 0 may arrive slightly early.
 
 
 def test_who_comes_too_late_is_told_so() -> None:
@@ -125,7 +125,7 @@ def test_a_registration_that_makes_no_sense_is_refused() -> None:
 
 
 def test_a_directory_of_another_run_is_refused() -> None:
-    """It is well made, and all that can be seen of it is that this worker is not in it."""
+    """The directory is well-formed; only the absence of this worker reveals the mistake."""
     old = HashStore()
     outcomes(Joining(old, 0, 2), Joining(old, 1, 2, name="old"))
     store = HashStore()
@@ -179,7 +179,7 @@ def test_a_store_that_cannot_be_opened_is_explained(
     monkeypatch: pytest.MonkeyPatch, rank: int, hint: str, missing: tuple[int, ...]
 ) -> None:
     def refuses(url: str, timeout: timedelta) -> None:
-        # PyTorch's store must not wait for all workers: it would not say who is missing.
+        # PyTorch's store must not wait for all workers: it would not name the missing ones.
         assert url == f"tcp://127.0.0.1:1?rank={rank}&world_size=-1"
         raise RuntimeError("refused\nwith a long trace")
 
@@ -190,7 +190,7 @@ def test_a_store_that_cannot_be_opened_is_explained(
     assert caught.value.missing == missing
 
 
-# A TCP store that could not be made leaves a pipe of its event loop behind.
+# A TCP store that fails to open leaves a pipe of its event loop behind.
 @pytest.mark.keeps("descriptors")
 def test_a_port_in_use_is_named_with_the_fix() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -210,7 +210,7 @@ def test_something_that_takes_connections_and_says_nothing() -> None:
             open_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.2)
         assert time.monotonic() - began_s < 6.0
         assert "MASTER_PORT" in str(caught.value)
-    # The operation itself ends with the connection.
+    # The operation's thread ends with the connection.
     for thread in threading.enumerate():
         if thread.name == "weft-store":
             thread.join(LIMIT_S)
@@ -241,7 +241,7 @@ def test_rank_0_waits_until_others_know_why_there_is_no_group() -> None:
 
 def test_a_store_that_is_late_does_not_make_the_wait_longer() -> None:
     class Rounding(PrefixStore):
-        """Waits in whole seconds, as the one in a file."""
+        """Waits in whole seconds, as a file store does."""
 
         def wait(self, keys: list[str], timeout: timedelta) -> None:
             time.sleep(timeout.total_seconds() + 0.9)
@@ -253,7 +253,7 @@ def test_a_store_that_is_late_does_not_make_the_wait_longer() -> None:
 
 
 class Gone(PrefixStore):
-    """A store whose host ends: nothing that is asked after a while is answered."""
+    """A store whose host ends after ``calls`` operations: later ones fail."""
 
     def __init__(self, calls: int) -> None:
         super().__init__("x", HashStore())

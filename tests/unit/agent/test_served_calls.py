@@ -1,4 +1,4 @@
-"""Calls of others are cancelled by number, or with their caller, and nested calls with them."""
+"""Served calls are cancelled by number, or with their caller, and nested calls with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchweft.wire.messages import Kind, encode_ints
 
 
 class Agent:
-    """Stands in for the parts of an agent: notes what they are told, and runs what is submitted."""
+    """Stands in for the parts of an agent: records cancellations and runs submitted functions."""
 
     cancelling: Cancelling
 

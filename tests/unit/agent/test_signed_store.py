@@ -53,7 +53,7 @@ def test_what_a_stranger_writes_is_refused(plain: HashStore) -> None:
         plain.set("key", content)
         with pytest.raises(RendezvousError, match=r"'key' was not written with the secret"):
             store.get("key")
-        if content:  # Else it is as if there were none, and it may be set.
+        if content:  # An empty value counts as missing, and may be set.
             with pytest.raises(RendezvousError, match="WEFT_SECRET_FILE"):
                 store.compare_set("key", "", "mine")
     plain.set("key", signed)

@@ -1,4 +1,4 @@
-"""Objects of a worker, found by keys of their types."""
+"""A worker's objects, found by typed keys."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_object_is_made_once_whoever_asks_for_it() -> None:
     made: list[object] = []
 
     def make() -> object:
-        time.sleep(0.01)  # So that all threads ask before it is there.
+        time.sleep(0.01)  # All threads ask before the object exists.
         made.append(object())
         return made[-1]
 

@@ -24,7 +24,7 @@ SMALL = [torch.arange(6.0).reshape(2, 3).t(), torch.zeros(0, 4), torch.tensor(Tr
 
 
 class Received:
-    """What came to one member, opened there."""
+    """The messages that arrive at one member, opened there."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -198,7 +198,7 @@ def test_a_receiver_refuses_more_tensors_than_its_limit_and_their_sender_lets_go
     received = Received(second)
     for member in pair:
         member.start()
-    send(first, first.peer(second), SMALL)  # They connect with it; it comes in one piece.
+    send(first, first.peer(second), SMALL)  # Connects the workers; arrives in one piece.
     with pytest.raises(SerializationError, match="'worker1' accepts at most 2"):
         received.next().tensors(detached=False)
     large = [torch.ones(1 << 16) for _ in range(3)]

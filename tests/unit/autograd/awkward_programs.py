@@ -1,7 +1,7 @@
-"""Programs over three workers that do what autograd allows and few programs do.
+"""Programs over three workers that use rare features of autograd.
 
-They hook what is not used, change in place what has memory in common with other tensors, and
-have functions of their own that get, or return, no gradients.
+They hook unused tensors, change tensors that share memory in place, and have custom functions that
+get, or return, no gradients.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def hook_on_what_is_not_used(world: World) -> list[Tensor]:
 
 def function_that_tells_zero_from_nothing(world: World) -> list[Tensor]:
     weight = world.parameter(0, "w", 3)
-    weight.register_hook(lambda gradient: gradient)  # It holds two sends together.
+    weight.register_hook(lambda gradient: gradient)  # Joins two sends in one component.
     there = world.send(0, 1, weight)[0]
     back = world.send(1, 0, there.exp())[0]
     return [(TwoOrOne.apply(weight.exp())[1] + back).sum()]
 
 
 class WithMask(torch.autograd.Function):
-    """Has a result between others that cannot be differentiated, and not of their shape."""
+    """Returns a non-differentiable result of another shape between two differentiable results."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,7 +86,7 @@ def results_without_gradients_before_a_cut(world: World) -> list[Tensor]:
 
 
 class Recompute(torch.autograd.Function):
-    """Prepares, without a gradient, what ``Recomputed`` needs."""
+    """Prepares, without a gradient, the state that ``Recomputed`` needs."""
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor, done: list[str]) -> Tensor:
@@ -116,7 +116,7 @@ class Recomputed(torch.autograd.Function):
 
 
 def recomputation_in_pieces(world: World) -> list[Tensor]:
-    """A part of worker 1's graph runs, down to ``Recompute``, before the rest can."""
+    """Part of worker 1's graph, down to ``Recompute``, runs before the rest can."""
     done: list[str] = []
     first, second = Recomputed.apply(done, world.send(0, 1, world.parameter(0, "x", 4) * 1)[0])
     ordered = Rejoin.apply(first, Recompute.apply(first * 1, done))
@@ -140,7 +140,7 @@ def remote_results_of_which_one_has_a_gradient(world: World) -> list[Tensor]:
 
 
 def nothing_for_what_others_share(world: World) -> list[Tensor]:
-    """No gradient comes to a node that waits for another message as well."""
+    """A node that also waits for another message gets no gradient."""
     state = Noted.apply(world.parameter(1, "s", 3) * 2)
     first, second = world.send(1, 0, state)[0], world.send(1, 0, state * 3)[0]
     fed = world.send(0, 1, Rejoin.apply(second, first))[0]

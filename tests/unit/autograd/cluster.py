@@ -33,13 +33,13 @@ OnMessage = Callable[[protocol.Driver, protocol.Message], list[protocol.Action]]
 
 
 class World:
-    """What a test program computes in: workers with parameters, and a way to send tensors."""
+    """The workers that a test program computes on: their parameters, and sends between them."""
 
     def __init__(self) -> None:
         self.parameters: Parameters = {}
 
     def parameter(self, worker: int, name: str, *shape: int) -> Tensor:
-        """Returns a parameter of a worker, the same for the same name in every world."""
+        """Returns a worker's parameter; every world gives it the same initial value."""
         key = (worker, name)
         if key not in self.parameters:
             generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
@@ -52,16 +52,16 @@ class World:
         raise NotImplementedError
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
-        """Returns what a backward pass has left, dense."""
+        """Returns the gradients that backward passes left, as dense tensors."""
         raise NotImplementedError
 
 
 class SingleProcess(World):
-    """The same program with plain autograd."""
+    """Runs the program in one process with plain autograd."""
 
     def send(self, source: int, destination: int, *tensors: Tensor) -> list[Tensor]:
-        # Copies, so that hooks and operations in place concern the received tensor only. What has
-        # no graph keeps the memory that it shares.
+        # Copies, so that hooks and in-place operations affect the received tensor only. Tensors
+        # without a graph keep sharing memory among themselves.
         plain = iter(copy.deepcopy([tensor for tensor in tensors if not tensor.requires_grad]))
         return [tensor.clone() if tensor.requires_grad else next(plain) for tensor in tensors]
 
@@ -74,7 +74,7 @@ class SingleProcess(World):
 
 
 class Cluster(World):
-    """Workers with contexts, and a network that reorders and repeats messages."""
+    """Runs workers with contexts over a network that reorders and repeats messages."""
 
     def __init__(self, worker_count: int = 3, seed: int = 0, repeats: float = 0.1) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Cluster(World):
         self.contexts = [Context(7, worker) for worker in range(worker_count)]
         self.messages: Counter[type] = Counter()
         self.outside: list[OutsideRecords] = []
-        """What the workers recorded outside of contexts, if anything."""
+        """The workers' records outside of contexts; empty if they keep none."""
 
     def count(self, message: protocol.Message) -> None:
         """Counts a message of a pass."""
@@ -115,7 +115,7 @@ class Cluster(World):
         create_graph: bool = False,
         on_message: OnMessage | None = None,
     ) -> None:
-        """Runs one pass to its end, and raises its error if it has one."""
+        """Runs one pass to its end; raises its error, if any."""
         mode = PassMode(retain_graph or create_graph, create_graph)
         given = roots if grad_tensors is None else roots_of(roots, grad_tensors)
         _Pass(self, driver, mode, on_message).run(given)
@@ -130,7 +130,7 @@ class Cluster(World):
         retain_graph: bool | None = None,
         create_graph: bool = False,
     ) -> list[Tensor | None]:
-        """Returns the gradients of tensors of one worker; None for those that are not used."""
+        """Returns the gradients of tensors of one worker; None for unused tensors."""
         retain = create_graph if retain_graph is None else retain_graph
         mode = PassMode(retain, create_graph, for_inputs=True)
         input_gradients = InputGradients(self.contexts[driver], inputs)
@@ -143,7 +143,7 @@ class Cluster(World):
 
 
 class _OnTheWay(NamedTuple):
-    """A message between two workers; the tensors in it are of neither."""
+    """A message in transit; its gradients share no memory with either worker."""
 
     source: int
     destination: int
@@ -195,7 +195,7 @@ class _Pass:
                 self.network.pop(place)
                 self.cluster.count(on_the_way.message)
             self.deliver(on_the_way)
-            # A worker may look at what has come only after some more has.
+            # A worker may process arrived messages only after further messages arrive.
             if chance.random() < 0.7 or not self.network:
                 for worker in range(len(self.participants)):
                     self.work(worker)
@@ -212,7 +212,7 @@ class _Pass:
             self.carry_out(destination, actions)
 
     def leave(self, source: int, send: protocol.Send) -> None:
-        """Puts a message on its way; gradients with a graph are recorded as any message is."""
+        """Sends a message; gradients with a graph are recorded like any other message."""
         message, recorded_id, flags = send.message, 0, list[int]()
         if isinstance(message, protocol.Gradients):
             tensors = [each for each in message.gradients if isinstance(each, Tensor)]
@@ -224,7 +224,7 @@ class _Pass:
         self.network.append(_OnTheWay(source, send.to_worker, message, recorded_id, flags))
 
     def arrived(self, on_the_way: _OnTheWay) -> protocol.Message:
-        """Returns a message as its receiver gets it: no object of the sender."""
+        """Returns a message as its receiver gets it, without any object of the sender."""
         source, destination, message, recorded_id, flags = on_the_way
         message = copy.deepcopy(message)
         if isinstance(message, protocol.Gradients) and recorded_id:
@@ -274,7 +274,7 @@ class _Pass:
             function()
         except Exception as error:
             if isinstance(error, AutogradError) and error.worker:
-                raise  # the end of the pass, for its caller
+                raise  # ends the pass for its caller
             actions = self.participants[worker].failed(operation_of(error), error)
             self.carry_out(worker, actions)
 
@@ -303,7 +303,7 @@ def expected_gradients(program: Program, passes: int = 1) -> dict[tuple[int, str
 def assert_equal_gradients(
     actual: dict[tuple[int, str], Tensor], expected: dict[tuple[int, str], Tensor]
 ) -> None:
-    """Checks that the same parameters have the same gradients."""
+    """Checks that both have the same parameters, with equal gradients."""
     assert actual.keys() == expected.keys()
     for key, gradient in expected.items():
         torch.testing.assert_close(actual[key], gradient, rtol=1e-12, atol=1e-12, msg=f"{key}")

@@ -1,4 +1,4 @@
-"""Programs over three workers, each for one way in which graphs can hang together."""
+"""Programs over three workers, each for one way in which graphs can be connected."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def diamond(world: World) -> list[Tensor]:
 
 
 def decoder(world: World, steps: int = 5, hooked: bool = False) -> list[Tensor]:
-    """A remote decoder keeps its hidden state and is fed its own output."""
+    """A remote decoder keeps its hidden state and gets its own output as input."""
     token = world.parameter(0, "start", 3) * 1
     hidden = world.parameter(1, "hidden", 3) * 1
     loss = torch.zeros((), dtype=torch.float64)
@@ -87,7 +87,7 @@ def hooked_decoder(world: World) -> list[Tensor]:
 
 
 def hooked_leaf(world: World) -> list[Tensor]:
-    """A hook that is not linear must see the sum over a cycle, not its parts."""
+    """A non-linear hook must see the sum over a cycle, not its terms."""
     world.parameter(1, "cell", 3, 3).register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
     return decoder(world)
 
@@ -101,7 +101,7 @@ def hooked_received(world: World) -> list[Tensor]:
 
 
 def two_decoders(world: World) -> list[Tensor]:
-    """Two workers keep states and feed each other."""
+    """Two workers keep states, and each gets the other's output as input."""
     states = {1: world.parameter(1, "s", 3) * 1, 2: world.parameter(2, "s", 3) * 1}
     value = world.send(0, 1, world.parameter(0, "x", 3) * 1)[0]
     for _ in range(4):
@@ -119,7 +119,7 @@ def parameter_as_argument(world: World) -> list[Tensor]:
 
 
 def parameter_in_a_cycle(world: World) -> list[Tensor]:
-    """The leaf is sent as it is, beside a value that makes its component run in parts."""
+    """The leaf itself is sent, beside a value that makes its component run in parts."""
     weight, state = world.parameter(1, "w", 3), world.parameter(1, "s", 3) * 1
     total = torch.zeros((), dtype=torch.float64)
     fed = world.parameter(0, "x", 3) * 1
@@ -132,7 +132,7 @@ def parameter_in_a_cycle(world: World) -> list[Tensor]:
 
 
 def broadcast_and_bare_leaf_in_a_cycle(world: World) -> list[Tensor]:
-    """At the cut a gradient must be summed up; a leaf is only ever sent."""
+    """At the cut a broadcast gradient must be summed; another leaf is sent but not used locally."""
     gain, state = world.parameter(1, "gain").exp(), world.parameter(1, "s", 3) * 1
     total = torch.zeros((), dtype=torch.float64)
     fed = world.parameter(0, "x", 3) * 1
@@ -201,9 +201,9 @@ def leaf_is_root(world: World) -> list[Tensor]:
 
 
 def random_program(seed: int, steps: int = 14) -> Program:
-    """Returns a program that computes and sends at random what its workers have so far.
+    """Returns a program that computes with, and sends, randomly chosen values of its workers.
 
-    Values stay in use, so graphs share nodes, lead in circles between workers, and end dead.
+    Values are reused, so graphs share nodes, form cycles between workers, and have dead ends.
     """
 
     def program(world: World) -> list[Tensor]:
@@ -211,7 +211,7 @@ def random_program(seed: int, steps: int = 14) -> Program:
         values = [[world.parameter(worker, "x", 3) * 2] for worker in range(3)]
         for _ in range(steps):
             worker, other = chance.choice([0, 1, 2]), chance.choice([0, 1, 2])
-            # Late values more often: that makes graphs deep.
+            # Prefer recent values, for deep graphs.
             chosen = [
                 pool[-1 - int(len(pool) * chance.random() ** 2)] for pool in [values[worker]] * 2
             ]
@@ -219,7 +219,7 @@ def random_program(seed: int, steps: int = 14) -> Program:
                 values[other] += world.send(worker, other, *chosen[: chance.choice([1, 1, 2])])
             else:
                 values[worker].append(_combined(world, worker, chosen, chance))
-        # A bare received value as root is fine too, and so is one without any message behind it.
+        # A root may be the sum of a received value itself, or may depend on no message.
         return [value.sum() for value in chance.sample(values[0], min(3, len(values[0])))]
 
     return program

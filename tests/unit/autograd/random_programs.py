@@ -1,10 +1,10 @@
 """Random programs over three workers that use autograd in all the ways that programs do.
 
-They change tensors in place, make views and detached tensors, send several of these in one
-message, hook what was computed and what was received, have functions of their own with and
-without gradients, and recompute. A program is what its seed draws: it runs alike in every world,
-since nothing that it draws depends on a value. What torch refuses in one world it has to refuse
-in the other, so that is noted too.
+They change tensors in place, make views and detached tensors, and send several of these in one
+message. They hook computed and received tensors, have custom functions with and without gradients,
+and recompute. The seed determines a program: no random choice depends on a value, so a program
+runs the same in every world. torch must refuse the same operations in each world, so refusals are
+noted too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Chance = random.Random
 
 
 class InPlace(torch.autograd.Function):
-    """Changes its argument, and keeps what it became."""
+    """Changes its argument in place, and saves the result for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class InPlace(torch.autograd.Function):
 
 
 class Scaled(torch.autograd.Function):
-    """Has results that cannot be differentiated, one between others and one of another type."""
+    """Has two non-differentiable results: one between others, and one of another dtype."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -64,7 +64,7 @@ class Scaled(torch.autograd.Function):
 
 
 def fitted(value: Tensor) -> Tensor:
-    """Returns a vector of a tensor of any shape, with a graph."""
+    """Returns a vector of ``SIZE`` elements made of a tensor of any shape, keeping the graph."""
     flat = value.reshape(-1)
     return flat if flat.numel() == SIZE else flat.repeat(SIZE)[:SIZE]
 
@@ -73,11 +73,11 @@ class Run:
     """One run of a program.
 
     Args:
-        world: What it computes in.
-        seed: What it does.
+        world: The workers that it runs on.
+        seed: Determines its steps.
 
     Attributes:
-        noted: What was refused, and gradients that tensors have kept.
+        noted: The messages of refused operations.
     """
 
     def __init__(self, world: World, seed: int) -> None:
@@ -89,7 +89,7 @@ class Run:
         self._received: set[Node] = set()
 
     def roots(self, steps: int) -> list[Tensor]:
-        """Runs forward, and returns what to backpropagate from."""
+        """Runs forward, and returns the roots of the backward pass."""
         for _ in range(steps):
             worker = self._chance.randrange(3)
             step = self._chance.choices(list(_STEPS), list(_STEPS.values()))[0]
@@ -110,18 +110,18 @@ class Run:
             self.noted.append(str(error)[:60])
 
     def kept(self) -> list[Tensor | None]:
-        """Returns the gradients that tensors have kept."""
+        """Returns the gradients that ``retain_grad`` kept; None where there is none."""
         return [value.grad for value in self._keeping]
 
     def _late(self, worker: int) -> Tensor:
-        # Late values more often: that makes graphs deep.
+        # Prefer recent values, for deep graphs.
         pool = self._values[worker]
         return pool[-1 - int(len(pool) * self._chance.random() ** 2)]
 
     def _add(self, worker: int, *made: Tensor) -> None:
         self._values[worker] += [each for each in made if each.is_floating_point()]
 
-    # What a step does
+    # Steps
 
     def compute(self, worker: int) -> None:
         first, second = fitted(self._late(worker)), fitted(self._late(worker))
@@ -153,13 +153,13 @@ class Run:
         self._add(other, *self._send(worker, other, *sent))
 
     def _send(self, worker: int, other: int, *sent: Tensor) -> list[Tensor]:
-        # One tensor at two places of a message is one tensor, also where it arrives.
+        # A tensor at two places of a message is a single tensor at the receiver too.
         received = self._world.send(worker, other, *{id(each): each for each in sent}.values())
         self._received |= {each.grad_fn for each in received if each.grad_fn is not None}
         return received
 
     def call(self, worker: int) -> None:
-        """Feeds a value back, through another worker: that makes circles."""
+        """Sends a value through another worker and back, which makes cycles."""
         other = (worker + self._chance.choice([1, 2])) % 3
         arguments = self._send(worker, other, self._late(worker), self._late(worker))
         weight = self._world.parameter(other, "w", SIZE)
@@ -209,7 +209,7 @@ class Run:
 
     def hook(self, worker: int) -> None:
         value = self._late(worker)
-        # A view whose base has changed gets its node when it is asked for. PyTorch before 2.15
+        # A view whose base has changed gets its node when grad_fn is read. PyTorch before 2.15
         # crashes if that happens within register_hook.
         _ = value.grad_fn
         bound = self._chance.choice([0.3, 0.6])
@@ -275,4 +275,4 @@ _STEPS: dict[Callable[[Run, int], None], int] = {
     Run.apply: 3,
     Run.recompute: 1,
 }
-"""What there is to do, and how often it is done."""
+"""The kinds of steps, with the weight at which each is drawn."""

@@ -1,4 +1,4 @@
-"""Received tensors whose gradients have nowhere to go."""
+"""Tests received tensors whose gradients cannot go back to the sender."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_where_it_only_warns_it_is_a_leaf() -> None:
         (first * 2).sum().backward()
     assert torch.equal(first.grad, torch.full((2,), 2.0))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # Once is enough, and copies need not know.
+        warnings.simplefilter("error")  # It warns only once, and copying does not warn.
         second.sum().backward()
         copies: list[Tensor] = [copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
     assert all(each.requires_grad for each in copies)

@@ -101,7 +101,7 @@ def test_the_head_of_gradients_survives(
     name: PassName, message_id: int, recorded_id: int, progress: Progress | None
 ) -> None:
     data = encode_head(name, Gradients(message_id, ["not part of it"], progress), recorded_id)
-    # No progress and none of any kind are the same.
+    # A missing progress and an empty one are encoded the same.
     expected = Gradients(message_id, (), progress or None)
     decoded = decode_head(9, name.mode.flags, data + b"values")
     assert decoded == (name, expected, recorded_id, len(data))

@@ -1,4 +1,4 @@
-"""What a context records, and what it hands to the program."""
+"""Tests what a context records, and what it returns to the program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def receive(context: Context, *tensors: Tensor, message_id: int = 5) -> list[Ten
 
 @pytest.fixture(params=["torch", "function"])
 def made_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes placeholders with the node of torch, and with the fallback."""
+    """Has placeholders made with torch's node, and with the fallback."""
     make = {"torch": placeholders._by_torch, "function": placeholders._by_function}
     monkeypatch.setattr(placeholders, "_output", make[request.param])
 
@@ -56,7 +56,7 @@ def test_a_send_keeps_the_edges_of_tensors_that_require_grad() -> None:
 
 
 class Twice(torch.autograd.Function):
-    """A node that does not keep its own graph alive."""
+    """A custom function whose node does not keep its own graph alive."""
 
     @staticmethod
     def forward(ctx: object, value: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def test_a_released_context_takes_no_new_workers() -> None:
     assert registry.release(77) == {4}
     context.add_known_worker(4)
     with pytest.raises(AutogradError, match="not alive"):
-        context.record_send([torch.ones(2, requires_grad=True)], 5)  # nobody would tell worker 5
+        context.record_send([torch.ones(2, requires_grad=True)], 5)  # worker 5 would not be told
 
 
 def test_release_may_come_before_the_first_use() -> None:

@@ -1,4 +1,4 @@
-"""Which modules under DDP are known, what is refused, and whose turn it is to be averaged."""
+"""Tests which modules under DDP are known or refused, and the order in which they are averaged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchweft.autograd.walk import Reached
 from torchweft.errors import AutogradError
 from torchweft.protocol.backward import ROOTS, Progress
 
-# Once made, the threads of a process group stay until the process ends.
+# The threads of a process group live until the process ends.
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
 
@@ -35,7 +35,7 @@ def _group() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Has each test begin as a process does in which no engine was made."""
+    """Starts each test as if no engine had been made in this process."""
     was_watching = ddp._watching is not None
     forget()
     monkeypatch.setattr(ddp, "_lock_of", weakref.WeakKeyDictionary())

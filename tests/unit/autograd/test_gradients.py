@@ -1,4 +1,4 @@
-"""Sums of gradients, and whose memory they are in."""
+"""Tests sums of gradients, and who owns their memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweft.autograd.gradients import Gradients, is_private
 
 
 def sparse(*indices: int) -> Tensor:
-    """Returns a sparse gradient of ones at some rows of three."""
+    """Returns a sparse gradient of three rows, with ones at ``indices``."""
     return torch.zeros(3).index_fill(0, torch.tensor(indices), 1.0).to_sparse()
 
 
@@ -62,7 +62,7 @@ def test_expanded_gradients_are_copied() -> None:
 
 
 def embedding_gradient(rows: Tensor, values: Tensor) -> Tensor:
-    """Returns what torch makes: a sparse gradient whose indices are the input itself."""
+    """Returns a sparse gradient as torch makes it: its indices share the input's memory."""
     return torch.sparse_coo_tensor(rows.reshape(1, -1), values, (5, 2), check_invariants=True)
 
 

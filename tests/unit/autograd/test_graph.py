@@ -1,4 +1,4 @@
-"""A pass over several workers leaves the gradients of a single process."""
+"""Tests that a pass over several workers yields the gradients of a single process."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_second_pass_on_a_freed_graph_fails() -> None:
 
 
 def _on_a_thread(function: Callable[[], T]) -> T:
-    """Runs a function as a worker does: each thread counts the nodes that it makes by itself."""
+    """Runs a function on a thread of its own, as a worker does: each thread numbers its nodes."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
 
 def test_gradients_of_gradients_of_what_was_written_to_a_view() -> None:
-    """The engine may come to the operation on the view before the node that runs it within."""
+    """The engine may reach the operation on the view before the node that contains it."""
 
     def forward(weight: Tensor) -> Tensor:
         written = torch.tanh(weight * 0.5) * 2
@@ -158,7 +158,7 @@ def test_hooks_at_a_cut_see_the_whole_gradient_once() -> None:
 
 def test_node_hooks_and_module_hooks_before_a_cut_take_effect() -> None:
     def program(world: World) -> list[Tensor]:
-        # The same linear layer in both worlds, made of the world's parameter.
+        # Both worlds have the same linear layer, with the world's parameter as weight.
         layer = torch.nn.Linear(3, 3, bias=False, dtype=torch.float64)
         del layer.weight
         layer.weight = world.parameter(1, "w", 3, 3)
@@ -241,7 +241,7 @@ def test_what_only_dead_sends_share_does_not_wait() -> None:
 
 
 def local_pass_with_two_sends() -> tuple[LocalPass, Context, Tensor, list[int]]:
-    """Returns a pass with two sends that share a node, and reach message 99 of worker 1."""
+    """Returns a pass with two sends that share a node and reach message 99 of worker 1."""
     context = Context(1, 0)
     weight = torch.nn.Parameter(torch.ones(2))
     (received,) = context.record_receive(99, 1, [torch.ones(2)], [1])

@@ -1,4 +1,4 @@
-"""Gradients of gradients over several workers are those of a single process, to any order."""
+"""Tests that gradients of any order over several workers equal those of a single process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.autograd.cluster import Program as WorldProgram
 
 TOLERANCE = 1e-12
 RANDOM_TOLERANCE = 1e-10
-"""For programs whose functions may be so steep that a rounding error grows."""
+"""For programs whose functions may be steep enough to amplify rounding errors."""
 
 
 class ClusterSite(Site):
@@ -132,17 +132,17 @@ def test_random_programs_equal_a_single_process(lot: range) -> None:
         assert_equal(actual, expected(program), RANDOM_TOLERANCE, what)
 
 
-# The programs that first-order passes are tested with, and a differentiation of what they leave.
+# Runs the programs of the first-order tests, and differentiates the gradients they leave.
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Returns a sum of squares of the gradients that can be differentiated, if there are any."""
+    """Returns the sum of squares of all differentiable gradients; None if there are none."""
     terms = [each.to_dense().pow(2).sum() for each in gradients if each.requires_grad]
     return torch.stack(terms).sum() if terms else None
 
 
 def norms_on_workers(cluster: Cluster) -> Tensor | None:
-    """Returns the norm of all gradients at worker 0; each worker sends its part."""
+    """Returns the sum of squares of all gradients, at worker 0; each worker sends its part."""
     parts = []
     for worker, context in enumerate(cluster.contexts):
         part = norm_of(list(context.get_gradients().values()))
@@ -152,7 +152,7 @@ def norms_on_workers(cluster: Cluster) -> Tensor | None:
 
 
 class Recorded(SingleProcess):
-    """One process whose gradients have graphs."""
+    """A single process whose gradients can have graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def test_gradients_of_random_programs_are_differentiated(lot: range) -> None:
 
 @pytest.mark.parametrize("program", programs.ALL, ids=lambda program: program.__name__)
 def test_grad_of_what_the_leader_has(program: WorldProgram) -> None:
-    """All parameters of worker 0 are inputs, first as they are and then in a random direction."""
+    """Differentiates by all parameters of worker 0, then again along a random direction."""
 
     def leaves_of(world: World) -> list[Tensor]:
         return [leaf for (worker, _), leaf in world.parameters.items() if worker == 0]

@@ -1,4 +1,4 @@
-"""Where a pass for certain tensors ends, and what it goes through."""
+"""Tests where a pass for given inputs ends, and which tensors it passes through."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE, THERE = 0, 1
 
 
 class Worker:
-    """One worker that calls another one, whose answers are made up."""
+    """A worker that calls another worker, whose answers are made up."""
 
     def __init__(self) -> None:
         self.context = Context(1, HERE)
@@ -91,7 +91,7 @@ def test_steps_of_an_inner_loop_do_not_go_back_to_earlier_ones() -> None:
     input_gradients = worker.input_gradients(weight)
     assert node_of(weight) in input_gradients.stops
     assert node_of(last) in input_gradients.ends
-    # They came before the first message that the weight was in.
+    # They arrived before the first message that contained the weight.
     assert all(node_of(answer) not in input_gradients.ends for answer in answers)
 
 
@@ -154,7 +154,7 @@ def test_replaced_results_are_gone_on_from_in_the_order_of_the_program() -> None
     sink([(place_of(second), torch.full((2,), 2.0))], ())  # type: ignore[list-item]
     for roots in input_gradients.further_roots():
         started.append([gradient.tolist() for gradient in roots.gradients])
-        if len(started) == 1:  # What the first of them leads to.
+        if len(started) == 1:  # The first pass leads to `first`.
             sink([(place_of(first), torch.full((2,), 3.0))], ())  # type: ignore[list-item]
     assert started == [[[2.0, 2.0]], [[3.0, 3.0]]]
 
@@ -190,7 +190,7 @@ def test_inputs_may_be_one_tensor_or_come_from_a_generator() -> None:
 
 
 def test_a_pass_is_kept_from_what_is_behind_a_result_that_has_been_replaced() -> None:
-    """Though the leaf is reached on another way, and the engine would go on through the result."""
+    """The leaf is reached on another path too, and the engine would continue through the result."""
     context = Context(1, HERE)
     weight = leaf()
     result = weight * 3
@@ -202,7 +202,7 @@ def test_a_pass_is_kept_from_what_is_behind_a_result_that_has_been_replaced() ->
     local.start([(result * weight).sum() + weight.sum()])
     _, progress = local.work()
     assert progress.executed == [ROOTS]
-    # Of the product, where the result counts as a constant, and of the sum.
+    # 3 from the product, where the result counts as a constant, and 1 from the sum.
     assert gradients.snapshot()[weight].tolist() == [4, 4]
     (roots,) = input_gradients.further_roots()
     assert [gradient.tolist() for gradient in roots.gradients] == [[1, 1]]

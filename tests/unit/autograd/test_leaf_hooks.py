@@ -1,4 +1,4 @@
-"""Hooks of the nodes that accumulate gradients: called if that is on, once, with the sum."""
+"""Tests hooks of accumulating nodes: if enabled, they are called once, with the sum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Seen = list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 
 
 def watch(result: Tensor) -> Seen:
-    """Has hooks of the leaf that ``result`` was computed from note their arguments, twice."""
+    """Registers two hooks on the accumulating node behind ``result``; returns their arguments."""
     assert result.grad_fn is not None
     node = result.grad_fn.next_functions[0][0]
     assert node is not None

@@ -40,7 +40,7 @@ def test_connections_are_taken_over_and_given_back(trio: list[Member]) -> None:
 
 
 def test_nothing_is_read_of_a_worker_that_was_lost_before(trio: list[Member]) -> None:
-    """Its connection has no descriptors any more."""
+    """The lost worker's connection has no descriptors any more."""
     first = trio[0]
     peers = [first.peer(other) for other in trio[1:]]
     first.agent.lose(peers[1], "a test")

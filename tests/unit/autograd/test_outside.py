@@ -1,4 +1,4 @@
-"""Records outside of contexts: they end by themselves, and any pass may go through them."""
+"""Tests records outside of contexts: they end by themselves, and any pass may use them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def received(records: OutsideRecords, message_id: int, *tensors: Tensor) -> list
 
 
 class Outside(Cluster):
-    """Workers of whose messages some, or all, belong to no context."""
+    """Workers some or all of whose messages belong to no context."""
 
     def __init__(self, seed: int, share: float) -> None:
         super().__init__(seed=seed)
@@ -54,7 +54,7 @@ class Outside(Cluster):
         return values
 
     def release(self) -> None:
-        """Has all that ended known to the senders, as often as something ends by that."""
+        """Tells senders which receives ended, and repeats while that ends further receives."""
         while any(ended := [each.take_ended() for each in self.outside]):
             for worker, by_sender in enumerate(ended):
                 for sender, message_ids in by_sender.items():
@@ -73,7 +73,7 @@ def check_and_release(program: Program, seed: int, share: float) -> None:
         context.clear()
     del roots
     cluster.release()
-    if cluster.remains():  # Functions of Python in a graph may be part of cycles.
+    if cluster.remains():  # Python functions in a graph may be part of reference cycles.
         gc.collect()
         cluster.release()
     assert not cluster.remains()
@@ -113,7 +113,7 @@ def test_a_send_ends_when_its_receiver_says_so_or_is_lost() -> None:
     tensor = torch.ones(2, requires_grad=True) * 2
     ids = [records.record_send([tensor], to_worker) for to_worker in (1, 2, 2, 3)]
     assert len(set(ids)) == 4
-    records.drop_sends(ids[:2], 1)  # The second is not its own.
+    records.drop_sends(ids[:2], 1)  # Worker 1 did not receive the second send.
     assert [each.message_id for each in records.sends()] == ids[1:]
     records.worker_lost(2)
     assert [each.message_id for each in records.sends()] == ids[3:]

@@ -11,7 +11,7 @@ from torchweft.autograd.placeholders import is_without_memory, make_placeholders
 
 @pytest.fixture(autouse=True, params=["by torch", "by a function"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways, also where torch has a node for it."""
+    """Makes placeholders in both ways, even if torch has a node for them."""
     if request.param == "by torch" and placeholders._delayed_error is None:
         pytest.skip("this torch has no such node")
     by_torch = request.param == "by torch"

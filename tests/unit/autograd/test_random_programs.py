@@ -1,4 +1,4 @@
-"""Random programs have the same gradients on workers as in one process, or the same errors.
+"""Tests that random programs give the same gradients or errors on workers as in one process.
 
 ``python -m tests.unit.autograd.test_random_programs FIRST COUNT`` tries others; ``check`` runs one.
 """
@@ -21,13 +21,13 @@ TOLERANCE = 1e-10
 
 
 class Outcome(NamedTuple):
-    """What became of a program.
+    """The outcome of a program.
 
     Attributes:
-        noted: What was refused on the way forward.
-        roots: What was backpropagated from.
-        gradients: Those of parameters; None where the pass was refused.
-        kept: Those that other tensors have kept.
+        noted: The operations refused during the forward pass.
+        roots: The roots of the backward pass.
+        gradients: The parameters' gradients; None if the pass was refused.
+        kept: The gradients that ``retain_grad`` kept for other tensors.
     """
 
     noted: list[object]
@@ -70,14 +70,14 @@ def outcome_on_workers(seed: int) -> Outcome:
                 cluster.backward(roots, retain_graph=passes_of(seed) > 1)
             gradients = cluster.gradients()
         except AutogradError as error:
-            if not isinstance(error.__cause__, RuntimeError):  # torch's, and no other's
+            if not isinstance(error.__cause__, RuntimeError):  # only torch's own errors
                 raise
             gradients = None
     return Outcome(run.noted, roots, gradients, run.kept())
 
 
 def check(seed: int) -> bool:
-    """Compares one program; returns whether it has gradients."""
+    """Compares one program in both worlds; returns whether it has gradients."""
     wanted, actual = outcome_in_one_process(seed), outcome_on_workers(seed)
     assert actual.noted == wanted.noted, f"program {seed}"
     assert len(actual.roots) == len(wanted.roots), f"program {seed}"
@@ -91,7 +91,7 @@ def check(seed: int) -> bool:
         assert_close(actual.gradients[key], gradient, f"program {seed}, {key}")
     for place, (kept, gradient_kept) in enumerate(zip(actual.kept, wanted.kept, strict=True)):
         if gradient_kept is None:
-            # Where a graph is cut, tensor hooks see zeros if no gradient comes to their node.
+            # Where a graph is cut, tensor hooks see zeros if no gradient reaches their node.
             assert kept is None or not kept.any(), f"program {seed}, kept {place}"
         else:
             assert kept is not None, f"program {seed}, kept {place}"
@@ -117,7 +117,7 @@ def test_programs_equal_a_single_process(lot: range) -> None:
 
 
 def main() -> None:
-    """Tries some programs and prints which fail."""
+    """Runs some programs and prints the failures."""
     first, count = int(sys.argv[1]), int(sys.argv[2])
     compared, failed = 0, 0
     for seed in range(first, first + count):

@@ -1,4 +1,4 @@
-"""Where a pass may start, and what is said where it cannot."""
+"""Tests which roots a pass accepts, and the errors for other roots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running one node, where other threads use the same node of a retained graph."""
+"""Tests running one node while other threads use the same node of a retained graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 20.0
 
 
 class Meeting(torch.autograd.Function):
-    """Doubles; in the backward pass, waits until two threads are there."""
+    """Doubles its argument; the backward pass waits until two threads have arrived."""
 
     barrier = threading.Barrier(2)
 
@@ -38,7 +38,7 @@ def leaf_and_result() -> tuple[Tensor, Tensor]:
 
 
 def both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
-    """Runs two functions at a time, the first in this thread."""
+    """Runs two functions concurrently, the first in this thread."""
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(second)
         return first(), other.result(LIMIT_S)

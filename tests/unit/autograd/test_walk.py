@@ -1,4 +1,4 @@
-"""Walks: what is reached, what hangs together, and in which order nodes may run."""
+"""Tests walks: reached nodes, components of sends, and the order in which nodes may run."""
 
 from __future__ import annotations
 

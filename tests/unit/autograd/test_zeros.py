@@ -1,4 +1,4 @@
-"""Zeros in place of missing gradients, as ``torch.distributed.autograd`` sends them."""
+"""Tests zeros in place of missing gradients, as ``torch.distributed.autograd`` sends them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_remote_part_of_a_result_without_gradient_runs() -> None:
     cluster = Cluster()
     cluster.backward(awkward_programs.remote_result_without_gradient(cluster))
     gradients = cluster.gradients()
-    # What is used without a gradient, and what is not used: all of the message gets zeros.
+    # All tensors of the message get zeros: those used without a gradient, and unused ones.
     assert gradients[1, "v"].tolist() == gradients[0, "y"].tolist() == [0.0, 0.0, 0.0]
     torch.testing.assert_close(gradients[1, "w"], cluster.parameters[0, "x"].detach())
 

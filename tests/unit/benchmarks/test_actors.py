@@ -13,7 +13,7 @@ from benchmarks.frame.work import Work
 
 
 class Call:
-    """What a call on an actor gives: its value, later."""
+    """The future that a call on an actor returns."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -23,7 +23,7 @@ class Call:
 
 
 class Method:
-    """A method of an actor, to be called Ray's way and Monarch's way."""
+    """A method of an actor, callable in Ray's way and in Monarch's way."""
 
     calls = 0
 
@@ -38,7 +38,7 @@ class Method:
 
 
 class Handle:
-    """An actor, by its class."""
+    """A handle of an actor of the given class."""
 
     def __init__(self, kind: type) -> None:
         self.echo = Method(kind(), vars(kind)["echo"])

@@ -27,7 +27,7 @@ def test_figures_are_medians_and_absent_cpu_time_is_none() -> None:
 
 
 def test_ratio_is_the_median_of_the_rounds_ratios() -> None:
-    # The machine was three times slower in the second round: that concerns no ratio.
+    # The machine was three times slower in the second round, which affects no ratio.
     torch = [Round([6.0]), Round([18.0]), Round([8.0])]
     weft = [Round([1.0]), Round([3.0]), Round([2.0])]
     ratio = ratio_of(torch, weft)

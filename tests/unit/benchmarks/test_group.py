@@ -28,7 +28,7 @@ ENDS_WITHIN_S = 20.0
 
 
 def state_of(pid: int) -> str:
-    """Returns the letter of a process's state: T where it is stopped."""
+    """Returns the letter of a process's state: T if it is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -105,7 +105,7 @@ def test_rounds_alternate_and_failures_do_not_end_the_others() -> None:
     options = parse_options(QUESTION, ["--rounds", "2", "--works", "ask", "end"])
     rounds = measure(QUESTION, options, ANYWHERE)
     assert {key: len(each) for key, each in rounds.items()} == {
-        ("echo", "ask"): 1,  # its first round ends it
+        ("echo", "ask"): 1,  # the work "end" ends the side in the first round
         ("alone", "ask"): 2,
     }
     assert options.failures == [
@@ -117,7 +117,7 @@ def test_rounds_alternate_and_failures_do_not_end_the_others() -> None:
 def test_row_is_measured_in_a_group_of_its_own_size() -> None:
     options = parse_options(QUESTION, ["--rounds", "1", "--works", "ask", "pair"])
     rounds = measure(QUESTION, options, ANYWHERE)
-    # One run asks everybody: two others in a group of three, one in a group of two.
+    # One run asks every other worker: two in a group of three, one in a group of two.
     assert [rounds["echo", name][0].operations for name in ("ask", "pair")] == [2, 1]
     assert not options.failures
 

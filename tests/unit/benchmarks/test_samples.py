@@ -12,9 +12,9 @@ COUNTED = Kind("", 1, 2)
 @pytest.mark.parametrize(
     ("values", "growth"),
     [
-        ([1, 50, 100, 100, 100, 100, 100, 100], 0),  # warm-up may rise
+        ([1, 50, 100, 100, 100, 100, 100, 100], 0),  # growth during warm-up is allowed
         ([10, 20, 30, 40, 50, 60, 70, 80], 40),
-        ([10, 10, 14, 10, 10, 10, 14, 10], 0),  # what goes up and down is flat
+        ([10, 10, 14, 10, 10, 10, 14, 10], 0),  # values that go up and down are flat
         ([10, 10, 10, 10, 10, 10, 10, 13], 3),
         ([10, 10, 10, 10, 10, 10, 5, 5], -5),
     ],
@@ -41,7 +41,7 @@ def test_sample_tells_every_kind() -> None:
 
 
 class Kept:
-    """Something that a test keeps alive."""
+    """An object that a test keeps alive."""
 
 
 def test_objects_are_counted_by_type() -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def forked(body: Callable[[socket.socket], None]) -> Iterator[tuple[int, socket.socket]]:
-    """Runs ``body`` in a forked child; gives the child's process id and a socket to it.
+    """Runs ``body`` in a forked child; yields the child's process id and a socket to it.
 
-    The block's end closes the socket, upon which ``body`` has to return. It must use nothing
+    The end of the block closes the socket; ``body`` must then return. ``body`` must use nothing
     that another thread of this process might hold, such as torch's thread pools.
     """
     here, there = socket.socketpair()
@@ -42,7 +42,7 @@ def _run_and_exit(body: Callable[[socket.socket], None], link: socket.socket) ->
 
 
 def dead_pid() -> int:
-    """Returns the id of a process that is no more."""
+    """Returns the id of a process that has ended."""
     with forked(lambda link: None) as (pid, _):
         pass
     return pid

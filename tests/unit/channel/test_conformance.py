@@ -1,6 +1,6 @@
-"""What every channel promises, checked for each of them between two processes.
+"""The guarantees of every channel, checked for each one between two processes.
 
-A forked process sends; this one receives. They speak over a socket pair, with real frames.
+A forked process sends; this one receives. They exchange real frames over a socket pair.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WAYS: dict[ChannelKind, tuple[int, dict[ChannelKind, int]]] = {
     CMA: (0, {CMA: 1}),
     SHM: (0, {SHM: 1}),
 }
-"""Up to which size each way's sender sends inline, and from which sizes by what else."""
+"""Each way's inline limit, and the sizes from which its sender uses other channels."""
 
 
 def pattern(size_bytes: int, seed: int) -> bytearray:
@@ -49,7 +49,7 @@ def pattern(size_bytes: int, seed: int) -> bytearray:
 
 
 def serve(link: socket.socket, channels: Channels) -> None:
-    """The sender: answers lists of sizes with a message, and then a token with what it holds."""
+    """Runs the sender: answers sizes with a message, then a token with the bytes that it holds."""
     held, copier = HeldTensors(), Copier()
     while sizes := _receive_numbers(link):
         buffers = [memoryview(pattern(size, seed)) for seed, size in enumerate(sizes)]
@@ -64,7 +64,7 @@ def serve(link: socket.socket, channels: Channels) -> None:
 
 
 class Receiver:
-    """The receiving end, and what it learned of the sender's side."""
+    """The receiver, and what it has learned about the sender."""
 
     def __init__(self, link: socket.socket, channels: Channels, copier: Copier) -> None:
         self.pool = BufferPool(limit_bytes=64 * MIB)
@@ -118,7 +118,7 @@ def _receive_numbers(link: socket.socket) -> tuple[int, ...]:
 @contextlib.contextmanager
 def connected(inline_limit_bytes: int, from_bytes: Mapping[ChannelKind, int]) -> Iterator[Receiver]:
     """Connects this process to a sender that chooses its channels by these limits."""
-    nonce = Nonce()  # kept for as long as it may be read
+    nonce = Nonce()  # kept while it may be read
     ours = describe(nonce)
     pool = SharedPool(256 * MIB)
     with (
@@ -134,7 +134,7 @@ def connected(inline_limit_bytes: int, from_bytes: Mapping[ChannelKind, int]) ->
         serve(link, outgoing)
 
     with forked(send) as (pid, link):
-        # The child has this process's nonce at the same address, under an id of its own.
+        # The child has this process's nonce at the same address, but its own process id.
         theirs = dataclasses.replace(ours, facts=dataclasses.replace(ours.facts, pid=pid))
         incoming = choose(ours, theirs, "sender")
         if CMA in from_bytes and incoming.verdict()["cma"]:
@@ -162,7 +162,7 @@ def receiver(kind: ChannelKind) -> Iterator[Receiver]:
 @pytest.mark.keeps("threads")  # the copier's, which the module's receiver closes
 @pytest.mark.parametrize("size_bytes", SIZES)
 def test_bytes_arrive_intact(receiver: Receiver, kind: ChannelKind, size_bytes: int) -> None:
-    receiver.ask([size_bytes])  # The first time a large slab is only asked for.
+    receiver.ask([size_bytes])  # Large slabs are made at the second request.
     [tensor] = receiver.ask([size_bytes])
     assert tensor.numpy().tobytes() == pattern(size_bytes, seed=0)
     is_fetched = kind in FETCHED and size_bytes > 0
@@ -207,7 +207,7 @@ def test_one_message_may_take_every_way() -> None:
     with connected(64 << 10, {SHM: 150_000, CMA: MIB}) as receiver:
         tensors = receiver.ask(sizes)
         inline, stream = ChannelKind.INLINE, ChannelKind.STREAM
-        # The first slab of a large size is not worth its while yet.
+        # A large slab is made only when its size is requested again.
         assert receiver.kinds == [inline, CMA, stream, inline, SHM, SHM, inline]
         for seed, (size_bytes, tensor) in enumerate(zip(sizes, tensors, strict=True)):
             assert tensor.numpy().tobytes() == pattern(size_bytes, seed)

@@ -32,7 +32,7 @@ def copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
         knobs.SHARED_COPY_BYTES.override(PIECE_BYTES),
     ):
         made = Copier(NAME)
-    # Also where the tests have one core only, or other tests are running.
+    # Share copies even on a machine with one core, or while other tests run.
     made._may_share = True
     monkeypatch.setattr(copying, "core_is_free", lambda: True)
     yield made
@@ -41,7 +41,7 @@ def copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
 
 @pytest.fixture(params=["copy", "pull"])
 def copy(request: pytest.FixtureRequest, copier: Copier) -> Copy:
-    """Copies the pattern, to as much memory as it is given."""
+    """Returns a function that fills the given memory with the pattern."""
     if request.param == "copy":
         return lambda into: copier.copy(memoryview(PATTERN)[: into.nbytes], into)
     if _obstacle:
@@ -203,7 +203,7 @@ def test_a_helper_that_has_begun_is_waited_for() -> None:
     helper = threading.Thread(target=job.help)
     helper.start()
     began.wait()
-    # However late this fires: finish returns after it, or is wrong.
+    # ``finish`` must return after this timer, however late the timer fires.
     timer = threading.Timer(0.02, may_end.set)
     timer.start()
     job.finish()

@@ -131,7 +131,7 @@ def test_more_memory_than_there_is_raises(pool: BufferPool) -> None:
 
 
 class _CollectingLock:
-    """Collects garbage as soon as it is taken: the worst moment there is."""
+    """Collects garbage while it is held, the worst moment for a collection."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
@@ -151,7 +151,7 @@ class _CollectingLock:
 
 
 class _LeasesInItsFinalizer:
-    """Garbage, being part of a cycle, that holds a lease and leases once more when it dies."""
+    """Cyclic garbage that holds a lease, and leases once more in its finalizer."""
 
     def __init__(self, pool: BufferPool) -> None:
         self.cycle = self

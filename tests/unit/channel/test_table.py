@@ -105,4 +105,4 @@ def test_the_error_of_a_refusal_holds_no_view_that_is_in_use() -> None:
     for entry in caught.traceback:
         for value in entry.frame.f_locals.values():
             if isinstance(value, memoryview):
-                value.release()  # Raises BufferError if somebody is using it.
+                value.release()  # Raises BufferError if the view is in use.

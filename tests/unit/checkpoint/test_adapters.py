@@ -41,7 +41,7 @@ def test_plain_values_are_replaced_here_and_filled_behind_references() -> None:
 
 
 class Versioned(nn.Module):
-    """Notes with which version it is loaded; a class of version 2."""
+    """A module of version 2 that notes the version in the state it loads."""
 
     _version = 2
 

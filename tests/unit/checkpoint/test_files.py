@@ -75,7 +75,7 @@ def test_a_write_that_fails_leaves_the_former_file_and_nothing_else(tmp_path: Pa
 
 
 class FullFile:
-    """Takes ten bytes."""
+    """Accepts ten bytes."""
 
     def __init__(self) -> None:
         self.data = b""

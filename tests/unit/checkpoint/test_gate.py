@@ -1,4 +1,4 @@
-"""The gate itself, without workers; who comes and goes are numbers."""
+"""Tests the gate alone; numbers stand for the workers."""
 
 from __future__ import annotations
 

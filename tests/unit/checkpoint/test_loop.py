@@ -1,4 +1,4 @@
-"""The loop, with saving and restoring that only take notes."""
+"""Tests the loop with fakes that only record saving and restoring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchweft.errors import CheckpointError, ConfigurationError, SnapshotCorrup
 
 
 class Disk:
-    """Snapshots that are there, by step; some are damaged."""
+    """A fake disk of snapshots, by step; some are damaged."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []

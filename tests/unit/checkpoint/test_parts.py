@@ -1,4 +1,4 @@
-"""A worker's part, without other workers."""
+"""Tests a worker's part of a snapshot, without other workers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_is_taken_does_not_change_any_more() -> None:
 
 
 class Locked(nn.Module):
-    """Says whether optimizers of this worker could step while its state is taken."""
+    """Notes whether the optimizers' lock is held while its state is taken."""
 
     is_locked = False
 
@@ -86,7 +86,7 @@ class Locked(nn.Module):
 
 
 class Asking:
-    """Takes turns with the optimizers to say what its state is, as a distributed optimizer does."""
+    """Takes the optimizers' lock to return its state, as a distributed optimizer does."""
 
     def state_dict(self) -> dict[str, Any]:
         with LOCK:
@@ -101,12 +101,12 @@ def test_modules_are_taken_between_steps_and_objects_may_wait_for_one() -> None:
     drawn_before = random.getstate()
     content = parts.take(Owned({"m": module, "a": Asking()}, {}, {}), with_random=True).content
     assert module.is_locked
-    # What the object has drawn, it has drawn before the snapshot.
+    # The object draws its random number before the generators' state is taken.
     assert content["random"]["python"] == random.getstate() != drawn_before
 
 
 class Holder:
-    """Something that is no module, with parameters that have names."""
+    """An object with named parameters that is not a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

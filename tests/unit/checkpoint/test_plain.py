@@ -105,5 +105,5 @@ def test_the_same_memory_is_copied_once_and_other_views_by_themselves() -> None:
     assert copies["a"] is copies["b"]
     pointers = {copies[key].data_ptr() for key in "acd"}
     assert len(pointers) == 3
-    # A view is saved without what is around it.
+    # A view is saved without the rest of its storage.
     assert copies["c"].untyped_storage().nbytes() == 20

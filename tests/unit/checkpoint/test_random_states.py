@@ -11,7 +11,7 @@ from torchweft.checkpoint.plain import HostCopier
 
 
 def draw() -> tuple[float, ...]:
-    # Normal numbers come in pairs: the second one of a pair is kept for the next time.
+    # Normal numbers are drawn in pairs; the generator keeps the second one for the next call.
     return (
         random.random(),
         random.gauss(0, 1),

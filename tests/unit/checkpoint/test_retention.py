@@ -14,7 +14,7 @@ NAMES = [f"00000{number}-step{number}-0123abcd" for number in range(1, 5)]
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Three snapshots, the third of four has no manifest; and something else."""
+    """Four snapshots, the third without a manifest, and another folder."""
     for number, name in enumerate(NAMES):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0-a.pt").touch()

@@ -21,7 +21,7 @@ def test_a_directory_with_a_manifest_is_a_snapshot(tmp_path: Path) -> None:
     make(tmp_path, "other")
     (tmp_path / "file").touch()
     found = snapshots.list_snapshots(tmp_path)
-    # In the order of writing: after going back to step 20, that is where training is.
+    # In the order of writing: after a return to step 20, the newest snapshot is of step 20.
     assert [(each.name, each.step) for each in found] == [
         ("000001-step30-0123abcd", 30),
         ("000002-step20-0123abcd", 20),

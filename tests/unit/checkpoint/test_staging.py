@@ -14,7 +14,7 @@ from torchweft.errors import CheckpointError
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Any], None]]:
-    """What is called when a worker is lost."""
+    """Returns the callbacks registered for lost workers."""
     callbacks: list[Callable[[Any], None]] = []
     agent = SimpleNamespace(
         on_lost=callbacks.append, slots=Slots(), info=SimpleNamespace(name="worker0")

@@ -6,7 +6,7 @@ from torchweft.cli.main import USAGE_STATUS, main
 
 
 def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Returns the one line that a wrong command line is answered with."""
+    """Returns the one line printed for a wrong command line."""
     try:
         status: object = main(arguments)
     except SystemExit as error:

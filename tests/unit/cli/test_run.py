@@ -21,7 +21,7 @@ def script(tmp_path: Path) -> str:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], Any, dict[str, Any]]]:
-    """Collects what would be run."""
+    """Records runs instead of starting workers."""
     made: list[tuple[list[str], Any, dict[str, Any]]] = []
 
     def run_workers(names: list[str], job: Any, **options: Any) -> int:

@@ -13,7 +13,7 @@ FOLDER = children.FOLDER
 @pytest.fixture(autouse=True)
 def _keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "_change", None)
-    monkeypatch.setenv("PYTHONPATH", "")  # so that it is put back after the test
+    monkeypatch.setenv("PYTHONPATH", "")  # so that monkeypatch restores it after the test
     monkeypatch.delenv("PYTHONPATH")
 
 

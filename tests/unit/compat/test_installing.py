@@ -1,4 +1,4 @@
-"""In this process; what needs one of its own is in ``tests/end_to_end/test_compat_install.py``."""
+"""Tests in this process; ``tests/end_to_end/test_compat_install.py`` starts processes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ HOLDERS = ("torch._C", "torch.distributed", "torch.nn.parallel", "torch.futures"
 def _put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PYTHONPATH", "/some/folder")
     with warnings.catch_warnings():
-        # The modules of other tests may hold PyTorch's names.
+        # Modules of other tests may hold PyTorch's names.
         warnings.filterwarnings("ignore", "torchweft.compat.install")
         yield
-        monkeypatch.undo()  # first: it may be what keeps Weft installed
+        monkeypatch.undo()  # first: a patch may keep Weft installed
         torchweft.compat.uninstall()
 
 
 def take_state() -> dict[str, Any]:
-    """Returns all that installing may change, by identity."""
+    """Returns the state that installing may change, by identity."""
     holders = [name for name in sys.modules if name.startswith(HOLDERS)]
     return {
         "modules": {n: id(m) for n, m in sys.modules.items() if not n.startswith("torchweft.")},
@@ -128,4 +128,4 @@ def test_modules_that_were_too_early_are_named(monkeypatch: pytest.MonkeyPatch) 
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torchweft.compat.install()  # says it once
+        torchweft.compat.install()  # warns only once

@@ -1,4 +1,4 @@
-"""Names of ``torch.distributed.optim.optimizer``."""
+"""Tests the names of ``torch.distributed.optim.optimizer``."""
 
 from __future__ import annotations
 

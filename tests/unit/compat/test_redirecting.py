@@ -16,12 +16,12 @@ STOCK = "torch.distributed.autograd"
 
 @pytest.fixture
 def redirect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Redirect]:
-    """A redirection in force, as in a process where PyTorch's module was never imported."""
+    """Installs a redirection, as in a process that never imported PyTorch's module."""
     import torch.distributed
 
     finder = Redirect()
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    monkeypatch.setattr(torch.distributed, "autograd", None)  # so that it is put back
+    monkeypatch.setattr(torch.distributed, "autograd", None)  # so that monkeypatch restores it
     monkeypatch.delitem(sys.modules, STOCK)
     yield finder
     sys.modules.pop(STOCK, None)
@@ -46,7 +46,7 @@ def test_every_replacement_exists() -> None:
 
 
 def test_what_weft_has_not_is_not_found_under_pytorchs_name(redirect: Redirect) -> None:
-    # A file of that name is there, in the folder of the module that stands in for the package.
+    # The folder of the module that replaces the package contains a file of that name.
     folder = list(importlib.import_module("torchweft.compat.rpc").__path__)
     assert PathFinder.find_spec("torch.distributed.rpc.agents", folder) is not None
     with pytest.raises(ModuleNotFoundError, match=r"rpc\.agents'.* torchweft\.compat") as error:

@@ -1,4 +1,4 @@
-"""What a remote module of ``torchweft.compat`` says and refuses without asking any worker."""
+"""Tests answers and refusals of a compat remote module that need no call to a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchweft.nn.refusals import ALTERNATIVES
 
 
 class Unbound(RemoteModule):
-    """A remote module without a module, as bare as one that has been received."""
+    """A remote module without a module, with as few attributes as a received one."""
 
     def __init__(self) -> None:
         vars(self).update(on="ps")
@@ -47,7 +47,7 @@ def test_it_has_what_a_module_needs_though_it_was_never_initialized() -> None:
     for name, value in vars(nn.Module()).items():
         assert getattr(remote, name) == value
     with pytest.raises(TypeError):
-        remote._modules["part"] = nn.Linear(1, 1)  # Else all of them would have it.
+        remote._modules["part"] = nn.Linear(1, 1)  # Otherwise all remote modules would have it.
 
 
 def test_only_an_rpc_takes_it_along() -> None:

@@ -1,4 +1,4 @@
-"""``python -m torchweft.compat`` beside ``python``, for programs that do without torch."""
+"""Compares ``python -m torchweft.compat`` with ``python``, on programs without torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if action == ["later"]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one program in all the forms that Python runs."""
+    """Returns a folder with one program in all the forms that Python runs."""
     folder = tmp_path_factory.mktemp("programs")
     for name in ("look.py", "package/module.py", "package/__main__.py", "container/__main__.py"):
         (folder / name).parent.mkdir(exist_ok=True)

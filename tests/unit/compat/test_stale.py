@@ -23,7 +23,7 @@ def make_stock() -> ModuleType:
 
 
 class Stock:
-    """Keeps the module out of the globals of this one, where it would be found as well."""
+    """Keeps the fake module out of this module's globals, where it would also be found."""
 
     rpc = make_stock()
 

@@ -1,4 +1,4 @@
-"""Waiting for several futures ends with the first that fails."""
+"""Tests that waiting for several futures ends with the first failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results that nobody ran."""
+"""Makes results without running tests."""
 
 from __future__ import annotations
 

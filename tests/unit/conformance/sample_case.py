@@ -1,4 +1,4 @@
-"""Tests for the runner to run, one for each way to end; in a file that pytest does not read."""
+"""Sample tests for the runner, one for each outcome. pytest does not collect this file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sample(unittest.TestCase):
 
     def test_leaves_a_process(self) -> None:
         left = subprocess.Popen(["sleep", "600"])
-        left.returncode = 0  # it is not waited for, on purpose
+        left.returncode = 0  # deliberately not waited for
         Path(os.environ["PID_FILE"]).write_text(str(left.pid))
 
     def test_leaves_a_file(self) -> None:

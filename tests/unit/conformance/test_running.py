@@ -13,7 +13,7 @@ from tests.conformance.running import Runner
 from tests.conformance.table import last_lines
 from tests.unit.conformance import sample_case
 
-# pytest-xdist has a thread of its own; the child runs nothing but the few lines below.
+# Forking warns because pytest-xdist has a thread; the child runs only a few lines.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 

@@ -1,4 +1,4 @@
-"""Makes the modules of the examples importable, as they are for the scripts beside them."""
+"""Makes the modules of the examples importable, as they are for the examples' scripts."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import sys
 from pathlib import Path
 
 _EXAMPLES = Path(__file__).parents[3] / "examples"
-# Both have a train.py, of which only that of the first is imported.
+# Both folders have a train.py; `import train` finds the first one.
 sys.path[:0] = [str(_EXAMPLES / "language_model"), str(_EXAMPLES / "meta_learning")]

@@ -96,7 +96,7 @@ def test_the_table_shows_both_perplexities_and_both_formulas(figures: dict[str, 
         assert part in text
 
 
-@pytest.mark.keeps("descriptors")  # matplotlib keeps the fonts open that it has used
+@pytest.mark.keeps("descriptors")  # matplotlib keeps used fonts open
 def test_a_picture_is_drawn(figures: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib")
     path = tmp_path / "loss.png"
@@ -113,7 +113,7 @@ def test_a_history_goes_on_where_it_was_saved() -> None:
     assert again.is_tested()
     again.add_step(StepReport([0.0, 0.0], [Traffic(5, 5, {"model": 10})] * 2, 0.5))
     assert not again.is_tested()
-    assert again.bytes_per_step("model") == 10  # of the steps since, not of the earlier run's
+    assert again.bytes_per_step("model") == 10  # steps since then, not of the earlier run
 
 
 def test_smoothing_starts_with_the_mean_of_what_there_is() -> None:

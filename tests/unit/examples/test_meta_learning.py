@@ -1,4 +1,4 @@
-"""The meta-learning example: its tasks, its inner steps, and what it makes of a command line."""
+"""Tests the meta-learning example: its tasks, inner steps and command-line options."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SEEDS = torch.tensor([3, 11, 12])
 
 def network(problem: Problem) -> nn.Module:
     torch.manual_seed(0)
-    # No kinks: differences are compared with derivatives.
+    # Smooth activations: finite differences are compared with derivatives.
     layers = [nn.Tanh() if isinstance(each, nn.ReLU) else each for each in problem.make_network()]  # type: ignore[attr-defined]
     return nn.Sequential(*layers).double()
 
 
 def one_by_one(model: nn.Module, problem: Problem, seeds: Tensor, first_order: bool) -> Tensor:
-    """Returns the mean query loss, by torch.autograd and a loop over tasks."""
+    """Returns the mean query loss, computed with torch.autograd in a loop over tasks."""
     losses = []
     tasks = make_tasks(problem, seeds, model)
     for place in range(len(seeds)):

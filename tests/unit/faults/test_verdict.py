@@ -1,4 +1,4 @@
-"""Whatever is not as it must be is found."""
+"""Tests that every deviation from the required outcome is found."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_a_process_that_dies_is_a_finding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deadly = tmp_path / "python"
-    # In place of the interpreter: notes an input as the child does, and dies.
+    # Replaces the interpreter: notes an input as the child does, and dies.
     deadly.write_text(
         '#!/bin/sh\nfor last; do :; done\nprintf "\\003\\000\\000\\000bad" > "$last/last"\n'
         f"kill -{int(signal.SIGSEGV)} $$\n"

@@ -11,7 +11,7 @@ VALID = b"\x05\x00hello"
 
 
 def trusting(data: bytes) -> Exception | None:
-    """A decoder of a length and so many bytes, with a mistake: it trusts the length."""
+    """Decodes a length and that many bytes, with a bug: it trusts the length."""
     if len(data) < 2:
         return ValueError("too short")
     size = int.from_bytes(data[:2], "little")

@@ -1,4 +1,4 @@
-"""Inputs that were once decoded wrongly. A run of ``python -m tests.fuzz`` writes such lines."""
+"""Inputs that were once decoded wrongly. ``python -m tests.fuzz`` writes such lines."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def registration(**fields: object) -> bytes:
 FOUND = [
     # A control part beyond the limit was accepted if all of it was in the receive buffer.
     ("frames", bytes([61 << 2 | 3]) + bytes(4) + (121).to_bytes(4, "little") + bytes(8 + 121)),
-    # A compact call whose name ends beyond the message had the rest of it for a name.
+    # A compact call whose name ends beyond the message got the rest of the message as its name.
     ("messages", b"\x04" + bytes(32) + b"\xff\xff" + b"name"),
-    # Errors held a view that an iterator was on, which crashes the collector of older Pythons.
+    # Errors held a view under iteration, which crashes the garbage collector of older Pythons.
     ("buffer_table", b"\0" + (1).to_bytes(8, "little") + b"\1\0\0\0" + b"\xff" + bytes(24)),
-    # A registration with fields of any type was taken for one.
+    # A registration with fields of wrong types or values was accepted.
     ("membership", b"\0" + registration(main=[])),
     ("membership", b"\0" + registration(name=None)),
     ("membership", b"\0" + registration(id=-1)),
     ("membership", b"\0" + registration(addresses=[1])),
     ("membership", b"\1" + b'{"token": 1, "workers": [], "missing": []}'),
-    # The launcher died of brackets nested without end, and of an infinite number.
+    # Very deeply nested brackets, and an infinite number, crashed the launcher.
     ("meeting", b"[" * 2000),
     ("meeting", b'["set", "key", 1e999]\n["add", "key", 1]'),
-    # Memory was taken for a bytearray as large as a pickle announced.
+    # A bytearray was allocated with the size that a pickle announced.
     ("allowed_pickles", pickle.BYTEARRAY8 + (1 << 28).to_bytes(8, "little") + b"few."),
 ]
 

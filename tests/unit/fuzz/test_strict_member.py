@@ -1,4 +1,4 @@
-"""The attack on a strict worker notices holes: some are made here, and must be found."""
+"""Makes holes in a strict worker, which the fuzzed attack on it must find."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchweft.serialize import callables, functions
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.keeps("descriptors")]
 INPUTS = 20_000
-"""At most; the rarest hole takes about 2,500."""
+"""At most this many; the rarest hole takes about 2,500."""
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _followed(names: Any, name: bytes) -> Any:
-    """Follows a name within the program: elsewhere it might end this process."""
+    """Follows names of the program only; following others might end this process."""
     is_program = name.startswith(program.__name__.encode())
     return functions.resolve(name) if is_program else names._refuse_name(name)
 

@@ -1,4 +1,4 @@
-"""A moment of fuzzing, the same inputs every time: a decoder that breaks is noticed here."""
+"""Fuzzes each target briefly with the same inputs every time, to notice broken decoders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz import mutational, targets
 from tests.fuzz.campaign import Plan
 
-# torch warns once of what it will change, which is nothing here.
+# torch warns once about a coming change, which does not affect these tests.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 FOLDER = Path(targets.__file__).parent
@@ -38,6 +38,6 @@ def test_a_moment_of_fuzzing_finds_nothing(name: str, tmp_path: Path) -> None:
     found = [path.read_text() for path in tmp_path.glob("*.txt")]
     assert not found, found[0]
     assert report.frames == FRAMES
-    # It gets past the first check, and not everything is taken.
+    # Some inputs pass the first check, and not all are accepted.
     assert FRAMES // 100 < report.accepted < FRAMES * 99 // 100
     assert report.reached >= 4

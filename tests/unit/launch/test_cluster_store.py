@@ -10,7 +10,7 @@ from torchweft.launch.cluster_store import WATCH_S, ClusterStore
 
 
 class LateStore(dist.Store):
-    """Has every key after a number of waits, and takes no time over them."""
+    """Has every key after a number of waits, none of which takes time."""
 
     def __init__(self, waits: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_a_worker_that_ended_ends_the_wait() -> None:
 
 def test_processes_meet_whatever_the_number_of_their_group() -> None:
     shared = dist.HashStore()
-    # PyTorch's stores hold on to what is C++ of another one, not to what is Python.
+    # PyTorch's stores keep only the C++ part of another store alive, not its Python object.
     unnumbered = ClusterStore(shared)
     caller = dist.PrefixStore("weft/7", unnumbered)
     worker = dist.PrefixStore("weft/0", unnumbered)

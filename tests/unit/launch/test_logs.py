@@ -14,7 +14,7 @@ from torchweft.launch.logs import configure, logging_here
 
 @pytest.fixture(autouse=True)
 def _bare() -> Iterator[None]:
-    """Leaves the loggers as they were, and takes away the handlers of pytest."""
+    """Removes pytest's handlers for the test, and restores the loggers after it."""
     loggers = [logging.root, logging.getLogger("torchweft"), logging.getLogger("mine")]
     former = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
@@ -29,8 +29,8 @@ def _bare() -> Iterator[None]:
 
 
 def move_to_worker() -> None:
-    """Configures logging as a worker would that has not been told anything yet."""
-    configuration = json.loads(json.dumps(logging_here()))  # as it travels
+    """Configures logging as in a worker whose loggers are not configured yet."""
+    configuration = json.loads(json.dumps(logging_here()))  # as it is sent
     for name in ("torchweft", "mine", None):
         logger = logging.getLogger(name)
         for handler in logger.handlers:

@@ -8,7 +8,7 @@ from torchweft.launch.memory_kills import MemoryKills
 
 
 class ControlGroups:
-    """A file system of control groups that a test writes."""
+    """A fake file system of control groups, written by the test."""
 
     def __init__(self, root: Path) -> None:
         self.mount = root / "mount"

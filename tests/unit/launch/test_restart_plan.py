@@ -14,7 +14,7 @@ def test_of_a_group_all_start_again_once_all_have_ended() -> None:
     group = plan(GROUP)
     assert group.died("trainer1", 10.0) == (2.0, 1)
     assert (group.is_waiting, group.is_regrouping, group.wait_s(10.0)) == (True, True, None)
-    assert group.take_due(1000.0) == []  # somebody still runs
+    assert group.take_due(1000.0) == []  # some workers still run
     assert group.all_ended(15.0) == (2.0, 1)
     assert (group.is_regrouping, group.wait_s(15.5)) == (False, 1.5)
     assert group.take_due(16.9) == []

@@ -16,7 +16,7 @@ def policy(limit: int = 3, **others: Any) -> RestartPolicy:
 
 
 class Subject:
-    """Something that lives for a while, dies, waits and lives again, on a virtual clock."""
+    """A fake worker that lives for a while, dies, waits and restarts, on a virtual clock."""
 
     def __init__(self, policy: RestartPolicy, draw: float = 1.0) -> None:
         self.attempts = Attempts(policy, lambda: draw)
@@ -24,7 +24,7 @@ class Subject:
         self.attempts.started(self.now_s)
 
     def live(self, seconds: float) -> tuple[float, int] | None:
-        """Dies after so many seconds; returns how long it waits then, and the restart's number."""
+        """Dies after ``seconds``; returns the restart's delay and number, None if there is none."""
         self.now_s += seconds
         attempt = self.attempts.next(self.now_s)
         if attempt is None:
@@ -75,8 +75,8 @@ def test_restarts_count_within_the_window_only() -> None:
     subject = Subject(policy(limit=2, backoff_s=0.0))
     assert subject.live(0.0) == (0.0, 1)
     assert subject.live(60.0) == (0.0, 2)
-    assert subject.live(40.0) == (0.0, 2)  # the first one was 100 s ago
-    assert subject.live(59.0) is None  # those of 40 s and 99 s before count
+    assert subject.live(40.0) == (0.0, 2)  # the first restart was 100 s ago
+    assert subject.live(59.0) is None  # the restarts 59 s and 99 s ago count
     assert subject.attempts.total == 3
 
 

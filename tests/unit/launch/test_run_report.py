@@ -15,7 +15,7 @@ NAMES = ("ps", "trainer0", "trainer1")
 
 
 class Memory:
-    """A place to write to."""
+    """An output stream in memory."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -86,7 +86,7 @@ def test_without_restarts_others_that_are_ended_are_told_of_at_once(said: Memory
     report(said, GROUP, limit=0).died(death("ps"), None, others=1)
     assert said.take()[0].endswith("ended with exit code 1 after 12.3 s; ending the other one")
     report(said, GROUP, limit=0).died(death("ps"), None, others=0)
-    assert said.take() == []  # its last lines follow at once
+    assert said.take() == []  # its last output lines follow at once
 
 
 def test_the_summary_lists_the_last_deaths(said: Memory) -> None:

@@ -18,7 +18,7 @@ def test_signals_are_handled_in_the_loop_and_in_order() -> None:
     with watched_signals(lambda descriptor, callback: handlers.append(callback), heard.append):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-        assert heard == []  # not where they struck
+        assert heard == []  # not in the signal handlers
         (handle,) = handlers
         handle()
         assert heard == [signal.SIGTERM, signal.SIGINT]
@@ -38,7 +38,7 @@ def test_a_signal_that_came_before_the_wait_ends_it(awaited: AwaitedSignal) -> N
 
 
 def test_a_signal_that_another_thread_gets_ends_the_wait(awaited: AwaitedSignal) -> None:
-    # Nothing interrupts the main thread then, as nothing does where it is about to wait.
+    # The signal does not interrupt the main thread, as if it came just before the wait.
     def strike() -> None:
         time.sleep(0.05)
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)

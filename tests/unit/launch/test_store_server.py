@@ -79,7 +79,7 @@ def test_who_asks_and_dies_is_forgotten(server: StoreServer, ask: Ask) -> None:
                 dying.bind("")
             dying.connect(name)
             dying.send(b'["add", "works", 1]')
-    assert ask("get", "works") == {"value": "1"}  # the one without a name has asked for nothing
+    assert ask("get", "works") == {"value": "1"}  # requests without an address are ignored
 
 
 def test_strangers_are_not_answered(

@@ -1,4 +1,4 @@
-"""Calls that are answered when a test says so, and what else an ``Execution`` needs."""
+"""Fake calls that the test answers, and the other fakes that an ``Execution`` needs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FakeReactor:
 
 
 class FakeFuture(torch.futures.Future[Any]):
-    """The answer to a part. Unlike a real one it ends in the thread that cancels it."""
+    """The answer to a part. Unlike a real future it ends in the thread that cancels it."""
 
     __slots__ = ("kept", "was_cancelled")
 
@@ -84,7 +84,7 @@ class Sent:
 
 
 class Calls:
-    """In place of ``start`` and ``create``.
+    """Replaces ``start`` and ``create``.
 
     Attributes:
         sent: The parts, in the order in which they were sent.
@@ -131,22 +131,22 @@ class Calls:
             future.set_result(number * 10 if result is None else result)
 
     def answer_all(self) -> None:
-        """Answers whatever was sent, and is sent because of it."""
-        for sent in self.sent:  # It grows meanwhile.
+        """Answers all parts sent so far, and all parts sent because of the answers."""
+        for sent in self.sent:  # The list grows meanwhile.
             if not sent.future.done():
                 self.answer(sent.number)
 
 
 class Map:
-    """One execution on fakes, and what becomes of it.
+    """One execution on fakes, and its outcome.
 
     Args:
-        patch: Puts the fakes in their places.
-        homes: The worker of each part, by rank.
-        workers: Those to choose from; by default those with parts.
-        arguments: What each part gets beside its number.
-        here: The rank of this worker, where it runs parts.
-        has_object: Whether the parts have something in common.
+        patch: Installs the fakes.
+        homes: The rank of each part's worker.
+        workers: The workers to choose from; by default the workers with parts.
+        arguments: The arguments of each part after its number.
+        here: The rank of this worker, if it runs parts.
+        has_object: Whether the parts share an object.
         how: Fields of the ``Plan``.
     """
 
@@ -196,7 +196,7 @@ class Map:
 
     @property
     def results(self) -> list[Any]:
-        """What it has ended with, once."""
+        """The results; fails unless it ended exactly once, without an error."""
         ((results, error),) = self.outcomes
         assert error is None
         assert results is not None
@@ -204,7 +204,7 @@ class Map:
 
     @property
     def error(self) -> BaseException:
-        """What it has failed with, once."""
+        """The error; fails unless it ended exactly once, with an error."""
         ((results, error),) = self.outcomes
         assert results is None
         assert error is not None

@@ -1,4 +1,4 @@
-"""A group of workers of which this process knows, and nothing else of it."""
+"""A fake group of workers: this process knows its members, and nothing else exists."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def join(patch: pytest.MonkeyPatch, size: int, rank: int = 0) -> Members:
 
 
 def stay_outside(patch: pytest.MonkeyPatch, size: int, rank: int = 0) -> None:
-    """Makes this process one that is to join later, as its launcher has told it."""
+    """Sets the launcher's variables of a process that has not joined its group yet."""
     patch.setenv("WORLD_SIZE", str(size))
     patch.setenv("RANK", str(rank))

@@ -1,4 +1,4 @@
-"""This process as the only worker of a group: its maps run on threads of its own."""
+"""Makes this process the only worker of a group: its maps run on its own threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchweft import rpc
 
 @contextlib.contextmanager
 def joined(**options: object) -> Iterator[None]:
-    """Has this process be ``worker0`` within a ``with`` block."""
+    """Makes this process ``worker0`` within a ``with`` block."""
     made = rpc.RpcBackendOptions(store=HashStore(), **options)  # type: ignore[arg-type]
     rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=made)
     try:

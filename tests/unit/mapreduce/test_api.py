@@ -19,7 +19,7 @@ from torchweft.serialize.functions import name_of, resolve
 
 
 class HereCall:
-    """In place of a ``MapCall``: calls the function for each part at once."""
+    """Replaces a ``MapCall``: calls the function for each part at once."""
 
     made: list[HereCall]
     departed: list[UnknownWorker]

@@ -37,7 +37,7 @@ def test_it_is_available() -> None:
     assert autograd.is_available()
 
 
-# Whose memory a gradient is
+# Ownership of gradient memory
 
 
 @pytest.mark.parametrize("only", [False, True])
@@ -114,7 +114,7 @@ def test_a_sparse_gradient_adds_up() -> None:
     assert table.weight.grad.to_dense().tolist() == [[0, 0], [2, 2], [0, 0]]
 
 
-# What else a pass does
+# Other properties of a pass
 
 
 def test_a_failed_pass_leaves_gradients_as_they_were(weight: nn.Parameter) -> None:
@@ -182,7 +182,7 @@ def test_threads_with_contexts_of_their_own_add_to_the_same_tensor(weight: nn.Pa
                     reducer=mapreduce.sum_reducer,
                 )
                 autograd.backward(context_id, total)
-                together.wait(LIMIT_S)  # The other one has added by now.
+                together.wait(LIMIT_S)  # The other thread has added its gradient by now.
                 found.append(autograd.get_gradients(context_id)[weight].tolist())
         return found
 

@@ -1,4 +1,4 @@
-"""Cutting along a dimension: which worker gets which indices, and what is refused."""
+"""Tests cutting along a dimension: which worker gets which indices, and refused arguments."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ cases = st.fixed_dictionaries(
 
 
 def by_hand(length: int, workers: list[int], exclusive: bool) -> list[tuple[int, list[int]]]:
-    """Deals indices out one by one: to whom each goes, and which are together."""
+    """Deals indices out one by one; returns the worker and the indices of each part."""
     count = length if exclusive else min(length, len(workers))
     dealt: list[tuple[int, list[int]]] = []
     for number in range(count):

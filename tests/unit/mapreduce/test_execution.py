@@ -1,4 +1,4 @@
-"""What becomes of a map whose calls are answered one by one, at the worst of moments."""
+"""Tests maps whose calls are answered one by one, at the worst moments."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Begin:
-    """Makes a map that is still to begin."""
+    """Makes a map that has not begun."""
     return lambda *args, **how: Map(monkeypatch, *args, **how)
 
 
 @pytest.fixture
 def recorded() -> Any:
-    """Has maps be part of an autograd context."""
+    """Runs the test's maps within an autograd context."""
     with enter(77):
         yield
 
@@ -99,7 +99,7 @@ def test_without_a_limit_each_call_has_its_own(begin: Begin, timeout: float) -> 
     assert begin([1], timeout=timeout).calls.last(0).timeout == timeout
 
 
-# Threads that meet
+# Concurrent threads
 
 
 def test_an_answer_while_other_parts_are_being_sent(make: Begin) -> None:
@@ -138,7 +138,7 @@ def test_answers_on_many_threads(begin: Begin) -> None:
                 if answered == 100:
                     return
                 if answered == len(one.calls.sent):
-                    continue  # Somebody is about to send more.
+                    continue  # Another thread is about to send more.
                 sent = one.calls.sent[answered]
                 answered += 1
             sent.future.set_result(sent.number)
@@ -161,7 +161,7 @@ def test_what_follows_is_done_as_if_by_who_began_the_map(begin: Begin, recorded:
     assert seen == [(77, False)] * 2
 
 
-# What takes time
+# Slow work
 
 
 def test_what_is_large_is_left_to_a_task(begin: Begin) -> None:
@@ -333,7 +333,7 @@ def test_an_object_that_cannot_be_made_fails_the_parts_that_need_it(
 
 
 class Frozen(Exception):
-    """Takes no attributes, as the error of a frozen dataclass does."""
+    """Accepts no attributes, like an error that is a frozen dataclass."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(name)
@@ -369,7 +369,7 @@ def test_an_action_that_raises_what_nobody_thought_of(
 
 @pytest.mark.parametrize("is_task", [False, True])
 def test_a_part_whose_own_code_exits_while_it_is_sent(begin: Begin, is_task: bool) -> None:
-    """The threads that send it are the worker's: there is nobody else to exit."""
+    """The sending threads belong to the worker, so the map fails with the SystemExit."""
     one = begin([1, 1], arguments=[(HEAVY,)] * 2 if is_task else [])
 
     def on_send(sent: Sent) -> None:

@@ -29,7 +29,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Member]]:
-    """Four workers, of whom this process is worker2; worker0 is on another host."""
+    """Makes four workers; this process is worker2, and worker0 is on another host."""
     with group_of(4) as group:
         for member in group:
             for peer in member.agent.peers.values():
@@ -105,7 +105,7 @@ def test_the_rank_of_a_worker_by_its_name() -> None:
     assert identity.get_worker_id() == identity.get_worker_id(id=None) == 2
     assert identity.get_worker_id("worker3") == 3
     assert identity.get_worker_id(WorkerInfo("worker1", 1)) == 1
-    assert identity.get_worker_id(77) == 77  # as it is
+    assert identity.get_worker_id(77) == 77  # unchanged
     with pytest.raises(UnknownWorker, match=r"'nobody'.*worker0"):
         identity.get_worker_id("nobody")
 

@@ -91,7 +91,7 @@ def test_gradients_lead_to_what_the_parts_have_in_common() -> None:
         assert torchweft.autograd.get_gradients(context_id)[weight].tolist() == [2, 2]
 
 
-# What goes wrong
+# Errors
 
 
 def divide(first: Tensor, second: Any) -> Any:
@@ -136,11 +136,11 @@ def test_a_future_that_the_program_has_completed_itself() -> None:
     assert future.wait() == "other"
 
 
-# What ends meanwhile
+# Endings during a map
 
 
 class Gate:
-    """Has parts wait."""
+    """Makes parts wait."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -205,7 +205,7 @@ def test_a_map_after_the_worker_has_shut_down() -> None:
         mapreduce.remote_sync_call(add, args=(1, 2), partitioner=0)
 
 
-# Again
+# Running again
 
 
 def contexts() -> Any:
@@ -250,7 +250,7 @@ def test_who_is_interrupted_while_it_runs_again_leaves_nothing_behind(
     assert len(current().calls) == 0
 
 
-# What travels
+# Sent content
 
 
 def plan_of(function: Any, cut: Cut, **manner: Any) -> Plan:

@@ -38,7 +38,7 @@ def make() -> tuple[MapFuture[Any], NotifyingReactor]:
 def while_waiting(
     future: MapFuture[Any], reactor: NotifyingReactor, then: Callable[[], Any]
 ) -> Any:
-    """Returns what ``wait`` returns in another thread, which waits when ``then`` is called."""
+    """Calls ``then`` while another thread is in ``wait``; returns the result of ``wait``."""
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(future.wait)
         assert reactor.has_waiter.wait(LIMIT_S)

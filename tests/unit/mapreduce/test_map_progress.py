@@ -1,4 +1,4 @@
-"""The display of maps is an observer of them."""
+"""Tests the display of maps, which is an observer."""
 
 from __future__ import annotations
 

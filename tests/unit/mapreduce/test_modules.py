@@ -13,7 +13,7 @@ WAYS = ["reference", "clone", "copy", "deepcopy", "ref", "deepclone"]
 
 
 class Tied(nn.Module):
-    """Has a tensor at two places, a buffer, and something that is no tensor."""
+    """Has a tensor at two places, buffers, and an attribute that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

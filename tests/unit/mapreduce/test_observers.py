@@ -1,4 +1,4 @@
-"""Who watches maps is told everything, and hurts none of them."""
+"""Tests that observers get all events of maps, and cannot harm a map."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG = "torchweft"
 
 
 class Recorder:
-    """Writes down what it is told."""
+    """Records the events that it gets."""
 
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
@@ -25,7 +25,7 @@ class Recorder:
 
 
 class Broken:
-    """Fails at everything; has not even most of the methods."""
+    """Raises on the first event, and lacks most of the methods."""
 
     def begun(self, *_: object) -> None:
         raise ValueError("no room left")
@@ -87,7 +87,7 @@ def test_one_that_raises_is_removed_with_one_message(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_one_that_exits_does_so_in_the_main_thread_only(is_interrupted: bool) -> None:
-    """There, it may be Ctrl-C; the other threads are the worker's."""
+    """In the main thread it may be Ctrl-C; the other threads are the worker's."""
 
     class Exits:
         def done(self, *_: object) -> None:

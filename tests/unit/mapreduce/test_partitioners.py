@@ -1,4 +1,4 @@
-"""What ``cut`` makes of what a program passes as partitioner, and what it refuses."""
+"""Tests which partitioners ``cut`` accepts and refuses, and the parts that it makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triples with a weight, and the mark for what is not cut."""
+"""Tests triples with a weight, and the mark for values that are not cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Means and sums of results, by hand and leaf by leaf; failures that say what would be right."""
+"""Tests means and sums of results, by hand and leaf by leaf, and the advice in errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_mean_over_parts_is_that_of_all_samples() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_weighted_mean_in_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
-    # Their weighted sum is more than float16 holds, and bfloat16 cannot tell 300 from 301.
+    # Their weighted sum overflows float16, and bfloat16 cannot tell 300 from 301.
     results = [torch.full((2,), 900.0, dtype=dtype), torch.full((2,), 300.0, dtype=dtype)]
     reduced = mean_reducer(results, [300.0, 301.0])
     exact = torch.tensor((results[0][0].item() * 300 + results[1][0].item() * 301) / 601)
@@ -181,7 +181,7 @@ def test_weights_that_do_not_fit_are_told(weights: Any, text: str) -> None:
         mean_reducer([ONE, TWO], weights)
 
 
-# What a reducer is given.
+# Arguments of a reducer.
 
 
 def of_weights(results: list[Any], weights: list[float]) -> Any:

@@ -1,4 +1,4 @@
-"""A pass is tried on the results of maps until no worker is lost; the engine is a fake."""
+"""Tests that a pass over map results is retried until no worker is lost; the engine is fake."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODE = PassMode()
 
 
 def lost(*names: str) -> AutogradError:
-    """Returns what a pass raises; of several causes the first is what was lost."""
+    """Returns a pass's error, caused by a chain of errors that starts with the lost worker."""
     error: BaseException = WorkerLost("lost", worker=names[0])
     for name in (*names[1:], "the pass"):
         caught, error = error, AutogradError(name)
@@ -31,7 +31,7 @@ def lost(*names: str) -> AutogradError:
 
 
 class Engine:
-    """Keeps what it is asked for; each attempt ends as the test says."""
+    """Records its calls; each attempt ends as the test says."""
 
     def __init__(self, context: Context, outcomes: Sequence[BaseException | None]) -> None:
         self.contexts = SimpleNamespace(get=lambda context_id: context)
@@ -60,7 +60,7 @@ LEAF = torch.ones((), requires_grad=True)
 
 
 class Map:
-    """Results that came as answers, and new ones whenever they are wanted."""
+    """Makes results that came as answers, and new results on each rerun."""
 
     def __init__(self, context: Context, count: int = 2) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""The table of docs/protocols/mapreduce.md, row by row; and which worker gets what from whom."""
+"""Tests the table of docs/protocols/mapreduce.md row by row, and the tree of objects."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_the_answer_of_an_attempt_that_was_given_up_is_dropped() -> None:
 
 
 def test_parts_below_it_in_the_tree_get_a_new_object_from_the_caller() -> None:
-    made = begun([A, B, B], is_recorded=True, fan_out=1)  # B hangs on A
+    made = begun([A, B, B], is_recorded=True, fan_out=1)  # A is the parent of B
     made.ended(0, 1, False)
     assert made.lost(A) == [
         Lost(A, (1,)),

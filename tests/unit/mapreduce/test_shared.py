@@ -32,7 +32,7 @@ def pack(function: Any, values: list[Any]) -> Packed:
 
 
 def made(function: Any, *values: Any) -> rpc.RRef[Shared]:
-    """Returns an object, made as the caller of a map does."""
+    """Returns a reference to a shared object, made as the caller of a map makes it."""
     packed = pack(function, list(values))
     return rpc.remote("worker0", shared.make, (packed.payload, packed.tensors, 1))
 

@@ -12,7 +12,7 @@ from torchweft.mapreduce.sharing import find_common, is_light, is_worth_it, may_
 
 
 def shape(value: Any) -> Any:
-    """Returns arguments with the numbers of their slots in place of these."""
+    """Returns arguments with each slot replaced by a text with its number."""
     if isinstance(value, (tuple, list)):
         return type(value)(map(shape, value))
     if isinstance(value, dict):

@@ -22,7 +22,7 @@ WEFT_VARIABLES = "WEFT_WORKER_NAME WEFT_INIT_METHOD TORCHELASTIC_RUN_ID".split()
 
 @pytest.fixture(autouse=True)
 def at_exit(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """A process without a launcher, and what it is to do at its exit."""
+    """Simulates a process without a launcher; yields its exit handlers."""
     for variable in (*VARIABLES, *WEFT_VARIABLES):
         monkeypatch.delenv(variable, raising=False)
     registered: list[tuple[Any, ...]] = []
@@ -181,7 +181,7 @@ def main_of_nothing() -> None:
 def test_a_main_function_in_the_place_of_worker_init_fn() -> None:
     with pytest.raises(ArgumentTypeError, match=r"'main_of_arguments'.*which has parentheses"):
         auto_init_rpc(main_of_arguments)  # type: ignore[arg-type]
-    main: Any = auto_init_rpc(main_of_nothing)  # It could be one.
+    main: Any = auto_init_rpc(main_of_nothing)  # It could be a worker_init_fn.
     for call in (main, lambda: main(5), lambda: main(steps=5)):
         with pytest.raises(
             ArgumentTypeError, match=r"'main_of_nothing' was given.*@auto_init_rpc\(\)"

@@ -1,4 +1,4 @@
-"""Taking trees apart: what stays one object, and what leaves are called."""
+"""Tests flattening trees: which branches stay one object, and the paths of leaves."""
 
 from __future__ import annotations
 

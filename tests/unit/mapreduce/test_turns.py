@@ -1,4 +1,4 @@
-"""Turns are had in the order in which they were asked for, and none is lost."""
+"""Tests that turns are granted in the order of the requests, and that no turn is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def never() -> bool:
 def test_as_many_have_a_turn_as_there_are() -> None:
     turns = Turns(2)
     assert [turns.take(number) is None for number in range(3)] == [True, True, False]
-    turns.give_back()  # It goes to the third.
+    turns.give_back()  # The third request gets it.
     assert turns.take(3) is not None
 
 

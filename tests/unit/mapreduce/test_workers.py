@@ -1,4 +1,4 @@
-"""What names and ranks mean, in a group and before there is one."""
+"""Tests the meaning of names and ranks, in a group and before joining one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How arguments get to the device of a module."""
+"""Tests moving arguments to the device of a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``remote_device`` may say."""
+"""Tests the accepted forms of ``remote_device``."""
 
 from __future__ import annotations
 

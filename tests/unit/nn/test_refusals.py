@@ -1,4 +1,4 @@
-"""Methods that a remote module refuses."""
+"""Tests the methods that a remote module refuses."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class NoKeeper:
 
 
 class Held(RRef[Any]):
-    """A reference to a value that is at hand."""
+    """A reference that holds its value itself."""
 
     __slots__ = ("value",)
     value: Any

@@ -1,4 +1,4 @@
-"""Norms of single gradients, and how they are put together."""
+"""Tests norms of single gradients, and their combination."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameter groups as users write them, and what each owner gets of them."""
+"""Tests parameter groups as users write them, and the part that each owner gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of a ``state_dict``, and what is said of one that does not fit."""
+"""Tests the format of a ``state_dict``, and the errors for one that does not fit."""
 
 from __future__ import annotations
 

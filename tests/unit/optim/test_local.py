@@ -1,4 +1,4 @@
-"""The local optimizer of an owner, with gradients that come from nowhere."""
+"""Tests the local optimizer of an owner, with made-up gradients."""
 
 from __future__ import annotations
 

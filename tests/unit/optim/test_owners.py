@@ -1,4 +1,4 @@
-"""Which error stands for those of several workers."""
+"""Tests the single error that is raised for the errors of several workers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The display as a log, with events that are made up and a thread that is real.
+"""Tests the display as a log, with made-up events and a real thread.
 
-Nothing waits for a time to pass: a test waits until the text that it expects was written.
+No test waits for a fixed time: a test waits until the expected text was written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The display on a terminal, with rich, and the text that others print meanwhile."""
+"""Tests the display on a terminal, with rich, and text printed while it is shown."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def _is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def visible(text: str) -> str:
-    """Leaves out control codes."""
+    """Returns ``text`` without control codes."""
     return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text)
 
 
 class Terminals:
     """Standard output and standard error on one pseudo-terminal.
 
-    No fixture puts them there: pytest replaces the streams before a test begins.
+    A test calls ``become_standard``, not a fixture: pytest replaces the streams before a test
+    begins.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, master: int, slave: int) -> None:
@@ -47,13 +48,13 @@ class Terminals:
         self._monkeypatch.setattr(sys, "stderr", self.stream)
 
     def seen(self) -> str:
-        """Hangs up; returns all that was written, without control codes."""
+        """Closes the stream; returns the text written to it, without control codes."""
         self.stream.close()
         written = b""
         try:
             while part := os.read(self._master, 100_000):
                 written += part
-        except OSError:  # the end, after the other side has hung up
+        except OSError:  # end of file: the other side is closed
             pass
         return visible(written.decode().replace("\r\n", "\n"))
 
@@ -111,7 +112,7 @@ def test_rows_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         shown.work.begun(1, "inner", 2, workers)
         out.await_text("running: worker0 0")
     lines = visible(out.getvalue()).replace("\r", "\n").split("\n")
-    rows = [line for line in lines if "字: " not in line]  # the summary is no row
+    rows = [line for line in lines if "字: " not in line]  # without the summary
     assert max(map(len, rows)) <= 30
     assert any(row.startswith("漢字漢字") and row.rstrip().endswith("…") for row in rows)
 
@@ -168,7 +169,7 @@ def test_a_forked_process_waits_for_no_lock(terminals: Terminals) -> None:
     terminals.become_standard()
     with Display(interval_s=NEVER_S) as shown:
         assert shown._live is not None
-        with shown._live._console._lock:  # as another thread may hold it
+        with shown._live._console._lock:  # another thread may hold it at a fork
             thread = threading.Thread(target=fork_and_print)
             thread.start()
             thread.join(30)
@@ -212,7 +213,7 @@ def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", fail)
     with pytest.raises(RuntimeError, match="new thread"):
         Display(out=out, is_terminal=True).__enter__()
-    assert out.getvalue().endswith("\x1b[2K")  # the rows are gone, the cursor at their begin
+    assert out.getvalue().endswith("\x1b[2K")  # the rows are erased, the cursor is at their start
 
 
 def test_an_error_goes_on_and_the_streams_are_given_back(terminals: Terminals) -> None:

@@ -1,4 +1,4 @@
-"""How fast the steps of a loop go, in virtual time."""
+"""Tests the rate of a loop's steps, in virtual time."""
 
 from __future__ import annotations
 

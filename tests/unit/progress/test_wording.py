@@ -1,4 +1,4 @@
-"""The words, exactly."""
+"""Tests the exact texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORKERS = ["worker0", "worker1", "worker2"]
 
 
 class At:
-    """A clock that stands."""
+    """A clock that a test sets."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -49,7 +49,7 @@ def take_twelve_steps(work: Work, clock: At) -> None:
 
 
 def run_map(work: Work, clock: At, map_id: int, behind: int) -> None:
-    """Five parts of eight have ended, of which each took 0.4 s; so many run for 2.1 s."""
+    """Ends five of eight parts, of 0.4 s each; ``behind`` further parts run for 2.1 s."""
     work.begun(map_id, "inner_loop", 8, WORKERS)
     for part in range(5):
         work.started(map_id, part, "worker0")

@@ -1,4 +1,4 @@
-"""The state that follows from events, in virtual time."""
+"""Tests the state that results from events, in virtual time."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_slowest_comes_first(work: Work, clock: Clock) -> None:
 
 
 def test_maps_at_the_same_time_are_kept_apart(work: Work) -> None:
-    """As with a map within a part of another, or maps of several threads."""
+    """Such maps are a map within a part of another map, or maps of several threads."""
     work.begun(1, "outer", 2, WORKERS)
     work.started(1, 0, "worker0")
     work.begun(2, "inner", 2, ["worker1"])
@@ -136,7 +136,7 @@ def test_maps_at_the_same_time_are_kept_apart(work: Work) -> None:
     work.done(2, None)
     assert [job.name for job in work.jobs] == ["outer"]
     work.done(1, None)
-    assert [job.name for job in work.jobs] == ["inner"]  # the one that began last
+    assert [job.name for job in work.jobs] == ["inner"]  # the map that began last
 
 
 def test_a_loss_gives_parts_back(work: Work, clock: Clock) -> None:

@@ -14,7 +14,7 @@ NEVER_S = 1e6
 
 
 class Watched(io.StringIO):
-    """A stream that one can wait for a text on."""
+    """A stream that lets a test wait until a text is written."""
 
     def __init__(self) -> None:
         super().__init__()

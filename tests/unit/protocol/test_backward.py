@@ -1,4 +1,4 @@
-"""The backward protocol: what goes along with gradients, who is asked, how a pass ends."""
+"""The backward protocol: progress sent with gradients, discovery, and the end of a pass."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_order_of_news_does_not_matter() -> None:
 def test_a_pass_does_not_end_before_it_is_known_what_the_last_one_reached() -> None:
     driver = Driver(0)
     driver.progressed(ran(ROOTS, A1))
-    # What was walked, and what that reached, is still on its way.
+    # The report of A1's walk, and of the messages that it reached, is still in flight.
     assert driver.progressed(Progress(executed=[A1])) == []
     assert driver.progressed(Progress(walked=[A1], reached=[B1])) == [Send(2, Discover((B1,)))]
 
@@ -96,7 +96,7 @@ def test_each_message_is_announced_once() -> None:
     driver = Driver(0)
     assert driver.progressed(Progress([ROOTS], reached=[A1])) == [Send(1, Discover((A1,)))]
     assert driver.progressed(Progress([ROOTS], reached=[A1])) == []
-    # It has been answered meanwhile, and its gradients walked from.
+    # A1 has been answered meanwhile, and its sender has walked from it.
     assert driver.progressed(Progress([A1], answered=[A1])) == [Send(0, Settled()),
                                                                 Send(1, Settled())]  # fmt: skip
 
@@ -239,10 +239,10 @@ WORKERS = range(4)
 
 
 class Graphs:
-    """Graphs without tensors: which messages hang together at their sender, and reach which.
+    """Graphs without tensors: the messages that each message reaches, and its component.
 
-    A message reaches some that its sender had received before. Those that reach the same one hang
-    together, and so do some others.
+    A message reaches messages that its sender received earlier. Messages that reach the same one
+    share a component at their sender, and so do some other messages.
     """
 
     def __init__(self, chance: random.Random) -> None:
@@ -277,7 +277,7 @@ class Graphs:
 
 
 class Model:
-    """What ``torchweft.autograd.graph.LocalPass`` does, on graphs without tensors."""
+    """Models ``torchweft.autograd.graph.LocalPass`` on graphs without tensors."""
 
     def __init__(self, graphs: Graphs, worker: int) -> None:
         self.graphs = graphs
@@ -411,7 +411,7 @@ def test_every_pass_completes_once_when_all_that_is_live_has_run() -> None:
 
 
 class Disturbed(Network):
-    """A pass in which one worker fails, or is lost, after it has looked at what came some times."""
+    """A pass in which one worker fails, or is lost, at its ``patience``-th turn to work."""
 
     def __init__(self, seed: int, doomed: int, patience: int, *, is_lost: bool) -> None:
         super().__init__(seed, repeats=0.0)

@@ -93,7 +93,7 @@ def test_calls_of_one_that_joined_meanwhile_are_served() -> None:
 
 
 def test_two_that_leave_wait_for_each_others_answers() -> None:
-    """The other one still serves, and may make calls to this one for those whom it serves."""
+    """The other worker still serves, and may call this one on behalf of its callers."""
     machine = leaving(1)
     assert machine.received(1, Step.LEAVING, []) == [Retire(1), Send(1, Step.NOTED)]
     assert machine.missing().workers == (1,)

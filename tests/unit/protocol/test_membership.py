@@ -83,7 +83,7 @@ def placed(rank: int, network: object, *, is_far: bool, has_secret: bool) -> Reg
         ("abab", (True,) * 4),
         ("a", (False,)),
         ("", ()),
-        # Where it is not known, it counts for nothing.
+        # An unknown network does not count.
         (("", "a", 5, None, []), (False,) * 5),
     ],
 )

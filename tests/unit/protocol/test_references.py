@@ -1,4 +1,4 @@
-"""One machine at a time, and short exchanges between two or three without a network."""
+"""Single machines, and short exchanges between two or three machines without a network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ X = ReferenceId(creator=USER, owner=OWNER, number=0)
 
 
 class Wire:
-    """Three machines; what they send waits until the test says ``flow``."""
+    """Three machines; their messages wait until the test calls ``flow``."""
 
     def __init__(self) -> None:
         self.owner, self.user, self.other = (References(worker, RESEND_S) for worker in range(3))
@@ -211,7 +211,7 @@ class TestDropping:
         user.message(OWNER, DropAck(X, 1))
         assert user.leaks() == [Leak(X, 1, 0, ())]
         user.message(OWNER, HoldAck(X, 2))
-        # The sender may let go only now, when the owner knows.
+        # Only now may the sender let go: the owner counts this worker.
         assert user.take_actions() == [Confirmed(X), Send(OTHER, Handed(1))]
 
     def test_a_late_answer_to_an_earlier_drop_does_not_count(self) -> None:
@@ -289,7 +289,7 @@ class TestHandingOn:
     def test_a_receiver_that_has_it_answers_at_once(self) -> None:
         user = make_user()
         assert user.received(X, 1, OTHER)
-        # The handle may be the first here: that of before may have ended.
+        # This handle may be the only one here: the earlier one may have ended.
         assert user.take_actions() == [Send(OTHER, Handed(1)), Confirmed(X)]
         user.message(OTHER, HandedAck(1))
         assert user.is_settled()

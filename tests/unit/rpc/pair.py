@@ -21,7 +21,7 @@ LIMIT_S = 20.0
 
 
 class Pair:
-    """A worker that calls, and one that serves; ``torchweft.rpc`` in functions means the latter."""
+    """A caller and a callee; in functions, ``torchweft.rpc`` acts for the callee."""
 
     def __init__(self, caller: Member, callee: Member) -> None:
         self.caller, self.callee = Worker(caller.agent, RRef), Worker(callee.agent, RRef)
@@ -59,7 +59,7 @@ class Pair:
         return self.sync(serving.call_method, tuple(reference.id), name, args, {}, None)
 
     def check_serves(self, threads: int) -> None:
-        """Checks that no thread is lost: each runs a call while the others wait for it."""
+        """Checks that no thread is lost: all threads must run a call at the same time."""
         together = threading.Barrier(threads)
         _barriers.append(together)
         try:
@@ -67,7 +67,7 @@ class Pair:
                 future.wait()
         finally:
             _barriers.remove(together)
-        # An answer goes out a moment before its call is over.
+        # An answer leaves slightly before its call ends.
         wait_until(lambda: not self.callee.agent.reactor.busy, "the end of all calls")
         wait_until(lambda: not self.callee.unfinished, "the end of all values in the making")
 
@@ -88,7 +88,7 @@ def _meet() -> None:
 
 @contextlib.contextmanager
 def pair_of(threads: int = 2, over: str = "unix") -> Iterator[Pair]:
-    """Makes a pair, of workers with so many threads each, and closes it."""
+    """Yields a pair of workers with ``threads`` threads each, and closes it."""
     with group_of(2, threads, over) as (caller, callee):
         pair = Pair(caller, callee)
         try:

@@ -1,4 +1,4 @@
-"""Where a worker listens, and where it says that it does; and whom it finds there."""
+"""The address where a worker listens, the one that it announces, and its peers' versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a call: an answer, a value, or nothing where nobody wants either."""
+"""The outcome of a call: an answer, a value, or nothing if neither is wanted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFERENCE = (1, 0, 5)
 
 
 class Worker:
-    """Stands in for a worker: keeps its answers, and what waits to run."""
+    """Stands in for a worker: records its answers and queues its tasks."""
 
     name = "callee"
     on_failure = None
@@ -35,7 +35,7 @@ class Worker:
         self.id = 0
 
     def __getattr__(self, name: str) -> Worker:
-        """Is its own agent, info, me, references and reactor."""
+        """Serves as its own agent, info, me, references and reactor."""
         return self
 
     def reply(self, peer: Peer, number: int, result: Any, context_id: int) -> None:
@@ -74,7 +74,7 @@ def new_call(worker: Any, number: int = 7) -> Call:
 
 
 def function() -> None:
-    """Is what was called, where it matters only what it has returned."""
+    """Stands for a called function of which only the result matters."""
 
 
 def test_a_result_and_an_error_are_answers(worker: Any) -> None:

@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
 
 
 class Outcomes:
-    """Takes what coroutines come to."""
+    """Collects the outcomes of coroutines."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Outcome] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""The call that a function serves: what is left of its time, and whether it is wanted."""
+"""The call that a function serves: its remaining time, and whether it is cancelled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def new_peer(name: str) -> Peer:
 
 @pytest.fixture
 def call() -> Iterator[ServedCall]:
-    """The call of worker ``caller`` that is served here; there are 100 seconds."""
+    """A served call of worker ``caller`` with a time limit of 100 seconds."""
     now_s = time.monotonic()
     call = ServedCall(new_peer("caller"), Frame(Kind.CALL, 0, 7, b"", ()), now_s)
     call.deadline_s = now_s + 100.0
@@ -50,7 +50,7 @@ def test_time_passes(call: ServedCall) -> None:
     call.deadline_s = time.monotonic() - 1.0
     assert remaining_time() == 0.0
     assert is_cancelled()
-    # What the function returns now must not pass for its result.
+    # A value that the function returns from here on must not count as its result.
     assert call.was_cancelled
 
 

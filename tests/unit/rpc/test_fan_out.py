@@ -1,4 +1,4 @@
-"""Futures in the order in which they are done; calls to several workers are in tests/processes."""
+"""Futures in order of completion; ``tests/processes`` covers calls to several workers."""
 
 from __future__ import annotations
 

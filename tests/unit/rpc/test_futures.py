@@ -14,7 +14,7 @@ from torchweft.rpc.futures import Future
 
 
 class Agent:
-    """Stands in for a worker and its agent: completes a future when somebody waits for it."""
+    """Stands in for a worker and its agent: completes a future when a thread waits for it."""
 
     future: Future[Any]
 
@@ -25,12 +25,12 @@ class Agent:
 
     @property
     def agent(self) -> Agent:
-        """Is its own agent."""
+        """Serves as its own agent."""
         return self
 
     @property
     def calls(self) -> Agent:
-        """Is its own table of open calls."""
+        """Serves as its own table of open calls."""
         return self
 
     def wait(self, call: PendingCall, *, may_complete: bool) -> None:

@@ -1,7 +1,7 @@
-"""Ctrl-C, at every step of a call in the main thread: no connection, no call, no frame is lost.
+"""Ctrl-C at every step of a call in the main thread loses no connection, call or frame.
 
-Python runs handlers of signals where a function begins and after a call of one has returned. The
-tests raise at each of these places in turn, until a call has no more of them.
+Python runs signal handlers at the start of a function and after a call has returned. The tests
+raise at each of these steps in turn, until a call has no more of them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PACKAGE = os.path.dirname(torchweft.__file__)
 
 
 class Interrupt(BaseException):
-    """What a handler of a signal raises."""
+    """The exception that a signal handler raises."""
 
 
 def interrupt_at(step: int, run: Callable[[], object]) -> bool:
-    """Runs something, raising at one of its steps; returns whether it came so far."""
+    """Calls ``run`` and raises at one of its steps; returns whether that step was reached."""
     seen = 0
 
     def profile(frame: Any, event: str, _: object) -> None:
@@ -65,11 +65,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def check_is_sound(pair: Pair) -> None:
-    """Checks that calls are answered both ways, and that nothing is left of earlier ones."""
+    """Checks that calls are answered both ways, and that earlier ones have left nothing behind."""
     agent = pair.caller.agent
     link = pair.peer.link
     assert link is not None
-    # What the timer thread does once a second.
+    # The timer thread does this once a second.
     agent.calls.mend()
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(pair.back, double, 3).result() == 6
@@ -127,7 +127,7 @@ def ended(future: Future[Any]) -> object:
     with ThreadPoolExecutor(1) as pool:
         try:
             return pool.submit(future.wait).result(LIMIT_S)
-        except (CallCancelled, Interrupt) as error:  # It was interrupted as it took the value.
+        except (CallCancelled, Interrupt) as error:  # Interrupted as it took the value.
             return type(error)
 
 
@@ -141,14 +141,14 @@ def double_soon() -> int:
 
 
 def allow_when_waited_for(call: PendingCall, has_left: threading.Event) -> None:
-    """Has the function return when the main thread waits for it, or has ended its wait."""
+    """Lets the function return once the main thread waits for it, or has ended its wait."""
     while not is_waiting(call) and not has_left.wait(0.001):
         pass
     may_end.set()
 
 
 def test_who_waits_is_known_by_the_stacks(pair: Pair) -> None:
-    """So the timer thread tells a call that was interrupted from one that takes long."""
+    """The timer thread thereby tells an interrupted call from a long one."""
     link = pair.peer.link
     assert link is not None
     seen: list[bool] = []

@@ -1,4 +1,4 @@
-"""How a worker leaves its group: what the connections of the others do meanwhile."""
+"""How a worker leaves its group, and how the connections of its peers behave meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLOSE_LIMIT_S = 5.0
 
 
 def _fall_silent(member: Member) -> None:
-    """Has a member answer nothing any more, whose host still takes connections."""
+    """Makes a member answer nothing, while its host still accepts connections."""
     member.agent.reactor.forget(member.listener.fileno())
     member.agent.links.end(member.agent.links.all()[0])
 

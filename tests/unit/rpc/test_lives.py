@@ -13,7 +13,7 @@ from torchweft.rpc.lives import info_of
 def test_a_worker_is_found_by_id_until_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with group_of(2) as (first, second):
         peer = first.peer(second)
-        # As of a worker that has come back: the id is another one than the rank.
+        # The id differs from the rank, as for a worker that has come back.
         agent = SimpleNamespace(peers={16384: peer})
         monkeypatch.setattr(current, "_current", agent)
         assert info_of(16384) == peer.info

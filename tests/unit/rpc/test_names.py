@@ -1,4 +1,4 @@
-"""The names that a program meets which only changes its imports."""
+"""The names that a program uses if it changes only its imports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REGISTRY = {
     "init_backend",
     "register_backend",
 }
-"""Public in PyTorch, and about its inside or its registry of back-ends."""
+"""Names that are public in PyTorch but concern its internals or its registry of back-ends."""
 
 LEFT_BEHIND = {"method_factory", "new_method"}  # by a loop
 

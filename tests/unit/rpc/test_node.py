@@ -1,4 +1,4 @@
-"""In which order the parts of a worker hear that another one is lost, and who hears it first."""
+"""The order in which a worker's parts learn that another worker is lost; callers come first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ORDER = [
 
 
 class Pair:
-    """A worker with all its parts that calls another one, which can end at once."""
+    """A worker with all its parts, and a callee that the test can lose at once."""
 
     def __init__(self, first: Member, second: Member, monkeypatch: pytest.MonkeyPatch) -> None:
         self.second = second

@@ -14,7 +14,7 @@ from torchweft.rpc.stack_report import _inwards, _lines, answer_signal
 
 @pytest.fixture(autouse=True)
 def answered_signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Notes the signals that are answered, in place of answering them."""
+    """Records the signals that would be answered, instead of answering them."""
     answered: list[int] = []
     monkeypatch.setattr(stack_report, "_answered", None)
     monkeypatch.setattr(faulthandler, "register", lambda number, **_: answered.append(number))

@@ -1,4 +1,4 @@
-"""Weft's own entry points on a strict worker, in a call of another one."""
+"""Weft's own entry points on a strict worker, in a call from another worker."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def world() -> Iterator[World]:
 
 @pytest.fixture
 def served(world: World) -> Iterator[World]:
-    """A strict worker that serves a call of another one."""
+    """A strict worker that serves a call from another worker."""
     token: Any = current_call.set(SimpleNamespace(peer=world.sender))  # type: ignore[arg-type]
     yield world
     current_call.reset(token)
@@ -221,7 +221,7 @@ def test_a_worker_comes_to_a_gathering_by_itself_and_hears_of_it_from_its_leader
 
 
 def answer(world: World, content: Any, name: bytes = b"") -> BaseException | None:
-    """Returns the error with which a call of other content than Weft's is answered."""
+    """Returns the error that answers a call with content that Weft did not encode."""
     packed = pack_freely(content)
     table, flat = describe(packed.tensors)
     buffers = [memoryview(bytearray(as_memory(each))) for each in flat]

@@ -173,7 +173,7 @@ def test_device_maps_are_checked_against_the_group() -> None:
         made.check_device_maps("me", ["me", "a"])
 
 
-# What has no effect
+# Options without effect
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_the_warning_names_the_line_that_joins() -> None:
     assert (caught[0].filename, caught[0].lineno) == (__file__, line)
 
 
-# What they mean in a group
+# Options in a group
 
 
 def test_pytorchs_options_are_taken_by_init_rpc(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_device_map_for_nobody_ends_the_joining(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"invalid target node names.*'nobody'"):
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     assert not is_set()
-    # The same is right in a group that others may join.
+    # The same map is valid in a group that other workers may join.
     rpc.init_rpc("alone", rank=0, rpc_backend_options=_elsewhere(options, tmp_path))
     rpc.shutdown()
 

@@ -1,4 +1,4 @@
-"""Which methods a value is known not to have, without any worker."""
+"""The methods that a value is known to lack, tested without any worker."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_proxies_and_references_show_what_programs_use() -> None:
     assert methods_of(Derived) == ["attach", "cached", "loss", "more", "nested"]
     assert dir(Proxy(to(Derived), "async", 0)) == methods_of(Derived)
     assert dir(Proxy(reference(0, 1), "async", 0)) == []
-    shown = set(dir(reference(0, 1))) - {"value"}  # of the class that stands in
+    shown = set(dir(reference(0, 1))) - {"value"}  # an attribute of the stand-in only
     assert shown == set(
         "backward confirmed_by_owner is_owner local_value owner owner_name remote rpc_async "
         "rpc_sync to_here".split()

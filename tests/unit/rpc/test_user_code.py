@@ -1,4 +1,4 @@
-"""What a program's code raises, of whatever type and wherever Weft runs it, ends one call only."""
+"""An exception of any type in the program's code, wherever Weft runs it, ends one call only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMES = THREADS + 2
 
 
 class Own(BaseException):
-    """No ``Exception``, and of the program's own."""
+    """The program's own exception class, not derived from ``Exception``."""
 
 
 KINDS: list[type[BaseException]] = [
@@ -74,7 +74,7 @@ class InDel(InReduce):
 
 
 class InGetattr(InReduce):
-    """A callable whose attributes cannot be looked at."""
+    """A callable whose attributes cannot be read."""
 
     __reduce__ = object.__reduce__
 
@@ -104,7 +104,7 @@ class ReduceRaises(Exception):
 
 
 class DirRaises(AttributeError):
-    """Its traceback is formatted with suggestions, for which Python looks at an object."""
+    """Python formats its traceback with suggestions, for which it inspects an object."""
 
     def __init__(self, kind: type[BaseException]) -> None:
         super().__init__("no such thing", name="thing", obj=self)
@@ -315,7 +315,7 @@ def test_calls_in_circles_find_threads_after_a_shortage(
 def test_a_log_that_raises_harms_nobody(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A task of the worker's own fails, and so does logging that."""
+    """One of the worker's own tasks fails, and so does logging that failure."""
 
     def fail(*_: object) -> None:
         raise StrRaises(SystemExit)
@@ -360,7 +360,7 @@ def test_a_call_is_answered_even_where_its_outcome_cannot_be_told(
 
 
 class Raising(torch.autograd.Function):
-    """Raises in its backward, what it was told to."""
+    """Raises an exception of the given type in its backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, kind: type[BaseException]) -> torch.Tensor:
@@ -480,7 +480,7 @@ _tasks: list[Any] = []
 
 
 def test_a_call_does_not_change_the_modes_of_others(pair: Pair) -> None:
-    """They belong to the thread that happens to run it."""
+    """The modes belong to the thread that happens to run the call."""
     for _ in range(TIMES):
         assert pair.sync(leaves_modes_behind) == (False, False, True, "meta")
         assert [pair.sync(modes) for _ in range(TIMES)] == [UNTOUCHED] * TIMES
@@ -500,7 +500,7 @@ def test_a_callback_does_not_change_the_modes_of_others(pair: Pair) -> None:
     for _ in range(TIMES):
         _may_end.clear()
         future = pair.start(ends_when_it_may)
-        # Before the answer: a callback of a future that is done runs on this thread.
+        # Added before the answer: a callback of a completed future runs on this thread.
         left = future.then(lambda _: leaves_modes_behind())
         _may_end.set()
         left.wait()

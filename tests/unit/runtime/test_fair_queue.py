@@ -12,7 +12,7 @@ from torchweft.runtime.fair_queue import OWN, SWEEP_LIMIT, FairQueue
 
 
 def nothing(*_: Any) -> None:
-    """Is what the tasks call; they are told apart by their argument."""
+    """The function of every task; the argument identifies the task."""
 
 
 def make(limit: int = 10, limit_bytes: int = 1000) -> FairQueue:

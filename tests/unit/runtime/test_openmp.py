@@ -1,4 +1,4 @@
-"""Threads of OpenMP spin less while threads of the host wait for cores, and only then."""
+"""OpenMP threads spin less while threads of the host wait for cores, and only then."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NAME = "weft-test-openmp"
 
 
 class Host:
-    """A host that is busy or not, as the test says."""
+    """A host that is busy or idle, as the test chooses."""
 
     def __init__(self) -> None:
         self.is_busy = True
 
     def running(self) -> int:
         cores = os.cpu_count() or 1
-        return cores + 2 if self.is_busy else cores + 1  # one of them is who looks
+        return cores + 2 if self.is_busy else cores + 1  # including the caller
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_a_team_while_the_host_is_busy(limit: SpinLimit, host: Host) -> None:
     assert not has_team(), "a moment is not enough"
     looks(limit, 2)
     assert has_team()
-    wait_for_threads(threads_before + 2)  # the one that has the team, and its other one or more
+    wait_for_threads(threads_before + 2)  # the team's owner and at least one more
     host.is_busy = False
     looks(limit, 19)
     assert has_team()

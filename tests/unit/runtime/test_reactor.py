@@ -36,7 +36,7 @@ Make = Callable[[int], Reactor]
 
 
 class Tasks:
-    """Tasks that are held where they are, and counted."""
+    """Tasks that block until they may end, and are counted."""
 
     def __init__(self, reactor: Reactor) -> None:
         self.reactor = reactor
@@ -58,7 +58,7 @@ class Tasks:
         self.has_ended.release()
 
     def await_begun(self, count: int, open_calls: int = 0) -> None:
-        """Waits until so many tasks run, while the reactor is helped as the timer thread does."""
+        """Waits until ``count`` tasks have begun; helps the reactor as the timer thread does."""
         for _ in range(count):
             while not self.has_begun.acquire(timeout=1e-4):
                 self.reactor.help_if_stalled(open_calls)
@@ -128,7 +128,7 @@ def test_urgent_tasks_run_whatever_the_limit(make_reactor: Make) -> None:
 
 
 def test_a_stalled_queue_gets_another_thread(make_reactor: Make) -> None:
-    """Several tasks of one read, of which the first does not end."""
+    """One read brings several tasks, of which the first does not end."""
     reactor = make_reactor(4)
     tasks = Tasks(reactor)
     for _ in range(4):
@@ -144,7 +144,7 @@ def test_a_stalled_queue_gets_another_thread(make_reactor: Make) -> None:
 def test_threads_that_could_not_be_started_are_started_later(
     make_reactor: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A container may limit the number of threads, and another process have most of them."""
+    """A container may limit the number of threads, and another process may use most of them."""
     reactor = make_reactor(4)
     tasks = Tasks(reactor)
     with no_new_threads(monkeypatch):

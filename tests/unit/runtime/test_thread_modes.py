@@ -1,4 +1,4 @@
-"""Modes of PyTorch that belong to a thread: ended, or taken from it and given back."""
+"""PyTorch's thread-local modes: ended, or taken from a thread and given back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ held: list[Any] = []
 
 
 def entering(make: Callable[[], Any]) -> Callable[[], None]:
-    """Returns what enters a context and never leaves it."""
+    """Returns a function that enters a context and never leaves it."""
 
     def enter() -> None:
         held.append(make())
@@ -70,7 +70,7 @@ LEAVE_BEHIND: dict[str, Callable[[], None]] = {
 
 
 if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
-    del LEAVE_BEHIND["hooks"]  # This version of torch does not tell whether there are any.
+    del LEAVE_BEHIND["hooks"]  # This version of torch does not report them.
 
 SEVERAL = [
     "a default device",
@@ -85,7 +85,7 @@ SEVERAL = [
 
 
 def look() -> tuple[Any, ...]:
-    """Returns what a call would notice of the modes of its thread."""
+    """Returns the effects that a call would notice of its thread's modes."""
     leaf = torch.ones(2, requires_grad=True)
     product = leaf * leaf if leaf.requires_grad else leaf
     matrix = torch.ones(2, 2)
@@ -105,7 +105,7 @@ PLAIN = ("cpu", True, False, torch.float32, 2.0, "cpu", UNTOUCHED)
 
 
 def on_a_thread(run: Callable[[], Any]) -> Any:
-    """Runs something on a new thread, whose modes end with it; returns what it returns."""
+    """Calls ``run`` on a new thread, whose modes end with it; returns its result."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(run()))
     thread.start()
@@ -152,7 +152,7 @@ def test_nothing_is_taken_from_a_thread_that_is_untouched() -> None:
 
 
 def test_modes_of_two_are_kept_apart_in_any_order() -> None:
-    """As coroutines are suspended and go on."""
+    """Suspended and resumed coroutines need this."""
 
     def run() -> list[Any]:
         with torch.inference_mode():

@@ -76,7 +76,7 @@ def test_a_wake_up_for_later_than_the_next_look_wakes_nobody(timers: Timers, job
 
 
 def test_a_wake_up_while_the_jobs_are_called_is_not_lost() -> None:
-    """The job has looked already when it gets something to do."""
+    """The first job gets work after it has run, while the second still runs."""
     may_return, has_looked = threading.Event(), threading.Event()
     calls: queue.SimpleQueue[float] = queue.SimpleQueue()
 
@@ -94,7 +94,7 @@ def test_a_wake_up_while_the_jobs_are_called_is_not_lost() -> None:
     calls.get(timeout=LIMIT_S)
     clock.wake_by(time.monotonic())
     may_return.set()
-    # An idle thread looks once a second anyway.
+    # An idle thread runs its jobs once a second anyway.
     calls.get(timeout=0.5)
     clock.close()
 

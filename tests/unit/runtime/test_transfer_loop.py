@@ -113,7 +113,7 @@ def test_who_waits_for_nothing_is_left_alone_until_armed(loop: TransferLoop, pai
     loop.watch(pair[0].fileno(), handle, WRITABLE)
     assert called.acquire(timeout=LIMIT_S)
     pair[1].sendall(b"x")
-    pair[1].shutdown(socket.SHUT_RDWR)  # not even for that
+    pair[1].shutdown(socket.SHUT_RDWR)  # not even this wakes it
     assert not called.acquire(timeout=0.02)
     loop.arm(pair[0].fileno(), READABLE)
     assert called.acquire(timeout=LIMIT_S)
@@ -170,7 +170,7 @@ def test_a_closed_pump_takes_no_connection(loop: TransferLoop, pair: Pair) -> No
 def test_a_handler_that_has_become_another_connection_s_does_not_arm_it(
     loop: TransferLoop, pair: Pair
 ) -> None:
-    """It was closed while it was being dealt with, and the number given away again."""
+    """The connection was closed while its handler ran, and its number was reused."""
     ours, theirs = pair
     came = threading.Event()
 
@@ -186,7 +186,7 @@ def test_a_handler_that_has_become_another_connection_s_does_not_arm_it(
 
     loop.watch(ours.fileno(), former, READABLE)
     theirs.sendall(b"x")
-    # The other connection is writable, but it was not what it waits for.
+    # The other connection is writable, but it does not wait for that.
     assert not came.wait(0.05)
     loop.arm(ours.fileno(), WRITABLE)
     assert came.wait(5.0)

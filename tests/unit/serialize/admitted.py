@@ -1,4 +1,4 @@
-"""A module that the tests put on an allow-list, and what a program may have in one."""
+"""A module that the tests put on an allow-list, with the contents that such modules may have."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Model:
 
 
 class Worker(threading.Thread):
-    """A class that inherits methods of a module that is not on the list."""
+    """Inherits methods from a module that is not on the list."""
 
     def mine(self) -> int:
         return 1

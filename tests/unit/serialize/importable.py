@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # scripting is deprecated, but not gone
+    warnings.simplefilter("ignore")  # scripting is deprecated, but still supported
 
     @torch.jit.script
     def scripted(x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Derived(Base):
 
 
 class Unhashable:
-    """A callable instance that hides behind equality."""
+    """An unhashable callable that claims to equal everything."""
 
     __hash__ = None  # type: ignore[assignment]
 

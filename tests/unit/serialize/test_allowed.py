@@ -1,4 +1,4 @@
-"""The allow-list against names, one attack at a time."""
+"""Tests the allow-list against one attack by name at a time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_an_allowed_module_defines_is_found(
     allowed: AllowList, path: str, expected: object
 ) -> None:
     assert allowed.resolve(name(path)) == expected
-    assert allowed.resolve(name(path)) == expected  # also from what it remembers
+    assert allowed.resolve(name(path)) == expected  # also from its cache
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_an_allowed_module_defines_is_found(
         "functools.partial",
         "torch.load",
         "os",
-        "run_anything",  # a partial of it
+        "run_anything",  # a partial of os.system
         "operator",
         "Model.run",
         "Model.__init__.__globals__",

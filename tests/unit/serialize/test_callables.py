@@ -1,4 +1,4 @@
-"""What a strict worker lets others name: registered functions, and declared methods."""
+"""Tests the names that a strict worker accepts: registered functions and declared methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small plain values: what goes in comes out, and the unusual is left to the general way."""
+"""Tests round trips of small plain values; unusual values are left to the general encoding."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def round_trip(*values: Any) -> list[Any]:
 @given(st.lists(PLAIN, max_size=5))
 def test_plain_values_come_back(values: list[Any]) -> None:
     data = encode(values)
-    if data is not None:  # Deep nesting is left to the general way.
+    if data is not None:  # Deep nesting is left to the general encoding.
         assert decode(data) == values
 
 
@@ -128,7 +128,7 @@ def test_tensors_that_require_grad_are_named_on_both_sides() -> None:
     assert places == [0, 2]
     assert torch.equal(received[0], first)
     assert torch.equal(received[2], second)
-    # A leaf is one here, too; the layer above makes something of what was computed.
+    # A leaf stays a leaf; the layer above makes a placeholder for the computed tensor.
     assert [received[place].requires_grad for place in places] == [True, False]
 
 
@@ -153,7 +153,7 @@ with_attribute.note = "x"  # type: ignore[attr-defined]
 
 
 class Number(int):
-    """An integer that is more than one."""
+    """A subclass of int."""
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Slots:
 
 
 class Mute:
-    """Cannot be pickled, nor even shown."""
+    """Raises when it is pickled or shown."""
 
     def __reduce__(self) -> Any:
         raise RuntimeError("this stays here")
@@ -122,7 +122,7 @@ def test_too_deep_nesting_is_called_that() -> None:
     try:
         assert "nested too deeply" in failure(call(nested))
     finally:
-        while nested:  # level by level: freeing all at once would recurse as well
+        while nested:  # level by level: freeing all at once would recurse too
             nested = nested[0]
 
 

@@ -8,7 +8,7 @@ from torchweft.serialize import dtypes
 from torchweft.serialize.dtypes import CODES, REAL_CODES, dtype_of
 
 NEWEST_KNOWN = (2, 15)
-"""The newest torch whose dtypes have all got numbers; those of a later one are refused by name."""
+"""The newest torch whose dtypes all have numbers; dtypes of a later torch are refused by name."""
 
 
 @pytest.mark.skipif(
@@ -18,14 +18,14 @@ NEWEST_KNOWN = (2, 15)
 def test_every_dtype_with_plain_memory_has_a_number() -> None:
     quantised = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
     known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    left_out = {"torch.bit"}  # an alias of torch for uint1 that no tensor operation knows
+    left_out = {"torch.bit"}  # torch's alias for uint1, which no tensor operation supports
     assert {dtype for dtype in known - quantised if str(dtype) not in left_out} <= set(CODES)
     assert {dtype_of(code) for code in CODES.values()} == set(CODES)
     assert all(dtype.is_complex for dtype in CODES.keys() - REAL_CODES.keys())
 
 
 def test_numbers_do_not_change() -> None:
-    # What travels between workers of different versions.
+    # Workers of different versions exchange these numbers.
     assert [CODES[dtype] for dtype in (torch.bool, torch.float32, torch.bfloat16)] == [0, 7, 15]
 
 

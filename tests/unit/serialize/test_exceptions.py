@@ -25,7 +25,7 @@ HERE = "tests.unit.serialize.test_exceptions"
 
 
 class Keyword(Exception):
-    """Takes what it does not hand to its base."""
+    """Takes arguments that it does not pass to its base."""
 
     def __init__(self, *, code: int, where: str) -> None:
         super().__init__(f"code {code} at {where}")
@@ -34,7 +34,7 @@ class Keyword(Exception):
 
 
 class Wrapping(ValueError):
-    """Builds a message that would be built twice by a second call."""
+    """Builds its message in ``__init__``: a second call would build it twice."""
 
     def __init__(self, path: str) -> None:
         super().__init__(f"cannot read {path}")
@@ -42,7 +42,7 @@ class Wrapping(ValueError):
 
 
 class Silent(Exception):
-    """Does not call its base at all."""
+    """Does not call ``__init__`` of its base."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -85,7 +85,7 @@ class Frozen(Exception):
 
 
 class Stop(BaseException):
-    """Is no Exception."""
+    """Does not derive from Exception."""
 
 
 def trip(error: BaseException, worker: str = "w1", **options: Any) -> BaseException:
@@ -185,7 +185,7 @@ def test_what_cannot_be_pickled_is_left_out() -> None:
     arrived: Any = trip(error)
     assert type(arrived) is RuntimeError
     assert arrived.args[0] == "stuck"
-    assert "lock" in arrived.args[1]  # its text in its place
+    assert "lock" in arrived.args[1]  # replaced by its text
     assert not hasattr(arrived, "lock")
     assert arrived.queue == [1, 2]
 
@@ -307,7 +307,7 @@ def test_exception_groups_keep_their_members() -> None:
         member.__cause__ = caught
     inner = ExceptionGroup("inner", [member, local_error(ValueError)])  # noqa: F821
     group = ExceptionGroup("outer", [inner, OSError(2, "no file")])  # noqa: F821
-    member.__context__ = group  # as a handler of the group may leave it
+    member.__context__ = group  # as a handler of the group may set it
     arrived: Any = trip(raised(group))
     assert type(arrived) is ExceptionGroup  # noqa: F821
     assert arrived.message == "outer"

@@ -60,7 +60,7 @@ BY_VALUE = {
 @pytest.mark.parametrize("case", BY_NAME)
 def test_importable_callables_go_by_name_and_back(case: str) -> None:
     function, expected = BY_NAME[case]
-    for _ in range(2):  # the second time from memory
+    for _ in range(2):  # the second time from the cache
         name = name_of(function, main_by_name=False)
         assert name == expected.encode()
         assert resolve(name) == function
@@ -184,7 +184,7 @@ def test_any_callable_can_be_described(function: object, text: str) -> None:
 
 
 def test_what_pytorch_wraps_goes_by_the_name_that_is_left() -> None:
-    """Importing torch._dynamo makes ``torch.manual_seed`` another object than its original."""
+    """Importing torch._dynamo replaces ``torch.manual_seed`` by a wrapper of the original."""
     import torch._dynamo
 
     assert torch._dynamo is not None
@@ -209,7 +209,7 @@ def test_an_unknown_name_is_told_with_the_nearest(
 CIRCLE = {
     "__init__": "threading.package_began.set()\nthreading.part_began.wait(0.2)\n"
     "from circle import other",
-    # As in many packages: each knows the other, and one of them needs the other to be complete.
+    # Common in packages: each module imports the other, and one needs the other to be complete.
     "part": "threading.part_began.set()\nimport circle.other\ndef double(x): return 2 * x",
     "other": "from circle import part\ndouble = part.double",
 }
@@ -218,7 +218,7 @@ CIRCLE = {
 def test_a_package_and_its_module_are_imported_by_two_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads that wait for each other's modules: Python gives one of them half a module."""
+    """If two threads wait for each other's modules, Python gives one of them a partial module."""
     (tmp_path / "circle").mkdir()
     for name, body in CIRCLE.items():
         (tmp_path / "circle" / f"{name}.py").write_text(f"import threading\n{body}\n")

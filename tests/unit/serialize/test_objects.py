@@ -46,7 +46,7 @@ Point = collections.namedtuple("Point", "x y")
 
 @pytest.fixture
 def handle_type(monkeypatch: pytest.MonkeyPatch) -> type:
-    """Registers a class whose objects are taken out, for one test."""
+    """Registers a class of external objects, which are not pickled, for one test."""
     monkeypatch.setattr(objects, "_external_types", objects._external_types)
 
     @register_external
@@ -256,7 +256,7 @@ def test_the_main_program_goes_by_name_where_both_run_it(main_module: Any) -> No
     for value in (main_module.Thing, main_module.work):
         assert object_trip(value) is value
     assert type(object_trip(main_module.Thing())) is main_module.Thing
-    # A lambda goes by value, and still names what belongs to the program.
+    # A lambda is sent by value, but refers to the program's own classes by name.
     assert object_trip(main_module.make())() is main_module.Thing
 
 
@@ -265,7 +265,7 @@ def test_another_main_program_gets_everything_by_value(main_module: Any) -> None
         pack(value, main_by_name=False)
         for value in (main_module.work, main_module.Thing(), [main_module.Thing])
     ]
-    vars(main_module).clear()  # the receiver's program has none of it
+    vars(main_module).clear()  # the receiver's program defines none of these
     work, thing, kinds = (unpack(each.payload, [], []) for each in packed)
     assert work() == 7  # type: ignore[operator]
     assert thing.value == 7  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Values that travel without pickle, there and back, and bytes that are no such values."""
+"""Tests round trips of values without pickle, and bytes that encode no such values."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_a_list_in_two_places_is_one_and_may_be_in_itself() -> None:
     assert arrived[1] is arrived
 
 
-# What is not plain
+# Values that are not plain
 
 
 class Color(enum.IntEnum):
@@ -330,7 +330,7 @@ def test_nesting_has_a_limit() -> None:
         pack_plain((deep,), main_by_name=True)
 
 
-# Bytes that are no values
+# Invalid bytes
 
 
 def payload(*parts: bytes) -> bytes:
@@ -385,7 +385,7 @@ def test_any_change_of_good_bytes_is_a_value_or_a_typed_error() -> None:
         try:
             plain.decode(bytes(changed[: chance.randint(1, len(changed))]), (), (), _nothing)
         except (ProtocolError, UnknownFunction, ValueError):
-            pass  # ValueError: a ConfigurationError, of a worker's name that is none.
+            pass  # ValueError: a ConfigurationError for an invalid worker name.
 
 
 def _nothing(name: bytes) -> Any:

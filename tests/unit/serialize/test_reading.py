@@ -1,4 +1,4 @@
-"""What three kinds of workers make of the same messages: trusting, allowing, and strict ones."""
+"""Tests how trusting, allowing and strict workers read the same messages."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_storage_and_attributes_come_through() -> None:
 
 
 class Calls:
-    """Is pickled as any call that it is given."""
+    """Is pickled as the given call."""
 
     def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
         self.call = (function, args) if state is None else (function, args, state)
@@ -295,7 +295,7 @@ def test_a_tensor_is_not_made_of_something_else() -> None:
             trip((call,))
 
 
-# Strict
+# Strict workers
 
 
 def test_a_strict_worker_reads_plain_values() -> None:
@@ -327,11 +327,11 @@ def test_names_in_plain_values_go_by_the_list() -> None:
             reader.unpack(payload, (), ())
 
 
-# Arrays of numpy, as an allow-list reads them
+# Arrays of numpy, read with an allow-list
 
 
 class Dtype:
-    """Says that it has no objects, where it has."""
+    """A dtype that hides that it contains objects."""
 
     def __reduce__(self) -> Any:
         fields = {"a": (np.dtype("O"), 0)}
@@ -344,7 +344,7 @@ class ObjectDtype:
 
 
 class Array:
-    """Makes the content of an array of objects out of bytes."""
+    """Is pickled as an array of objects whose content is given as bytes."""
 
     def __init__(self, kind: object) -> None:
         self._kind = kind
@@ -399,7 +399,7 @@ def test_arrays_are_read_as_they_were(value: Any) -> None:
 
 
 class Elsewhere(LookupError):
-    """An error of a module that is on no list."""
+    """An error of a module that is not on the list."""
 
 
 class Bare(Exception):
@@ -498,4 +498,4 @@ def test_an_error_type_cannot_have_a_module_imported(
     )
     assert isinstance(ALLOWING.unpack_error(content), RemoteError)
     assert isinstance(TRUSTING.unpack_error(content), RemoteError)
-    assert (tmp_path / "ran").exists()  # by the trusting one
+    assert (tmp_path / "ran").exists()  # the trusting worker imported it

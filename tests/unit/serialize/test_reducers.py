@@ -12,8 +12,8 @@ from tests.unit.serialize.trips import object_trip, raw
 from torchweft.errors import SerializationError
 from torchweft.serialize.objects import pack, unpack
 
-# Sparse and nested tensors, quantisation, scripting and typed storages warn that they are young
-# or old; that is not what is tested here.
+# Sparse and nested tensors, quantisation, scripting and typed storages warn that they are
+# experimental or deprecated, which is not tested here.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 DENSE = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 2.0, 3.0]])
@@ -45,11 +45,11 @@ class Slotted(torch.Tensor):
 
 
 class TaggedParameter(nn.Parameter):
-    """A subclass of Parameter, as sharding libraries have."""
+    """A subclass of Parameter, as sharding libraries define them."""
 
 
 class Loud(torch.Tensor):
-    """A subclass that takes part in every operation on it."""
+    """A subclass that intercepts every operation on it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +57,7 @@ class Loud(torch.Tensor):
 
 
 class Knowing(torch.Tensor):
-    """A subclass that knows best how it is pickled."""
+    """A subclass with its own way of pickling."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return make_knowing, (self.as_subclass(Tensor) * 10,)

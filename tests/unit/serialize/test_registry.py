@@ -1,4 +1,4 @@
-"""The functions and classes of Weft that messages may name, and the modules imported for them."""
+"""Tests which functions and classes of Weft messages may name, and the imports for them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ CALLERS = {
     "run_on_owners",
     "start",
 }
-"""What has another worker run one of its arguments."""
+"""Names of callables that have another worker run one of their arguments."""
 
 BY_THEMSELVES = ("torchweft.checkpoint.",)
-"""They read and remove files, so they need an entry: a worker that takes part names them."""
+"""Their functions read and remove files, so a worker that takes part must list them itself."""
 
 NOT_RUN = (
     "torchweft.__main__",
@@ -52,7 +52,7 @@ def modules() -> Iterator[Any]:
 
 
 def functions_sent() -> Iterator[tuple[str, str]]:
-    """Yields the functions of Weft that its code has other workers call, and where it does."""
+    """Yields the functions that Weft's code has other workers call, with the file of the call."""
     for module in modules():
         path = module.__file__
         with open(path, encoding="utf-8") as file:
@@ -76,7 +76,7 @@ def _is_own_name(value: object) -> bool:
 
 
 def value_of(expression: ast.expr, module: Any) -> Any:
-    """Returns what a name, dotted or not, means in a module; None for all else."""
+    """Returns the value of a name, dotted or not, in a module; None for other expressions."""
     if isinstance(expression, ast.Name):
         return vars(module).get(expression.id)
     if isinstance(expression, ast.Attribute):

@@ -1,4 +1,4 @@
-"""Errors that are RuntimeErrors as well as what they were."""
+"""Tests errors that are RuntimeErrors in addition to their original type."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ ALL_DTYPES = sorted(CODES, key=CODES.__getitem__)
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Returns a tensor of random bits, NaN and infinities among them."""
+    """Returns a tensor of random bits, which may include NaN and infinities."""
     generator = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
     limit = 2 if dtype is torch.bool else 256
@@ -40,7 +40,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 @st.composite
 def views(draw: st.DrawFn, tensor: Tensor) -> Tensor:
-    """Draws a view of ``tensor`` through a few operations."""
+    """Draws a view of ``tensor``, made by up to three operations."""
     for _ in range(draw(st.integers(0, 3))):
         dimension = draw(st.integers(0, tensor.dim() - 1)) if tensor.dim() else 0
         size = tensor.shape[dimension] if tensor.dim() else 0
@@ -97,7 +97,7 @@ def test_views_of_one_storage_go_on_sharing_it(
     rebuilt = tensor_trip(*originals)
     written = data.draw(st.integers(0, count - 1))
     for tensors in (originals, rebuilt):
-        # Through as_strided, because an expanded or unfolded view refuses to be written.
+        # Through as_strided, because torch refuses writes to an expanded or unfolded view.
         target = tensors[written]
         if target.numel():
             target.as_strided((1,), (1,), target.storage_offset()).fill_(77)
@@ -182,7 +182,7 @@ def test_two_columns_of_a_large_matrix_do_not_send_the_matrix() -> None:
     rebuilt = rebuild(table, copies(buffers))
     assert all(map(same, rebuilt, [first, last, again]))
     rebuilt[0].zero_()
-    assert not rebuilt[2].any()  # the same view is still the same memory
+    assert not rebuilt[2].any()  # equal views still share memory
     assert same(rebuilt[1], last)
 
 
@@ -362,14 +362,14 @@ def test_a_missing_device_names_the_device_the_worker_and_the_fix(
 
 
 def say_that_tensors_are_on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has tensors of the CPU described as those of another device, which no test machine has."""
+    """Describes CPU tensors as tensors of ``device``, which a test machine may lack."""
     code = device_code(torch.device(device))
     monkeypatch.setattr(tensors_module, "device_code", lambda _: code)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_tensors_on_a_device_are_put_there(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    # The CPU under another name: what is tested is the way there and back.
+    # The CPU under another name, to test the round trip.
     monkeypatch.setattr(received, "device_of", lambda code, index, worker: torch.device("cpu", 0))
     base = torch.arange(12.0).view(3, 4)
     tensors = [base.t(), base[1] if shared else torch.ones(4), torch.ones(0)]

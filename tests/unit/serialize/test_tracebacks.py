@@ -6,7 +6,7 @@ from torchweft.serialize import tracebacks
 
 
 class Frozen(Exception):
-    """An error that takes no attributes."""
+    """An error that accepts no attributes."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(name)

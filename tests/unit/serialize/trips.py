@@ -1,4 +1,4 @@
-"""What the tests of this folder share: one trip through bytes."""
+"""Helpers for the tests of this folder: a round trip through bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a link as the only one, and sending as another thread than the main one does."""
+"""Reading a link as its only reader, and sending as threads other than the main one do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweft.transport.link import Link
 
 @contextlib.contextmanager
 def reading(link: Link) -> Iterator[None]:
-    """Is the reader of a link in the block; nobody else is."""
+    """Makes the caller the only reader of a link while the block runs."""
     me = object()
     assert link.readers.setdefault(0, me) is me
     try:
@@ -24,5 +24,5 @@ def reading(link: Link) -> Iterator[None]:
 
 @pytest.fixture
 def not_main(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the thread of the test do what all threads do that are not interrupted."""
+    """Makes the test's thread act as a thread that no signal handler interrupts."""
     monkeypatch.setattr(interrupts, "main_id", 0)

@@ -78,7 +78,7 @@ def test_a_dialled_unix_listener_answers() -> None:
 
 @pytest.mark.parametrize("is_secure", [False, True])
 def test_a_dialled_tcp_listener_answers(is_secure: bool) -> None:
-    """What goes over the connection is not its matter, but it says that TLS is to."""
+    """The listener does not run TLS itself, but its address announces it."""
     listener, address = listen_tcp("127.0.0.1", is_secure=is_secure)
     check_listener(listener, address)
     assert str(address).startswith("tls:" if is_secure else "tcp:")

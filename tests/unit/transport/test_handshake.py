@@ -109,7 +109,7 @@ def test_a_dialler_with_another_key_is_not_proven_and_told_so(pair: Pair) -> Non
 
 
 def test_an_acceptor_with_another_key_is_not_proven(pair: Pair) -> None:
-    """The address was taken over by a stranger, who answers whatever it is told."""
+    """A stranger has taken over the address and answers every greeting."""
     dialler, acceptor = begin(pair, acceptor_key=OTHER_KEY)
     dialler.send(Kind.HELLO, HELLO)
     with pytest.raises(NotProven):
@@ -135,7 +135,7 @@ class Recorder:
 
 
 def record() -> tuple[bytes, bytes]:
-    """Returns what a dialler said in a greeting, and what the acceptor said."""
+    """Returns the bytes that a dialler and an acceptor send in a handshake."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         dialler_end, acceptor_end = Recorder(ours), Recorder(theirs)
@@ -156,7 +156,7 @@ def test_a_recorded_hello_is_refused(pair: Pair) -> None:
 
 
 def test_a_recorded_acceptor_is_refused(pair: Pair) -> None:
-    """Even by a dialler that gets the recorded challenge: it has a number of its own."""
+    """Replaying the challenge does not help either: the dialler has a nonce of its own."""
     _, said = record()
     pair[1].sendall(said)
     dialler = Handshake.dial(pair[0], KEY, time.monotonic() + LIMIT_S)
@@ -166,7 +166,7 @@ def test_a_recorded_acceptor_is_refused(pair: Pair) -> None:
 
 
 def test_what_was_said_is_not_taken_back_as_an_answer(pair: Pair) -> None:
-    """Neither a greeting of one's own, nor one of another kind, nor the same one twice."""
+    """Covers a reflected greeting, a repeated one and one of another kind."""
     end = Recorder(pair[0])
     dialler, acceptor = begin((end, pair[1]))  # type: ignore[arg-type]
     dialler.send(Kind.HELLO, HELLO)
@@ -184,7 +184,7 @@ def test_what_was_said_is_not_taken_back_as_an_answer(pair: Pair) -> None:
 
 
 def test_nobody_proves_anything_by_repeating_what_it_is_told(pair: Pair) -> None:
-    """Not even a greeting of a kind that both sides might send, at the same place."""
+    """Holds even for a kind of greeting that both sides might send at the same position."""
     end = Recorder(pair[0])
     dialler, acceptor = begin((end, pair[1]))  # type: ignore[arg-type]
     dialler.send(Kind.HELLO, HELLO)
@@ -217,7 +217,7 @@ def test_every_bit_of_a_greeting_is_proven(pair: Pair) -> None:
         pair[0].sendall(changed)
         with pytest.raises(NotProven):
             acceptor.receive(Kind.HELLO)
-    # It was not the count that refused them.
+    # The count was not the reason for the refusals.
     acceptor._counts = [0, 0]
     pair[0].sendall(whole)
     assert acceptor.receive(Kind.HELLO) == HELLO
@@ -293,7 +293,7 @@ def test_another_version_is_refused_and_told_what_to_do(pair: Pair) -> None:
         Handshake.dial(pair[0], KEY, time.monotonic() + LIMIT_S)
 
 
-# Members that make no sense
+# Members that send malformed greetings
 
 
 def changed(**fields: Any) -> bytes:
@@ -332,7 +332,7 @@ def test_what_makes_no_sense_is_refused(
 
 
 class FixedJson:
-    """Writes the same text whatever it is given."""
+    """Writes the same text for every value."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text

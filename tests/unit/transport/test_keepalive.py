@@ -64,7 +64,7 @@ def test_of_a_unix_socket_nothing_is_known() -> None:
 def test_what_comes_does_not_count_while_nothing_is_answered(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With real networks, of which one direction fails: in ``test_lost_links``."""
+    """``test_lost_links`` covers real networks of which one direction fails."""
     ours = pair[0]
     assert silence_s(ours) is not None
     assert not is_unanswered(ours)
@@ -94,7 +94,7 @@ def test_an_idle_connection_is_probed_five_times_before_it_is_silent(
     assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         assert ours.getsockopt(socket.IPPROTO_TCP, option) == interval_s
-    # The kernel's own limits come after this side's.
+    # The kernel's own limits expire after this side's.
     probes = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
     assert probes * interval_s >= detection_s
     limit_ms = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)

@@ -20,7 +20,7 @@ LIMIT_S = 20.0
 
 
 class End(NamedTuple):
-    """A link, with what it was told about a full socket."""
+    """A link, and an event that is set when its socket is full."""
 
     link: Link
     is_full: threading.Event
@@ -60,7 +60,7 @@ def read_frames(link: Link, count: int) -> list[Frame]:
 
 
 def send_often(link: Link) -> None:
-    """Sends on until the news that the connection has ended are here."""
+    """Sends repeatedly, so that the link notices the end of its connection."""
     for _ in range(1000):
         link.send(frame_parts(1, b"x" * 10_000), may_block=False)
 
@@ -109,7 +109,7 @@ def test_a_thread_that_must_not_block_leaves_the_rest_to_flush(ends: tuple[End, 
 
 
 def flush_until_written(end: End) -> None:
-    """Does what the reactor does."""
+    """Flushes the link as the reactor does."""
     while end.is_full.is_set():
         end.is_full.clear()
         end.link.flush()
@@ -281,7 +281,7 @@ def test_what_is_no_frame_is_refused(ends: tuple[End, End]) -> None:
 
 
 class HalfTaking:
-    """A socket that takes a half of the first piece, and has another thread send meanwhile."""
+    """A socket that takes half of the first piece, and makes another thread send meanwhile."""
 
     def __init__(self, connection: socket.socket, link: Link, meanwhile: list[Buffer]) -> None:
         self._connection = connection

@@ -33,7 +33,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class End:
-    """A session's link, the other side of whose connection is a plain socket."""
+    """A session's link, connected to a plain socket."""
 
     def __init__(self) -> None:
         self.breaks: list[tuple[str, bool]] = []
@@ -52,14 +52,14 @@ class End:
         self.breaks.append((cause, is_answer))
 
     def reconnect(self, peer_position: int) -> None:
-        """Has the session go on over a new connection."""
+        """Resumes the session over a new connection."""
         self.other.close()
         ours, self.other = tcp_pair()
         self.link.resume(ours, peer_position)
         self.link.write_held()
 
     def arrived(self, size: int) -> bytes:
-        """Returns the next bytes that came out of the link."""
+        """Returns the next ``size`` bytes that the link sent."""
         self.other.settimeout(LIMIT_S)
         data = b""
         while len(data) < size:
@@ -69,7 +69,7 @@ class End:
         return data
 
     def receive(self, count: int) -> list[Frame]:
-        """Reads the link until so many frames have come."""
+        """Reads the link until ``count`` frames have arrived."""
         frames: list[Frame] = []
         deadline_s = time.monotonic() + LIMIT_S
         with reading(self.link):
@@ -186,7 +186,7 @@ def test_whether_a_break_is_an_answer_is_told(
     end: End, monkeypatch: pytest.MonkeyPatch, error: OSError, is_answer: bool
 ) -> None:
     class Failing:
-        """What a socket is like whose connection the kernel has given up."""
+        """Acts like a socket whose connection the kernel has given up."""
 
         def __getattr__(self, name: str) -> Callable[..., int]:
             def fail(*_: object) -> int:
@@ -213,7 +213,7 @@ def test_many_threads_notice_one_break(end: End) -> None:
         end.other.close()
 
     threads = [threading.Thread(target=target) for target in (write, write, end.notice, cut)]
-    # The reader waits for nobody: it is there already.
+    # The reader does not wait at the barrier: it reads from the start.
     for thread in threads:
         thread.start()
     start.wait(LIMIT_S)
@@ -278,7 +278,7 @@ def test_who_blocks_in_a_write_goes_on_with_the_new_connection(end: End) -> None
 
 
 def flush_until_written(end: End) -> None:
-    """Does what the reactor does."""
+    """Writes and flushes the link as the reactor does."""
     end.link.write_held()
     while end.is_full.wait(0.1):
         end.is_full.clear()
@@ -331,7 +331,7 @@ def test_acknowledged_memory_is_let_go_of(end: End) -> None:
 def test_nothing_is_let_go_of_while_the_session_is_resumed(
     end: End, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two at once would drop what neither of them may."""
+    """Race: an acknowledgement and a resumption at once would drop data that must be kept."""
     end.link.send([*FRAMES[0], *FRAMES[3]], may_block=False)
     end.link.stop()
     since, late = end.link._outgoing.since, []
@@ -367,7 +367,7 @@ def test_who_may_block_waits_while_much_is_not_acknowledged(end: End) -> None:
     sender = threading.Thread(target=send_more)
     sender.start()
     assert not done.wait(0.05)
-    end.link.send(FRAMES[2], may_block=False)  # Whoever must not block does not.
+    end.link.send(FRAMES[2], may_block=False)  # A sender that must not block does not wait.
     end.link.acknowledged(len(as_bytes(frame)))
     assert done.wait(LIMIT_S)
     sender.join(LIMIT_S)
@@ -410,7 +410,7 @@ def test_a_session_that_has_ended_is_not_resumed(end: End) -> None:
 
 def test_hanging_up_is_no_break(end: End) -> None:
     end.other.sendall(as_bytes(FRAMES[1]))
-    end.receive(1)  # It could be acknowledged.
+    end.receive(1)  # Data that could be acknowledged.
     end.link.hang_up()
     with reading(end.link), pytest.raises(LinkClosed):
         end.link.receive(may_block=True)
@@ -479,7 +479,7 @@ def test_a_drain_ends_in_time_and_at_once_with_the_session(end: End) -> None:
 
 
 def test_a_forked_process_frees_its_descriptors_and_leaves_the_connection(end: End) -> None:
-    keeper = end.link._socket.dup()  # As the parent has it.
+    keeper = end.link._socket.dup()  # The parent's copy.
     end.link.abandon()
     end.other.sendall(b"x")
     keeper.settimeout(LIMIT_S)
@@ -487,7 +487,7 @@ def test_a_forked_process_frees_its_descriptors_and_leaves_the_connection(end: E
     keeper.close()
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(end.link.write_fd)
-    end.link.read_fd = -1  # Its number may be another file's: not to be closed again.
+    end.link.read_fd = -1  # Another file may have its number by now.
 
 
 @pytest.mark.parametrize("control", [b"", encode_ints(1, 2), encode_ints(-1), b"xyz"])

@@ -12,7 +12,7 @@ SPIN_S = 0.0001
 
 
 class Clock:
-    """What the time is, for the spinning."""
+    """The clock that the spinning reads."""
 
     now_s = 1000.0
 
@@ -34,7 +34,7 @@ def make() -> Spinning:
 
 
 def rest_of(spinning: Spinning, clock: Clock) -> int:
-    """Returns for how many times of a spin waits sleep at once before one may spin again."""
+    """Returns the time until a wait may spin again, in lengths of a spin."""
     rest = 0
     while not spinning.is_worthwhile():
         rest += 1

@@ -24,7 +24,7 @@ FRAME_LIMIT = 2000
 
 
 class Memory:
-    """Counts what a parser takes."""
+    """Counts the bytes that a parser allocates."""
 
     def __init__(self) -> None:
         self.taken_bytes = 0
@@ -62,7 +62,7 @@ def plain(frame: Frame) -> Frame:
 
 
 def feed(parser: FrameParser, data: bytes, sizes: list[int]) -> list[Frame]:
-    """Feeds ``data`` in pieces of ``sizes``, over and over, through whatever space there is."""
+    """Feeds ``data`` in pieces of ``sizes``, repeated, through the space that the parser offers."""
     frames: list[Frame] = []
     at, turn = 0, 0
     while at < len(data):
@@ -227,7 +227,7 @@ def test_any_bytes_are_frames_or_refused(pieces: list[bytes], size: int) -> None
         received = []
     else:
         assert stream.startswith(b"".join(map(encoded, received)))
-    # Complete frames, and one that has begun.
+    # Complete frames, and one incomplete frame.
     assert memory.taken_bytes <= len(stream) + FRAME_LIMIT
 
 

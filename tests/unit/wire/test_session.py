@@ -42,7 +42,7 @@ def test_what_was_acknowledged_is_let_go_of() -> None:
     outgoing.keep([memoryview(tensor)])
     outgoing.acknowledge(9)
     with pytest.raises(BufferError):
-        tensor.append(1)  # The last byte of it may be needed again.
+        tensor.append(1)  # The last byte may have to be sent again.
     outgoing.acknowledge(10)
     tensor.append(1)
 
@@ -92,12 +92,12 @@ def test_much_is_acknowledged_at_once_and_little_when_asked() -> None:
 
 @pytest.mark.parametrize("position", [0, 1 << 40])
 def test_acknowledgements_are_not_acknowledged(position: int) -> None:
-    """Two idle sides would go on for ever."""
+    """Otherwise two idle peers would acknowledge each other forever."""
     (frame,) = encode_frame(Kind.ACKNOWLEDGED, 0, 0, encode_ints(position))
     incoming = Incoming()
     incoming.received(len(frame))
     assert incoming.acknowledgement() is None
-    # Nothing with a tensor is as short.
+    # Every frame with a tensor is longer.
     (least,) = encode_frame(Kind.CALL, 0, 0, b"", [memoryview(b"x")])
     assert len(least) > len(frame)
     incoming.received(len(least))
@@ -105,7 +105,7 @@ def test_acknowledgements_are_not_acknowledged(position: int) -> None:
 
 
 class Stream:
-    """One direction of a session: its two sides, and the bytes that are under way."""
+    """One direction of a session: its two sides, and the bytes in flight."""
 
     def __init__(self) -> None:
         self.outgoing = Outgoing()
@@ -134,7 +134,7 @@ class Stream:
         del self.acknowledgements[:count]
 
     def resume(self) -> None:
-        """Loses what is under way, acknowledgements as well, and goes on behind what arrived."""
+        """Loses bytes and acknowledgements in flight, and resumes after the last byte received."""
         self.acknowledgements.clear()
         self.under_way = joined(self.outgoing.since(self.incoming.position))
         self.outgoing.acknowledge(self.incoming.position)

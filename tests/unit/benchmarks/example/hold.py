@@ -1,4 +1,4 @@
-"""Starts a side, says who its processes are, and ends without a word to them."""
+"""Starts a side, prints its process ids, and exits without telling the processes."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from benchmarks.frame.work import Numbers, Work
 
 
 def echo_works(connections: list[socket.socket]) -> dict[str, Work | Numbers]:
-    """Works of a side that has an answering process for each connection."""
+    """Returns the works of a side that has an answering process for each connection."""
 
     def ask_all() -> None:
         for connection in connections:
@@ -28,7 +28,7 @@ def serve_echo(connection: socket.socket) -> None:
 
 
 def alone_works() -> dict[str, Work | Numbers]:
-    """Works of a side of one process, and one that tells how the process was started."""
+    """Returns the works of a one-process side; one work checks how the process was started."""
     return {
         "ask": Work(lambda: None),
         "environment": Work(_check_environment),

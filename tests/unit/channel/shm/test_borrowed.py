@@ -20,7 +20,7 @@ SIZE = SLABS_OFFSET + 4 * MIB
 
 @pytest.fixture
 def areas() -> tuple[Area, Area]:
-    """The memory as its lender has it mapped, and as a borrower has."""
+    """The same memory, as mapped by its lender and by a borrower."""
     descriptor, area = create(4 * MIB)
     try:
         return area, attach(descriptor, area.nonce)

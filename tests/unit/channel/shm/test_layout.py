@@ -85,7 +85,7 @@ def test_memory_that_is_not_there_is_an_error(
         with pytest.raises(MemoryError, match="no shared memory for 4096 bytes"):
             area.populate(SLABS_OFFSET, 4096)
     else:
-        area.populate(SLABS_OFFSET, 4096)  # An older kernel: touched page by page.
+        area.populate(SLABS_OFFSET, 4096)  # An older kernel: pages are touched one by one.
 
 
 def test_the_size_cannot_be_changed_any_more(made: tuple[int, Area]) -> None:

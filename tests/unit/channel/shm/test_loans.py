@@ -1,4 +1,4 @@
-"""Random lending, ending, losing and sharing, against a model of who may use what."""
+"""Random lending, ending, losing and sharing, checked against a model of the memory in use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = st.sampled_from([1, 16 * KIB, 17 * KIB, 64 * KIB, 200 * KIB])
 
 
 class Undead(Process):
-    """A process that is dead when the machine says so."""
+    """A process that is dead when the state machine says so."""
 
     def is_dead(self) -> bool:
         return self.started in DEAD
@@ -40,7 +40,7 @@ DEAD: set[str] = set()
 
 
 class Held(NamedTuple):
-    """Memory in a borrower's hands, and what it must hold for as long as it is there."""
+    """Memory that a borrower holds, and the byte that fills it until the loan ends."""
 
     memory: memoryview
     mark: int
@@ -93,7 +93,7 @@ class Loans(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 1 << 20))
     def end_again(self, index: int) -> None:
-        """A stray store of a tag whose loan has ended must mean nothing."""
+        """A stray store of a tag whose loan has ended must have no effect."""
         ended = [tag for tag in self.old_tags if tag not in self.live_tags()]
         if ended:
             self.borrowed.refuse(BufferEntry(SHM, 1, 1 << 21, ended[index % len(ended)]))
@@ -132,7 +132,7 @@ class Loans(RuleBasedStateMachine):
 
     @rule(is_dead=st.booleans())
     def lose(self, is_dead: bool) -> None:
-        """A dead borrower uses nothing any more; one that lives keeps what it has."""
+        """A dead borrower no longer uses its memory; a living one keeps it."""
         name = self.borrower.process.started
         if is_dead:
             DEAD.add(name)

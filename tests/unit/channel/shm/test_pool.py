@@ -119,7 +119,7 @@ def test_a_large_slab_is_made_when_asked_for_again(pool: SharedPool, borrower: B
     assert pool.statistics().resident_bytes == 0
     assert pool.lend(AT_ONCE_BYTES + 1, borrower) is not None
     assert pool.lend(AT_ONCE_BYTES * 4, borrower) is None
-    pool.trim()  # Some seconds later, that is.
+    pool.trim()  # Runs some seconds later; forgets the request.
     assert pool.lend(AT_ONCE_BYTES * 4, borrower) is None
 
 
@@ -334,7 +334,7 @@ def test_many_threads_lend_and_give_back(pool: SharedPool, borrowed: Borrowed) -
 
 
 class _SendsInItsFinalizer:
-    """Garbage, being part of a cycle, that lends, shares and trims when it dies."""
+    """Cyclic garbage that lends, shares and trims in its finalizer."""
 
     outcomes: ClassVar[list[object]] = []
 

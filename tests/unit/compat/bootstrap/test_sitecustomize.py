@@ -1,4 +1,4 @@
-"""In processes of their own, with a made-up torch and Weft: so each takes no more than Python."""
+"""Tests the bootstrap in child processes, with a fake torch and Weft to start as fast as Python."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
-    """Runs a program with the bootstrap; a file is made, changed, or with None left out."""
+    """Runs a program with the bootstrap; ``changes`` adds, replaces or (with None) omits files."""
 
     def start(program: str, folder: str = FOLDER, **changes: str | None) -> tuple[str, str]:
         for name, content in {**FILES, **changes}.items():
@@ -64,7 +64,7 @@ def test_a_program_without_torch_pays_nothing(run: Any, tmp_path: Path) -> None:
 def test_it_is_installed_when_torch_is_complete(run: Any) -> None:
     out, err = run(
         "import importlib.util\n"
-        "assert importlib.util.find_spec('torch').name == 'torch'\n"  # looks, and imports nothing
+        "assert importlib.util.find_spec('torch').name == 'torch'\n"  # finds, without an import
         "import torch\n"
         "print(vars(torch.__spec__.loader).keys() - {'name', 'path'}, torch.__spec__.name)\n"
     )

@@ -1,4 +1,4 @@
-"""The meter of late wake-ups."""
+"""Tests the meter of late wake-ups."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def test_it_measures_and_ends() -> None:
     finally:
         meter.close()
     assert not any(thread.name == "lateness-test" for thread in threading.enumerate())
-    # What it has measured can still be asked for.
+    # The measurements stay readable after close.
     assert meter.average_us() == meter.average_us()

@@ -1,4 +1,4 @@
-"""The time limits of ``_all_gather``."""
+"""Tests the time limits of ``_all_gather``."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def reduce_point(point: Point) -> tuple[Any, ...]:
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgets the reducers of a test."""
+    """Forgets the reducers that a test registers."""
     monkeypatch.setattr(reducers, "_REDUCERS", dict(reducers._REDUCERS))
     monkeypatch.setattr(_internal_rpc_pickler, "_class_reducer_dict", {})
 
@@ -79,7 +79,7 @@ def test_reducers_of_the_default_pickler_hold_for_calls_too() -> None:
     with pytest.raises(SerializationError, match="generator"):
         serialize(Point(1, 2))
     _internal_rpc_pickler._register_reducer(Point, reduce_point)
-    _internal_rpc_pickler._register_reducer(Point, len)  # the first stays
+    _internal_rpc_pickler._register_reducer(Point, len)  # the first registration stays
     assert deserialize(*serialize([Point(1, 2)]))[0].y == 2
     packed = pack(([Point(1, 2)], {}), main_by_name=True)
     (points,), _ = unpack(packed.payload, packed.tensors, packed.externals)

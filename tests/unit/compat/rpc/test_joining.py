@@ -18,7 +18,7 @@ class Options(RpcBackendOptions):
 
 
 class Agent:
-    """Takes the place of a worker's."""
+    """Stands in for a worker's agent."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def method(folder: Path) -> str:
 
 
 def register(**seen: Any) -> dict[str, Any]:
-    """Registers back-end ``OTHER``, which joins nothing; returns what it will be called with."""
+    """Registers back-end ``OTHER``, which joins no group; returns a dict of its call arguments."""
 
     def join(store: Store, **arguments: Any) -> Agent:
         assert isinstance(store, Store)

@@ -1,4 +1,4 @@
-"""Which names of PyTorch's modules Weft's have, and why not the others."""
+"""Tests that Weft's modules have all names of PyTorch's, but for those left out for a reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEFT_OUT_MODULES = {
     "_utils": _MEMBERSHIP,
     "server_process_global_profiler": _PROFILER,
 }
-"""PyTorch's modules that Weft has none for, and why."""
+"""PyTorch's modules without a counterpart in Weft, with the reason."""
 
 LEFT_OUT: dict[str, dict[str, str]] = {
     "": {
@@ -95,7 +95,7 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         **dict.fromkeys(["_invoke_rpc", "functions", "rpc_async"], _IMPORTED),
     },
 }
-"""By module: what PyTorch's have and Weft's do not, and why."""
+"""By module: the names that only PyTorch's module has, with the reason."""
 
 MODULES = [
     "",
@@ -120,7 +120,7 @@ def both(name: str) -> tuple[ModuleType, ModuleType]:
 
 
 def own_names(module: ModuleType) -> Iterator[str]:
-    """Yields the names of a module of PyTorch's, without what it imports from outside."""
+    """Yields the names of a PyTorch module, without its imports from other packages."""
     for name, value in vars(module).items():
         home = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
         is_foreign = isinstance(home, str) and not home.startswith((STOCK, "torch._C"))
@@ -152,7 +152,7 @@ def test_what_is_left_out_is_not_there(name: str) -> None:
 
 def test_star_imports_bring_what_pytorchs_do() -> None:
     stock, ours = both("")
-    # A test of PyTorch's is the only one to import this from there.
+    # Only a test of PyTorch's imports these two names from there.
     assert set(stock.__all__) <= set(ours.__all__) | {"method_factory", "new_method"}
     assert all(hasattr(ours, name) for name in ours.__all__)
 

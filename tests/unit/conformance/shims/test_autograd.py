@@ -1,4 +1,4 @@
-"""A context's messages, seen as nodes of PyTorch's."""
+"""Tests the view of a context's messages as PyTorch nodes."""
 
 from __future__ import annotations
 

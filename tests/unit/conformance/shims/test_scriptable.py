@@ -1,4 +1,4 @@
-"""Stand-ins: what ``torch.jit.script`` compiles in place of a remote module."""
+"""Tests stand-ins, which ``torch.jit.script`` compiles in place of a remote module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LocalFuture:
 
 
 class LocalChain:
-    """Multiplies by two and more, without any worker; futures wait for ``go_on``."""
+    """Multiplies by ``2 * times``, without any worker; futures wait for ``go_on``."""
 
     def __init__(self, are_ready: bool = True) -> None:
         self.futures: list[LocalFuture] = []

@@ -1,4 +1,4 @@
-"""Calls, callers and requests for the machines of calls, without a thread or a clock."""
+"""Calls, callers and requests for the state machines of calls, without a thread or a clock."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Asked(OpenCall):
 
 
 class Served(AnsweredCall):
-    """A call that notes what becomes of it."""
+    """A call that records its answers and its value."""
 
     def __init__(self, peer: Peer, number: int = 7, arrived_s: float = 10.0) -> None:
         super().__init__(peer, request(number), arrived_s)

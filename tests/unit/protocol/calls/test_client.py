@@ -1,4 +1,4 @@
-"""The calls that a worker makes: each event, and the races of two of them."""
+"""The calls that a worker makes: each event, and the races between two events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of others: known from arrival to end, run at most once, answered where somebody waits."""
+"""Served calls: known from arrival to end, run at most once, answered if a caller waits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_nobody_waits_for_has_no_number_to_be_known_by(peer: Peer) -> None:
     assert call.has_ended
 
 
-# Its turn
+# Beginning
 
 
 def test_a_call_begins_while_somebody_waits_for_it(peer: Peer) -> None:
@@ -82,7 +82,7 @@ def test_the_owner_of_references_decides_about_creations(peer: Peer, is_wanted: 
     assert call.deadline_s == math.inf
 
 
-# Its outcome
+# Outcomes
 
 
 def test_a_result_and_an_error_are_answers(peer: Peer) -> None:

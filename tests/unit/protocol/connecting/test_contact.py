@@ -17,7 +17,7 @@ def contact() -> Contact:
 
 
 def next_dial_s(contact: Contact, now_s: float) -> float:
-    """Asks as often as is due until it is time to dial; returns when that is."""
+    """Steps the contact whenever it is due until it asks to dial; returns that time."""
     while (step := contact.step(now_s)) is not Step.DIAL:
         assert step is Step.NOTHING
         assert contact.due_s() > now_s
@@ -109,7 +109,7 @@ def test_the_next_break_is_mended_as_fast_as_the_first(contact: Contact) -> None
 
 
 def test_an_end_from_this_side_gives_no_more_time(contact: Contact) -> None:
-    """The kernel gave up: nothing was heard, and who is silent is not given ``reconnect_s``."""
+    """The kernel gave up because it heard nothing; a silent peer does not get ``reconnect_s``."""
     contact.broke(9.0, "timed out", is_answer=False)
     assert contact.step(9.0) is Step.DIAL
     contact.dial_failed(9.5, "unreachable")
@@ -158,7 +158,7 @@ def test_who_listens_is_asked_again_before_its_time_is_up(reconnect_s: float) ->
 
 
 def test_who_listens_is_not_silent(contact: Contact) -> None:
-    """A connection whose peer does not read is probed by the kernel more and more rarely."""
+    """If a peer does not read, the kernel probes the connection more and more rarely."""
     now_s = 0.0
     for _ in range(10):
         now_s = next_dial_s(contact, now_s) + 2.0
@@ -193,7 +193,7 @@ def test_who_was_stopped_in_a_silence_tries_before_it_gives_up(contact: Contact)
     assert contact.step(1000.0) is Step.DIAL
     assert contact.step(1001.0) is Step.NOTHING
     assert contact.step(1002.0) is Step.NOTHING
-    # Stopped again, in the middle of the attempt.
+    # The process is stopped again, during the attempt.
     assert contact.step(2000.0) is Step.NOTHING
     contact.dial_failed(2000.0, "no answer")
     assert contact.step(2000.5) is Step.DIAL
@@ -203,7 +203,7 @@ def test_who_was_stopped_in_a_silence_tries_before_it_gives_up(contact: Contact)
 
 
 def test_time_in_which_nobody_asked_does_not_count(contact: Contact) -> None:
-    """A stopped process goes on: the other side had no chance to be reached."""
+    """This process was stopped, so it had no chance to reach the other side."""
     contact.broke(0.0, "reset", is_answer=True)
     assert contact.step(0.0) is Step.DIAL
     contact.dial_failed(0.0, "unreachable")
@@ -236,7 +236,7 @@ def test_whatever_happens_it_dials_one_at_a_time_and_is_due_when_it_says(
 ) -> None:
     contact, now_s, is_dialling = Contact(0.0, DETECTION_S, RECONNECT_S), 0.0, False
     for event, pause_s in events:
-        # Before it is due there is nothing to do.
+        # The contact has nothing to do before it is due.
         if contact.due_s() > now_s:
             early_s = min(now_s + pause_s, math.nextafter(contact.due_s(), 0.0))
             assert contact.step(early_s) is Step.NOTHING
@@ -293,7 +293,7 @@ def test_a_process_that_was_stopped_has_time_though_its_system_heard_something_m
     contact = Contact(0.0, 1.0, 15.0)
     contact.heard(0.4)
     assert contact.step(0.4) is Step.NOTHING
-    # Stopped until 4.0; until 2.6 the kernel took what the other side sent.
+    # The process is stopped until 4.0; its kernel received data until 2.6.
     contact.heard(2.6)
     assert contact.step(4.0) is Step.DIAL
     contact.resumed(4.2)

@@ -103,7 +103,7 @@ def test_of_two_offers_that_of_the_higher_id_stands() -> None:
 
 
 def test_what_was_not_offered_gives_way() -> None:
-    """Also to the lower id: the network may carry connections in one direction only."""
+    """Even to the lower id: the network may carry connections in one direction only."""
     machine = wanting(LOWER)
     assert machine.hello(ME, THEIRS) == Answer(Verdict.ACCEPT)
     assert not machine.offer()
@@ -174,14 +174,14 @@ def test_a_peer_that_cannot_be_reached_is_given_up() -> None:
 
 @pytest.mark.parametrize("failure", [Failure.BROKEN, Failure.BUSY])
 def test_a_worker_that_was_stopped_tries_before_it_gives_up(failure: Failure) -> None:
-    """The other side had no chance to be reached."""
+    """A stopped worker had no chance to reach the other side."""
     machine = wanting()
     assert isinstance(machine.dial_failed(1.0, failure, "reset"), Wait)
     step = machine.go_on(1000.0)
     assert isinstance(step, Dial)
     assert isinstance(machine.dial_failed(1000.0, Failure.BROKEN, "reset"), Wait)
     assert isinstance(machine.go_on(1000.5), Dial)
-    # Stopped again, in the middle of an attempt.
+    # The worker is stopped again, during an attempt.
     assert isinstance(machine.dial_failed(2000.0, Failure.BROKEN, "reset"), Wait)
     assert isinstance(machine.go_on(2000.2), Dial)
     assert isinstance(machine.dial_failed(2000.2 + TIMEOUT_S, Failure.BROKEN, "reset"), Lose)

@@ -12,5 +12,5 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="session")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """An authority that nobody of the group knows."""
+    """An authority that no member of the group trusts."""
     return Authority(tmp_path_factory.mktemp("stranger"))

@@ -1,4 +1,4 @@
-"""Two ends of a TCP connection, and what becomes of them when both do something at once."""
+"""Two ends of a TCP connection, and the outcomes when both act at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT_S = 20.0
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Returns who has connected, and who was connected to."""
+    """Returns the client's and the server's socket of a new connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         return client, listener.accept()[0]
@@ -29,7 +29,7 @@ def outcome(future: Future[object]) -> object:
 def meet(
     as_client: Callable[[socket.socket], object], as_server: Callable[[socket.socket], object]
 ) -> tuple[object, object]:
-    """Lets both sides do what they do; closes a side's socket when it is done or has failed.
+    """Runs both sides at once; closes a side's socket when that side is done or has failed.
 
     Returns:
         Result or exception of the client, and of the server.
@@ -49,7 +49,7 @@ def meet(
 def secure_pair(
     client_options: TlsOptions, server_options: TlsOptions
 ) -> Iterator[tuple[SecureConnection, SecureConnection]]:
-    """Makes a secure connection: who has connected, and who was connected to."""
+    """Yields the client's and the server's end of a new secure connection."""
     client, server = tcp_pair()
     with client, server, ThreadPoolExecutor(1) as pool:
         accepting = pool.submit(secure_server, server, server_options, LIMIT_S)

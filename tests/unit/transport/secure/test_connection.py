@@ -36,7 +36,7 @@ def pair(authority: Authority) -> Iterator[Pair]:
 
 @pytest.fixture
 def narrow(pair: Pair) -> Pair:
-    """A pair whose sockets are full soon."""
+    """A pair whose sockets fill up soon."""
     for end in pair:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     return pair
@@ -49,7 +49,7 @@ def wait_for(end: SecureConnection, event: int) -> None:
 
 
 def fill(end: SecureConnection, data: Buffer) -> int:
-    """Sends until the socket is full; returns how much was reported as sent."""
+    """Sends until the socket is full; returns the number of bytes reported as sent."""
     sent = 0
     try:
         while True:
@@ -71,7 +71,7 @@ def read_exactly(end: SecureConnection, size: int) -> bytes:
 
 
 def write_in_bits(end: SecureConnection, data: bytes, seed: int) -> None:
-    """Writes as a link does: some buffers at a time, waiting with poll where there is no room."""
+    """Writes as a link does: some buffers at a time, with a poll when the socket is full."""
     dice, rest = random.Random(seed), memoryview(data)
     while rest:
         parts: list[Buffer] = []
@@ -133,7 +133,7 @@ def test_what_was_encrypted_but_not_sent_is_not_reported_as_sent(narrow: Pair) -
     data = random.Random(1).randbytes(BIG_BYTES)
     sent = fill(client, data)
     assert 0 < sent < BIG_BYTES
-    # Whoever waits for room now comes again, and the end of it is out.
+    # The writer waits for room and retries, which also sends the rest of the ciphertext.
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read_in_bits, server, sent + 1, 2)
         while sent < BIG_BYTES and not reading.done():
@@ -198,7 +198,7 @@ def test_what_is_in_memory_already_is_pending(pair: Pair) -> None:
     assert server.pending
     poll = select.poll()
     poll.register(server, select.POLLIN)
-    assert not poll.poll(0)  # No event tells of it.
+    assert not poll.poll(0)  # Pending plaintext causes no event.
     assert len(server.recv(1000)) == 999
     assert not server.pending
 
@@ -334,7 +334,7 @@ def test_a_record_that_comes_twice_is_an_error(pair: Pair) -> None:
 def hang_up_during(
     end: SecureConnection, waiting: Callable[[], object], has_begun: Callable[[], bool]
 ) -> BaseException | None:
-    """Ends a connection while another thread waits in it; returns what that thread raised."""
+    """Ends a connection while another thread waits in it; returns that thread's exception."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(waiting)
         while not has_begun():
@@ -378,7 +378,7 @@ def test_closing_twice_is_harmless(pair: Pair) -> None:
     assert pair[0].fileno() == -1
 
 
-# What it does not do
+# Unsupported operations
 
 
 def test_half_a_connection_cannot_be_ended(pair: Pair) -> None:
@@ -435,7 +435,7 @@ class End:
         return frames
 
     def flush(self) -> None:
-        """Does what the reactor does."""
+        """Flushes the link as the reactor does."""
         assert self.is_full.wait(LIMIT_S)
         while self.is_full.is_set():
             poll = select.poll()

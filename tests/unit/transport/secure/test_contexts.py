@@ -16,7 +16,7 @@ from torchweft.transport.secure.contexts import ContextPair, Contexts, Files
 
 @pytest.fixture
 def files(authority: Authority, tmp_path: Path) -> Files:
-    """Files that only this test has."""
+    """Copies of the files for this test only."""
     copies = []
     for name, path in zip(
         ("certificate", "key", "ca"), (*authority.separate_files(), authority.path), strict=True

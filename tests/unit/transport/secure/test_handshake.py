@@ -28,7 +28,7 @@ def server_of(options: TlsOptions) -> Side:
 
 
 def foreign_client(configure: Callable[[ssl.SSLContext], None]) -> Side:
-    """Returns a client of another make, which trusts everybody and reads what the server says."""
+    """Returns a client outside Weft that trusts every server and reads the server's answer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -64,7 +64,7 @@ def test_what_is_sent_is_not_to_be_read_on_the_way(authority: Authority) -> None
     on_the_way = bytearray()
 
     class Overheard:
-        """A socket that notes what it receives."""
+        """A socket that records the data that it receives."""
 
         def __getattr__(self, name: str) -> object:
             return getattr(server, name)
@@ -94,7 +94,7 @@ def test_a_certificate_of_another_authority_is_refused(
     authority: Authority, stranger: Authority, who: str
 ) -> None:
     ours = authority.options()
-    theirs = stranger.options(ca=authority.path)  # It trusts us; we do not know it.
+    theirs = stranger.options(ca=authority.path)  # It trusts our authority; we do not trust its.
     if who == "client":
         client, server = meet(client_of(theirs), server_of(ours))
         assert is_refused(server, "does not trust its certificate")
@@ -176,7 +176,7 @@ def test_a_plain_client_is_told_apart(authority: Authority, words: bytes) -> Non
     client, server = meet(talk, server_of(authority.options()))
     assert is_refused(server, "it does not speak TLS")
     assert "every worker, or on none" in str(server)
-    assert client == b""  # It is told nothing, not even that TLS is spoken here.
+    assert client == b""  # It receives nothing, not even a sign of TLS.
 
 
 def test_a_plain_server_that_answers_is_told_apart(authority: Authority) -> None:

@@ -85,7 +85,7 @@ def test_the_key_may_have_a_file_of_its_own(authority: Authority) -> None:
 
 def test_options_travel_to_other_processes_and_work_there(authority: Authority) -> None:
     options = authority.options(name="127.0.0.1", mutual=False)
-    options.check()  # Now it has settings of OpenSSL, which cannot travel.
+    options.check()  # Creates OpenSSL objects, which cannot be pickled.
     copy = pickle.loads(pickle.dumps(options))
     assert copy == options
     copy.check()

@@ -36,7 +36,7 @@ def test_both_know_what_is_spoken_and_who_is_there(ends: tuple[TlsStream, TlsStr
 
 
 def test_the_handshake_leaves_nothing_to_be_sent(ends: tuple[TlsStream, TlsStream]) -> None:
-    # No session tickets: they would have to be sent by whoever reads next.
+    # There are no session tickets: the next reader would have to send them.
     assert [end.take() for end in ends] == [b"", b""]
     assert all(end.is_dry for end in ends)
 
@@ -122,4 +122,4 @@ def test_nonsense_is_an_error_and_stays_one(ends: tuple[TlsStream, TlsStream]) -
     for _ in range(2):
         with pytest.raises(ConnectionResetError, match="not what the other side encrypted"):
             decrypt(server, 4)
-    assert server.has_output  # An alert: the other side is to know.
+    assert server.has_output  # An alert that informs the other side.

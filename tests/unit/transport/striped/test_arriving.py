@@ -137,7 +137,7 @@ def test_memory_is_taken_once_and_given_back_when_nobody_uses_it(
     assert waiter.result() == data
     assert pool.statistics().leased_count == 1
     waiter.memory = None
-    # Not even the connection that brought it keeps it.
+    # The connection that received the data does not keep it either.
     assert pool.statistics().leased_count == 0
 
 
@@ -200,7 +200,7 @@ def test_silence_is_noticed_and_progress_is_not_silence(
 def test_a_connection_that_ends_is_nobody_s_fault(
     arrivals: Arrivals, ends: list[End], size: int
 ) -> None:
-    """Between two stripes or within one: what is missing is asked for."""
+    """It may end between stripes or within one: the receiver requests the missing data."""
     ends[0].socket.sendall(stripe(content(100), 0, 60)[:size])
     ends[0].receiving.read()
     ends[0].socket.close()
@@ -283,7 +283,7 @@ def test_who_waits_for_what_is_given_up_is_told(
 
 
 def test_who_waits_after_it_was_given_up_is_told_at_once(arrivals: Arrivals) -> None:
-    """The message may come later than the news of the connection."""
+    """The message may arrive after the report that the connection broke."""
     arrivals.give_up([KEY.token])
     assert not arrivals.is_here(KEY)
     with pytest.raises(NotComing, match="had come"):
@@ -320,7 +320,7 @@ def test_of_a_message_with_many_tensors_some_may_have_come(
 def test_what_was_taken_or_is_of_no_use_is_not_given_up_again(
     arrivals: Arrivals, ends: list[End]
 ) -> None:
-    """The sender does not know yet that it has come."""
+    """The sender does not know yet that the transfer has arrived."""
     ends[0].bring(stripe(content(10), 0, 10))
     arrivals.wait(KEY, 10, LIMIT_S)
     arrivals.forget([KEY])
@@ -359,7 +359,7 @@ def test_the_loss_of_the_peer_after_that_ends_nothing_twice(
 
 
 def test_a_descriptor_is_forgotten_once(ends: list[End]) -> None:
-    """Another connection may have its number when it is closed again."""
+    """Another connection may have the number by the time of the second close."""
     forgotten: list[int] = []
     number = ends[0].receiving.fd
     for _ in range(2):

@@ -27,7 +27,7 @@ class End:
         self.causes: list[str] = []
         self.sending = SendingConnection(ours, outbox, self.causes.append)
         outbox.add_connection()
-        assert self.sending.write() == NOTHING  # It is idle from here on.
+        assert self.sending.write() == NOTHING  # The connection is idle from here on.
 
     def close(self) -> None:
         self.sending.close()
@@ -85,7 +85,7 @@ def test_transfers_take_turns(outbox: Outbox, ends: list[End]) -> None:
 def test_stripes_arrive_over_every_connection(outbox: Outbox, ends: list[End]) -> None:
     sent = buffer_of(2 * STRIPE_BYTES + 1)
     started = outbox.put(9, [sent])
-    # Both begin before either goes on, as two threads would.
+    # Both take their first stripe before either continues, as two threads would.
     assert {started[0], started[1]} == {end.sending for end in ends}
     firsts = {connection: outbox.take(connection) for connection in started}
     assert all(firsts.values())
@@ -188,7 +188,7 @@ def test_a_close_ends_the_wait_for_room(outbox: Outbox, ends: list[End]) -> None
 
 
 def test_no_transfer_is_left_behind_by_a_connection_that_becomes_idle() -> None:
-    """A transfer comes while a connection finds nothing to do: one of the two must see it."""
+    """Race: a transfer is added while a connection goes idle; one side must notice the other."""
     outbox = Outbox(STRIPE_BYTES)
     end = End(outbox)
     count = 4 * 500
@@ -221,7 +221,7 @@ def test_a_connection_is_not_idle_twice(outbox: Outbox, ends: list[End]) -> None
 
 
 def test_a_descriptor_is_forgotten_once() -> None:
-    """Another connection may have its number when it is closed again."""
+    """Another connection may have the number by the time of the second close."""
     with contextlib.closing(End(Outbox(100))) as end:
         forgotten: list[int] = []
         number = end.sending.fd
