@@ -46,8 +46,6 @@ class CallWorld:
         self.slots = self.chance.choice((1, 2, 8))
         self.longest_pause_s = self.chance.choice((0.0, 1e-3, 0.02, 0.2))
         self.longest_delay_s = self.chance.choice((1e-3, 0.1, 1.0))
-        self.is_quiet = False
-        """Whether programs have stopped making calls of their own."""
         self._arrivals_s: dict[tuple[int, int], float] = {}
         self._broken: set[frozenset[int]] = set()
         self._connecting: set[frozenset[int]] = set()
