@@ -26,9 +26,7 @@ from torchweft.errors import ConfigurationError, ShutdownError, WorkerLost
 
 pytestmark = pytest.mark.timeout(90)
 
-DETECTION_S = 3.0
-"""More than twice the interval of the kernel's probes, which is 1 s at least. With less, an idle
-connection is replaced now and then, and a network that fails meanwhile is noticed later."""
+DETECTION_S = 2.0
 AT_ONCE_S = 0.1
 MTU_BYTES = 32_000
 LARGEST_BYTES = int(os.environ.get("WEFT_TEST_LOSS_BYTES", str(4 << 20)))

@@ -45,7 +45,10 @@ class Contacts:
         self._redial = redial
         self._lose = lose
         self._wake_by = wake_by
-        self._interval_s = min(float(probe_interval_s(detection_s)), detection_s / 5)
+        probe_s = float(probe_interval_s(detection_s))
+        self._interval_s = min(probe_s, detection_s / 5)
+        # Silence for half of ``detection_s`` is suspicious: the kernel's probes may come too late.
+        self._prompt_after_s = detection_s / 8 if probe_s > detection_s / 4 else math.inf
         self._lock = threading.Lock()
         self._watched: dict[int, tuple[Peer, ResumableLink]] = {}
         self._acknowledge_at_s = math.inf
@@ -103,7 +106,8 @@ class Contacts:
             watched = list(self._watched.values())
         due_s = math.inf
         for peer, link in watched:
-            self._listen(peer, link, now_s)
+            if self._listen(peer, link, now_s) >= self._prompt_after_s:
+                link.prompt()
             due_s = min(due_s, self._look_at(peer, now_s))
         if watched and now_s >= self._acknowledge_at_s:
             for _, link in watched:
@@ -121,11 +125,14 @@ class Contacts:
         self._act(peer, actions)
         return due_s
 
-    def _listen(self, peer: Peer, link: ResumableLink, now_s: float) -> None:
+    def _listen(self, peer: Peer, link: ResumableLink, now_s: float) -> float:
+        """Notes when the peer was last heard; returns the seconds since then, 0 if unknown."""
         silence_s = link.silence_s()
-        if silence_s is not None:
-            with peer.state_lock:
-                peer.connecting.heard(now_s - silence_s)
+        if silence_s is None:
+            return 0.0
+        with peer.state_lock:
+            peer.connecting.heard(now_s - silence_s)
+        return silence_s
 
     # Actions
 

@@ -22,6 +22,7 @@ from torchweft.agent.refetch import read_request
 from torchweft.channel.copying import Copier
 from torchweft.channel.receiving import in_order
 from torchweft.channel.sending import prepare
+from torchweft.channel.shm.borrowed import end_dead_loans
 from torchweft.channel.table import CMA, SHM, STRIPED, BufferTable, ChannelKind, decode_table
 from torchweft.errors import ProtocolError
 from torchweft.serialize import tensors as tensor_table
@@ -175,6 +176,7 @@ class TensorMessages:
         """Frees pooled memory that has not been used for a while; a timer job."""
         if now_s >= self._next_trim_s:
             self._next_trim_s = now_s + self._idle_s / 2
+            end_dead_loans()
             self._agent.pool.trim(self._idle_s)
             if self._memory.pool is not None:
                 self._memory.pool.trim(self._idle_s)

@@ -49,8 +49,7 @@ class RpcBackendOptions:
         tls: TLS settings for TCP connections; give them to all workers. By default taken from the
             ``WEFT_TLS_...`` variables.
         detection_time: Seconds without an answer from another worker's machine after which that
-            worker is lost. The machine of a busy worker answers. Below 2.5 s an idle connection is
-            replaced now and then, as the kernel asks that machine once a second at most.
+            worker is lost. The machine of a busy worker answers.
         reconnect_time: Seconds within which a broken connection is made again; after them the
             worker at its other end is lost.
         reference_type: Class of the references that this worker makes and receives; a subclass

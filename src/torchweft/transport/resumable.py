@@ -31,7 +31,7 @@ from torchweft.transport.link import READ_TICK_S, SEND_PATIENCE_S, Link, LinkClo
 from torchweft.transport.spinning import Spinning
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, decode_ints, encode_ints
-from torchweft.wire.session import LEAST_BYTES, Incoming, Outgoing
+from torchweft.wire.session import ACKNOWLEDGE_BYTES, LEAST_BYTES, Incoming, Outgoing
 
 _IOV_LIMIT = 512
 _DONTWAIT = socket.MSG_DONTWAIT
@@ -207,7 +207,17 @@ class ResumableLink(Link):
 
     def acknowledge(self) -> None:
         """Acknowledges received bytes, if enough of them are new. Never blocks."""
-        position = self._incoming.acknowledgement()
+        self._acknowledge(self._incoming.acknowledgement())
+
+    def prompt(self) -> None:
+        """Sends something to which the peer's kernel responds. Never blocks.
+
+        Does nothing while the peer has not acknowledged much: then the kernels are in contact.
+        """
+        if self._outgoing.kept_bytes <= ACKNOWLEDGE_BYTES:
+            self._acknowledge(self._incoming.repetition())
+
+    def _acknowledge(self, position: int | None) -> None:
         if position is not None and not self._is_broken:
             control = encode_ints(position)
             with contextlib.suppress(LinkClosed):

@@ -112,5 +112,9 @@ class Incoming:
         """Returns the position to acknowledge, and notes it as told; None if there is no need."""
         if self.position - self._told <= LEAST_BYTES:
             return None
+        return self.repetition()
+
+    def repetition(self) -> int:
+        """Returns the position to acknowledge even if it was told before; notes it as told."""
         self._told = self.position
         return self._told

@@ -83,7 +83,7 @@ def test_after_a_while_nothing_is_kept_and_nothing_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(contacts, "_ACKNOWLEDGE_S", 0.01)
-    with pair_of(Patience(0.5, 15.0)) as pair:
+    with pair_of() as pair:
         for number in range(5):
             send(pair.dialler, pair.acceptor, number, 100_000)
         wait_until(lambda: all(link._outgoing.kept_bytes <= 24 for link in pair.links))
@@ -92,6 +92,17 @@ def test_after_a_while_nothing_is_kept_and_nothing_is_sent(
         sent = [link.bytes_sent for link in pair.links]
         wait_until(lambda: min(map(len, looks)) >= 20)
         assert [link.bytes_sent for link in pair.links] == sent
+        assert pair.lost() == []
+
+
+def test_a_short_patience_keeps_the_kernel_of_an_idle_peer_answering() -> None:
+    """Its own probes, one a second, would come too late."""
+    with pair_of(Patience(0.4, LIMIT_S)) as pair:
+        pair.check()
+        for _ in range(10):
+            sent = sum(link.bytes_sent for link in pair.links)
+            wait_until(lambda sent=sent: sum(link.bytes_sent for link in pair.links) > sent)
+        assert all(link._outgoing.kept_bytes < 10 * 24 for link in pair.links)
         assert pair.lost() == []
 
 

@@ -36,7 +36,8 @@ class Interrupt(BaseException):
 def interrupt_at(step: int, run: Callable[[], object]) -> bool:
     """Calls ``run`` and raises at one of its steps; returns whether that step was reached.
 
-    Steps of a weak reference's callback are left out: Python ignores an exception there.
+    Steps of a weak reference's callback are left out: Python ignores an exception there. The tests
+    of ``channel.shm.borrowed`` try them.
     """
     seen = 0
 

@@ -2,7 +2,8 @@
 
 All views of received memory keep the object that exports it alive (see ``channel.memory``). When
 the exporter dies, a weak reference's callback stores one aligned word where the lender will look.
-The callback also forgets the reference, and does nothing else.
+The callback also forgets the reference, and does nothing else. Ctrl-C within the callback is lost
+on Python, and the loan with it: ``end_dead_loans``, called now and then, ends such loans.
 
 The store must not be reordered before this process's accesses to the slab. It is not: before the
 store, the last owner of the memory has atomically decremented its reference count to zero.
@@ -41,6 +42,13 @@ def _end(lease: weakref.ref[Bytes]) -> None:
     assert isinstance(lease, _Lease)
     lease.words[lease.tag & TICKET_MASK] = lease.tag
     _leases.pop(id(lease), None)
+
+
+def end_dead_loans() -> None:
+    """Ends the loans whose exporters have died, but whose callbacks were interrupted."""
+    for lease in list(_leases.values()):
+        if lease() is None:
+            _end(lease)
 
 
 class Borrowed:

@@ -300,6 +300,9 @@ class SharedPool:
         except MemoryError:
             self._punch([slab])
             return None
+        except BaseException:  # Ctrl-C: making a large slab takes long.
+            self._punch([slab])
+            raise
         return slab
 
     def _reserve(self, slab_bytes: int) -> int | None:

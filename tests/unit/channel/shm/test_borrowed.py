@@ -3,6 +3,8 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +63,38 @@ def test_the_tag_is_written_once_the_last_view_is_gone(lender: Area, borrowed: B
     del view
     assert lender.words[5] == tag
     assert int(lender.words.astype(bool).sum()) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("event", ["call", "c_return"])
+def test_a_loan_whose_end_is_interrupted_ends_later(
+    lender: Area, borrowed: Borrowed, event: str
+) -> None:
+    views = [borrowed.take(BufferEntry(SHM, MIB, SLABS_OFFSET, 77 << 16 | 5))]
+
+    def interrupt(frame: Any, seen: str, _: object) -> None:
+        if frame.f_code is borrowed_module._end.__code__ and seen == event:
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        views.clear()
+    finally:
+        sys.setprofile(None)
+    interrupted = list(borrowed_module._leases.values())
+    borrowed_module.end_dead_loans()
+    assert lender.words[5] == 77 << 16 | 5
+    assert not borrowed_module._leases
+    if event == "call":
+        assert len(interrupted) == 1
+
+
+def test_loans_that_are_in_use_go_on(lender: Area, borrowed: Borrowed) -> None:
+    view = borrowed.take(BufferEntry(SHM, MIB, SLABS_OFFSET, 77 << 16 | 5))
+    borrowed_module.end_dead_loans()
+    assert lender.words[5] == 0
+    del view
+    assert lender.words[5] == 77 << 16 | 5
 
 
 def test_a_ticket_beyond_all_tickets_hits_no_other_memory(lender: Area, borrowed: Borrowed) -> None:

@@ -176,6 +176,19 @@ def test_pages_that_cannot_be_had_are_no_loan(
     assert pool.lend(KIB, borrower) is not None
 
 
+def test_an_interrupt_while_pages_are_made_leaves_nothing(
+    pool: SharedPool, borrower: Borrower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(offset: int, size_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pool.area, "populate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.lend(KIB, borrower)
+    assert pool.statistics() == (0, 0, 0, 0)
+
+
 def test_idle_memory_is_given_back(pool: SharedPool, borrower: Borrower) -> None:
     first = lend(pool, borrower, 64 * KIB)
     assert pool.statistics().loan_count == 1
