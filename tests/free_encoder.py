@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchweft.rpc import RRef
+from torchweft.serialize import plain as tags
 from torchweft.serialize.objects import Packed
-from torchweft.serialize.plain import Encoder, tags
+from torchweft.serialize.plain import Encoder
 
 
 class Made(NamedTuple):

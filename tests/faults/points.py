@@ -31,8 +31,7 @@ from torchweft.rpc.node import Node
 from torchweft.transport.handshake import Handshake
 from torchweft.transport.link import Link
 from torchweft.transport.resumable import ResumableLink
-from torchweft.transport.striped.arriving import ReceivingConnection
-from torchweft.transport.striped.outgoing import SendingConnection
+from torchweft.transport.striped import ReceivingConnection, SendingConnection
 from torchweft.wire.messages import Kind
 
 EXIT_CODE = 7

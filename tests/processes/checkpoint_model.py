@@ -13,7 +13,7 @@ from tests.processes.functions import pass_gate
 from torchweft import checkpoint, rpc
 from torchweft.autograd import backward, context
 from torchweft.checkpoint import files
-from torchweft.checkpoint.staging import staged_parts
+from torchweft.checkpoint.parts import staged_parts
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
 

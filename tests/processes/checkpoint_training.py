@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweft import autograd, checkpoint, rpc
-from torchweft.checkpoint import files, parts, retention
+from torchweft.checkpoint import files, parts, snapshots
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
 
@@ -254,5 +254,5 @@ _POINTS: dict[str, Callable[[str], None]] = {
     "after naming": lambda mark: _after(files, "rename", _is_part(mark)),
     "before the manifest": lambda mark: _before(files, "rename", _is_manifest(mark)),
     "after the manifest": lambda mark: _after(files, "rename", _is_manifest(mark)),
-    "while removing": lambda mark: _before(retention, "remove", lambda path: mark in path),
+    "while removing": lambda mark: _before(snapshots, "remove", lambda path: mark in path),
 }

@@ -20,11 +20,11 @@ from torch.futures import Future
 
 from torchweft import rpc
 from torchweft.agent.current import current
+from torchweft.channel.buffers import HeldStatistics
 from torchweft.channel.cma import PullError
 from torchweft.channel.memory import PoolStatistics
-from torchweft.channel.sending import HeldStatistics
 from torchweft.channel.table import ChannelKind
-from torchweft.rpc.gathering.following import current_gatherings
+from torchweft.rpc.collective import current_gatherings
 from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.worker import current_worker
 

@@ -22,7 +22,7 @@ from torchweft import rpc
 from torchweft.agent.connector import CAPABILITIES, REGISTRATION
 from torchweft.agent.current import current
 from torchweft.protocol.connecting.hello import ATTEMPT, SESSION, TO
-from torchweft.protocol.membership import Registration
+from torchweft.protocol.membership.registration import Registration
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.wire.frames import encode_frame

@@ -20,7 +20,7 @@ from torchweft.agent.peers import Peer
 from torchweft.nn import RemoteModule, owner
 from torchweft.optim import local
 from torchweft.optim.groups import GroupPart
-from torchweft.protocol.membership import Registration
+from torchweft.protocol.membership.registration import Registration
 from torchweft.rpc.worker import current_worker
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Handshake

@@ -13,8 +13,7 @@ from torchweft.agent.current import current
 from torchweft.agent.data_connections import DataConnections
 from torchweft.channel.table import STRIPED, ChannelKind
 from torchweft.rpc.worker import current_worker
-from torchweft.transport.striped.arriving import Arrivals
-from torchweft.transport.striped.outgoing import Outbox
+from torchweft.transport.striped import Arrivals, Outbox
 
 STRIPE = 1 << 18
 FROM = 1 << 19

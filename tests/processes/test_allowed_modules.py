@@ -58,7 +58,7 @@ NAMES = [
     b"builtins:eval",
     b"builtins:__import__",
     b"subprocess:check_call",
-    b"torchweft.compat.rpc.pickled_calls:run_pickled",
+    b"torchweft.compat.rpc.internal:run_pickled",
     b"torchweft.rpc.joining:shutdown",
 ]
 

@@ -14,7 +14,7 @@ from tests.gradient_functions import Rejoin
 from tests.processes import autograd_functions as functions
 from tests.processes.functions import wait_until
 from torchweft import rpc
-from torchweft.autograd.zeros import enable_zeros
+from torchweft.autograd.graph import enable_zeros
 from torchweft.compat import autograd
 from torchweft.errors import ArgumentTypeError, AutogradError
 from torchweft.ids import worker_of

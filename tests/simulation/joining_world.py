@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.timeline import Timeline
-from torchweft.protocol.membership import Registration
 from torchweft.protocol.membership.joining import (
     Add,
     Check,
@@ -27,7 +26,7 @@ from torchweft.protocol.membership.joining import (
     Wait,
     left_key,
 )
-from torchweft.protocol.membership.roster import Roster
+from torchweft.protocol.membership.registration import Registration, Roster
 
 POLL_S = 0.02
 
@@ -84,6 +83,11 @@ class Life:
     is_member: bool = False
     place: int = 0
     kept: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its process has ended."""
+        return not self.is_alive
 
 
 class Joiners:

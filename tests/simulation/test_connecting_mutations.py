@@ -160,31 +160,33 @@ class CrossesEverything(Connecting):
         return super()._answer_offer(me, said)
 
 
-MUTANTS = [
-    AcceptsWhileItsOfferStands,
-    NeverGivesWay,
-    RenamesItsOffer,
-    TurnsTheDiallerAway,
-    GivesUpTheBusy,
-    WaitsForTheGone,
-    WaitsForTheGoneInASession,
-    BothResume,
-    KnowsNoOffer,
-    LetsItsOfferLie,
-    LosesAgain,
-    IgnoresFarewells,
-    OffersBesideAnAccept,
-    AwaitsForEver,
-    TakesCrossedForANo,
-    CrossesEverything,
-]
+MUTANTS = {
+    AcceptsWhileItsOfferStands: 5,
+    NeverGivesWay: 0,
+    RenamesItsOffer: 5,
+    TurnsTheDiallerAway: 5,
+    GivesUpTheBusy: 0,
+    WaitsForTheGone: 6,
+    WaitsForTheGoneInASession: 3,
+    BothResume: 3,
+    KnowsNoOffer: 5,
+    LetsItsOfferLie: 34,
+    LosesAgain: 3,
+    IgnoresFarewells: 6,
+    OffersBesideAnAccept: 14,
+    AwaitsForEver: 16,
+    TakesCrossedForANo: 0,
+    CrossesEverything: 8,
+}
+"""Each with a seed that finds it soon; it counts as missed once all seeds have been tried."""
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, mutant: type[Connecting]) -> None:
     monkeypatch.setattr(Node, "machine_type", mutant)
-    assert any(fails(program, seed) for seed in range(SEEDS) for program in PROGRAMS)
+    seeds = [MUTANTS[mutant], *range(SEEDS)]
+    assert any(fails(program, seed) for seed in seeds for program in PROGRAMS)
 
 
 def fails(program: Callable[[Run], Any], seed: int) -> bool:

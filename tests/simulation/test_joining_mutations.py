@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.simulation.test_joining_simulated import ClosedRun, OpenRun, Run
-from torchweft.protocol.membership import Directory, Registration, joining
+from torchweft.protocol.membership import joining
 from torchweft.protocol.membership.joining import Get, Introduce, Set, Steps, Wait
-from torchweft.protocol.membership.roster import Roster
+from torchweft.protocol.membership.registration import Directory, Registration, Roster
 
 SEEDS = 3000
 """A fault must be found within this many runs."""

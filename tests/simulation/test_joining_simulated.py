@@ -17,15 +17,19 @@ import pytest
 from tests.simulation.joining_world import Joiners, Life
 from tests.simulation.seeds import batches, name_of, try_seeds
 from torchweft.errors import DuplicateName, RendezvousError, RendezvousTimeout
-from torchweft.protocol.membership import Directory, Registration, joining
+from torchweft.protocol.membership import joining
 from torchweft.protocol.membership.joining import LEADER, Admission
-from torchweft.protocol.membership.roster import Roster
+from torchweft.protocol.membership.registration import Directory, Registration, Roster
 
 TIMEOUT_S = 20.0
 SLACK_S = 5.0
 """Time for slow operations of the store."""
 END_S = 100.0
 SEEDS = 200
+
+
+def life_of_nobody(worker: int) -> Life:
+    raise KeyError(worker)
 
 
 class ClosedRun:
@@ -172,7 +176,7 @@ class OpenRun:
 
     def _introduce(self, life: Life, admission: Admission) -> None:
         life.registration, life.place = admission.me, admission.place
-        life.roster = Roster(life, (), is_open=True)
+        life.roster = Roster(life, (), life_of_nobody, is_open=True)
         for answer in life.kept:
             self.world.later(answer)
         life.kept.clear()

@@ -17,12 +17,11 @@ from typing import Any, Protocol
 from torchweft import knobs
 from torchweft.agent.connector import REGISTRATION, TAKEN, VERDICT, Connector, send_verdict
 from torchweft.agent.peers import Peer
-from torchweft.agent.shared_memory import close_all, map_memory
-from torchweft.channel.capabilities import Capabilities
+from torchweft.channel.choice import Capabilities, close_all, map_memory
 from torchweft.errors import DuplicateName, ProtocolError
 from torchweft.protocol.connecting import Answer, Hello, Purpose, Terms, Verdict
 from torchweft.protocol.connecting.hello import POSITION
-from torchweft.protocol.membership import Registration
+from torchweft.protocol.membership.registration import Registration
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
 from torchweft.transport.peer_credentials import check_user

@@ -2,6 +2,11 @@
 
 The agent creates its parts and connects them. It does not know functions, gradients or references:
 the layers above register a handler for each kind of message with ``Agent.receiver``.
+
+Its slots hold the objects of those layers. Each worker has one autograd engine, one object for its
+calls, one lock for its optimizers. Functions that programs and other workers call must find these
+objects from the current agent. The agent is below those layers and cannot name their types. So the
+module that defines such an object also makes its key, a ``Slot`` of its type.
 """
 
 from __future__ import annotations
@@ -14,44 +19,95 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torchweft import knobs
 from torchweft.agent.acceptor import Acceptor
-from torchweft.agent.answers import Answers
 from torchweft.agent.connector import Connector, verdict_in
 from torchweft.agent.contacts import Contacts
-from torchweft.agent.dial_errors import HandshakeTimeout
-from torchweft.agent.first_contacts import FirstContacts
-from torchweft.agent.lifetime import Lifetime
 from torchweft.agent.links import Links, Traffic
-from torchweft.agent.members import Members
 from torchweft.agent.open_calls import OpenCalls
-from torchweft.agent.peers import Peer, Unreachable
-from torchweft.agent.protection import Protection
+from torchweft.agent.peers import HandshakeTimeout, Members, Peer, Unreachable
 from torchweft.agent.receiving import Receiver
-from torchweft.agent.sending import Sender
+from torchweft.agent.sending import Answers, FirstContacts, Lifetime, Sender
 from torchweft.agent.served_calls import Cancelling
-from torchweft.agent.slots import Slots
 from torchweft.channel.choice import describe
 from torchweft.channel.cma import Nonce
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
 from torchweft.protocol.connecting import Patience
-from torchweft.protocol.membership import Registration
+from torchweft.protocol.membership.registration import Registration
+from torchweft.runtime.contention import ShortSwitches
 from torchweft.runtime.fair_queue import OWN, FairQueue
 from torchweft.runtime.reactor import Reactor
-from torchweft.runtime.reactor_checks import ReactorChecks
-from torchweft.runtime.switch_interval import ShortSwitches
-from torchweft.runtime.timers import Job, Timers
+from torchweft.runtime.timers import Job, ReactorChecks, Timers
+from torchweft.secret import Secret
 from torchweft.transport.link import Link
+from torchweft.transport.secure import TlsOptions
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
 
+T = TypeVar("T")
 _log = logging.getLogger("torchweft")
 
 PeerCallback = Callable[[Peer], None]
 _CLOSE_TIMEOUT_S = 5.0
 _LEAST_CLOSE_S = 0.5
+
+
+class Protection(NamedTuple):
+    """How peers are authenticated, and how connections are protected.
+
+    Attributes:
+        key: The key of this run, which peers must have.
+        has_secret: Whether the key was made with a secret of the group; if not, every reader of
+            the rendezvous store has the key.
+        tls: How TCP connections are secured; None for no TLS.
+    """
+
+    key: Secret
+    has_secret: bool = False
+    tls: TlsOptions | None = None
+
+    @classmethod
+    def of_run(
+        cls, token: str, secret: Secret | None = None, tls: TlsOptions | None = None
+    ) -> Protection:
+        """Returns the protection for the run with a token; its key uses the secret, if any."""
+        key = Secret(token.encode()) if secret is None else secret.derive(token)
+        return cls(key, secret is not None, tls)
+
+
+class Slot(Generic[T]):
+    """The key of a worker's object of type ``T``; a constant of the module of ``T``.
+
+    Args:
+        make: Makes the object on first access; None if ``rpc.node`` makes it.
+    """
+
+    def __init__(self, make: Callable[[], T] | None = None) -> None:
+        self.make = make
+
+
+class Slots(dict[Slot[Any], Any]):
+    """The objects of one worker. Thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.RLock()
+
+    if TYPE_CHECKING:
+        # Every call makes a lookup, so it stays that of ``dict``; only its type is declared here.
+        def __getitem__(self, slot: Slot[T]) -> T: ...
+        def __setitem__(self, slot: Slot[T], value: T) -> None: ...
+
+    def __missing__(self, slot: Slot[T]) -> T:
+        if slot.make is None:
+            raise KeyError(slot)
+        with self._lock:
+            if slot not in self:
+                self[slot] = slot.make()
+            return self[slot]
 
 
 class Agent:

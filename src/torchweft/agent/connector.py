@@ -18,11 +18,16 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torchweft import knobs
-from torchweft.agent.dial_errors import Crossed, Gone, HandshakeTimeout, Refused, failure_of
-from torchweft.agent.peers import Peer, Unreachable
-from torchweft.agent.shared_memory import MemoryExchange, close_all, map_memory
-from torchweft.channel.capabilities import Capabilities
-from torchweft.channel.choice import choose
+from torchweft.agent.peers import (
+    Crossed,
+    HandshakeTimeout,
+    Peer,
+    Refused,
+    Unreachable,
+    error_of,
+    failure_of,
+)
+from torchweft.channel.choice import Capabilities, MemoryExchange, choose, close_all, map_memory
 from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
 from torchweft.protocol.connecting import (
     Busy,
@@ -31,6 +36,7 @@ from torchweft.protocol.connecting import (
     Failure,
     Hello,
     Lose,
+    Means,
     Outcome,
     Probe,
     Purpose,
@@ -41,7 +47,7 @@ from torchweft.protocol.connecting import (
 )
 from torchweft.protocol.connecting.hello import position_in
 from torchweft.protocol.connecting.machine import CROSSED
-from torchweft.protocol.membership import HOST, NETWORK, Registration
+from torchweft.protocol.membership.registration import Registration
 from torchweft.secret import Secret
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake
@@ -111,7 +117,7 @@ class Connector:
         # In an open group, the dialled worker may not know this worker yet.
         self._registration = {REGISTRATION: me.as_json()} if is_open else {}
         self._capabilities = dataclasses.replace(capabilities, memory_nonce=self.memory.nonce)
-        self._uses_unix = bool(knobs.UNIX_SOCKETS.get())
+        self._means = Means(has_secret, tls is not None, bool(knobs.UNIX_SOCKETS.get()))
         self._dialling: dict[int, socket.socket] = {}
         """The first connections that are being made, by peer."""
         self._greeting: set[socket.socket] = set()
@@ -374,13 +380,12 @@ class Connector:
             Refused: Nothing listens there, or the peer cannot be dialled from here.
             OSError: The network does not reach the peer now.
         """
-        network = self.me.facts.get(NETWORK)
-        is_here = bool(network) and peer.registration.facts.get(NETWORK) == network
-        reaching = Reaching(is_here=is_here)
+        reaching = Reaching(self.me.facts, peer.registration.facts, self._means)
         for text in peer.registration.addresses:
             try:
                 address = addresses.parse(text)
-                if self._uses_unix or not isinstance(address, addresses.UnixAddress):
+                is_secure = getattr(address, "is_secure", None)  # Not of a Unix socket.
+                if reaching.may_dial(text, is_secure, is_far=addresses.is_far(address)):
                     return self._open_at(address, deadline_s)
             except (TimeoutError, ProtocolError):
                 raise  # The listener is silent, or does not speak the same protocol.
@@ -390,25 +395,12 @@ class Connector:
                 is_refused = isinstance(error, ConnectionRefusedError)
                 outcome = Outcome.REFUSED if is_refused else Outcome.UNANSWERED
                 reaching.failed(text, outcome, error.strerror or str(error))
-        if reaching.failure is Failure.GONE:
-            raise Gone(reaching.cause)
-        is_final = reaching.failure is Failure.REFUSED
-        raise (Refused if is_final else ConnectionError)(reaching.cause + self._hint(peer))
+        raise error_of(reaching.failure, reaching.cause)
 
     def _open_at(self, address: addresses.Address, deadline_s: float) -> socket.socket:
         remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0:
             raise OSError("there was no time left to dial")
-        if isinstance(address, addresses.TcpAddress) and address.is_secure != bool(self.tls):
-            here, there = ("with", "without") if self.tls is not None else ("without", "with")
-            raise ConfigurationError(
-                f"it is a worker {there} TLS, this one is {here}; give all the same tls options"
-            )
-        if addresses.is_far(address) and not self.has_secret:
-            raise ConfigurationError(
-                "without a secret, a worker connects to others of its own machine only; give all "
-                f"of them the same: {knobs.SECRET_FILE.variable}=FILE, or secret=..."
-            )
         try:
             connection = addresses.dial(address, remaining_s)
         except TimeoutError:
@@ -422,17 +414,6 @@ class Connector:
             if isinstance(error.__cause__, ConnectionError):
                 raise ConnectionError(str(error)) from error  # The network may be the cause.
             raise
-
-    def _hint(self, peer: Peer) -> str:
-        """Returns advice for a peer on another host that cannot be reached from here."""
-        host, own_host = peer.registration.facts.get(HOST), self.me.facts.get(HOST)
-        if not host or host == own_host:
-            return ""
-        return (
-            f"; it is on host {host!r}, this worker on {own_host!r}: on each, set the variable "
-            f"{knobs.LISTEN.variable} to the host's address and {knobs.SECRET_FILE.variable} to a "
-            "file with the group's secret, and see that nothing is blocked"
-        )
 
     # What both ends do
 

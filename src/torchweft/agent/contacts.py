@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchweft.agent.dial_errors import failure_of
-from torchweft.agent.peers import Peer
+from torchweft.agent.peers import Peer, failure_of
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.protocol.connecting import Action, Lose, Redial
 from torchweft.runtime.reactor import Reactor

@@ -21,15 +21,20 @@ from typing import NamedTuple
 
 from torchweft import knobs
 from torchweft.agent.agent import Agent
+from torchweft.agent.fetching import ask_for_supply
 from torchweft.agent.peers import Peer
-from torchweft.agent.refetch import ask_for_supply
 from torchweft.channel.table import STRIPED, BufferTable
 from torchweft.errors import NotInitialized, ProtocolError, WeftError
 from torchweft.runtime.transfer_loop import READABLE, WRITABLE, TransferLoop
 from torchweft.transport.keepalive import keep_alive
-from torchweft.transport.striped.arriving import Arrivals, NotComing, ReceivingConnection
-from torchweft.transport.striped.outgoing import Outbox, SendingConnection
-from torchweft.transport.striped.stripes import TransferKey
+from torchweft.transport.striped import (
+    Arrivals,
+    NotComing,
+    Outbox,
+    ReceivingConnection,
+    SendingConnection,
+    TransferKey,
+)
 from torchweft.wire.frames import Buffer, Frame
 from torchweft.wire.messages import Kind, decode_ints
 

@@ -15,12 +15,12 @@ from types import FrameType
 from typing import Protocol
 
 from torchweft.agent.calls import PendingCall
-from torchweft.agent.first_contacts import FirstContacts
-from torchweft.agent.peers import Outgoing, Peer, Unsent
+from torchweft.agent.peers import Peer
 from torchweft.agent.receiving import Receiver
-from torchweft.agent.sending import Sender
+from torchweft.agent.sending import FirstContacts, Sender
 from torchweft.errors import NotInitialized
 from torchweft.protocol.calls import Action, CallClient, Complete, Completion, ServedCall
+from torchweft.protocol.connecting import Outgoing, Unsent
 from torchweft.runtime import interrupts
 from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.timers import Timers

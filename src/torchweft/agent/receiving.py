@@ -18,8 +18,8 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import ProtocolError
 from torchweft.protocol.calls import ServedCall
-from torchweft.runtime.exception_log import log_exception
 from torchweft.runtime.reactor import Reactor
+from torchweft.runtime.reports import log_exception
 from torchweft.transport.link import Link, LinkClosed
 from torchweft.transport.spinning import Spinning
 from torchweft.wire.frames import Frame

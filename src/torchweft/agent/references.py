@@ -139,12 +139,8 @@ class ReferenceKeeper:
 
     def own(self, value: Any) -> ReferenceId:
         """Registers a value of this worker; returns a new reference to it, with one handle."""
-        owned = OwnedValue()
+        reference, owned = self.create_here()
         owned.resolve(value)
-        with self._lock:
-            reference = self._machine.owned()
-            self._values[reference] = owned
-            self._handles[reference] += 1
         return reference
 
     def create_here(self) -> tuple[ReferenceId, OwnedValue]:
@@ -460,8 +456,7 @@ class ReferenceKeeper:
         due_s = time.monotonic() + self._batch_s
         if due_s < self._due_s:
             self._due_s = due_s
-            if self.agent.timers is not None:
-                self.agent.timers.wake_by(self._due_s)
+            self.agent.timers.wake_by(self._due_s)
 
     def flush(self) -> None:
         """Sends the messages collected so far."""

@@ -1,7 +1,9 @@
 """How the workers of a group find each other, through a store that all of them reach.
 
 ``torchweft.protocol.membership.joining`` decides which keys are written, read and waited for. The
-stores are PyTorch's, which ``torchrun`` and every init method already provide.
+stores are PyTorch's, which ``torchrun`` and every init method already provide. PyTorch's client
+waits for the host of a store as well, but longer than it was told, and logs a stack for each
+attempt: so this module waits first.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import math
 import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,17 +24,14 @@ from urllib.parse import urlsplit
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from torchweft.agent.bounded_store import BoundedStore, within
-from torchweft.agent.launcher_store import SCHEME as OF_LAUNCHER
-from torchweft.agent.launcher_store import open_launcher_store
-from torchweft.agent.store_host import await_host, name_of
+from torchweft.agent.stores import LAUNCHER_SCHEME, BoundedStore, open_launcher_store, within
 from torchweft.errors import (
     ConfigurationError,
     RendezvousError,
     RendezvousTimeout,
     WeftError,
 )
-from torchweft.protocol.membership import Directory, Registration, joining
+from torchweft.protocol.membership import joining
 from torchweft.protocol.membership.joining import (
     Add,
     Admission,
@@ -43,7 +43,8 @@ from torchweft.protocol.membership.joining import (
     Steps,
     Wait,
 )
-from torchweft.runtime.long_waits import Notice, subject_of
+from torchweft.protocol.membership.registration import Directory, Registration
+from torchweft.runtime.reports import Notice, subject_of
 
 _log = logging.getLogger("torchweft")
 T = TypeVar("T")
@@ -55,6 +56,8 @@ _LEAST_S = 1.0
 """Minimum time allowed for opening a store, once its host listens."""
 _IN_USE = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT")
+_HOST_POLL_S = 0.05
+_LEAST_ATTEMPT_S = 0.01
 
 
 def open_store(init_method: str | None, rank: int, world_size: int | None, timeout_s: float) -> Any:
@@ -74,7 +77,7 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
     """
     method = init_method or "env://"
     _check_method(method)
-    if urlsplit(method).scheme == OF_LAUNCHER:
+    if urlsplit(method).scheme == LAUNCHER_SCHEME:
         return open_launcher_store(urlsplit(method).netloc, timeout_s)
     separator = "&" if "?" in method else "?"
     # Rank 0 must not wait here for all workers: it could not name the missing ones. Only a file
@@ -142,7 +145,7 @@ def why_not_open(
 
 def _check_method(method: str) -> None:
     scheme = urlsplit(method).scheme
-    if scheme not in ("env", "tcp", "file", OF_LAUNCHER):
+    if scheme not in ("env", "tcp", "file", LAUNCHER_SCHEME):
         raise ConfigurationError(
             f"init_method {method!r} is unknown; use env://, tcp://host:port, file:///path, "
             "or pass a store"
@@ -154,6 +157,53 @@ def _check_method(method: str) -> None:
             "start the script with 'torchweft run' or 'torchrun', or pass "
             "init_method='tcp://host:port' in the back-end options"
         )
+
+
+def await_host(init_method: str, rank: int, timeout_s: float) -> None:
+    """Blocks until a host listens at the store's address in ``init_method``.
+
+    Args:
+        init_method: ``env://`` or ``tcp://host:port``; other methods have no host to wait for.
+        rank: This worker's rank; rank 0 is the host itself, unless ``torchrun`` is.
+        timeout_s: How long to wait, in seconds; a long wait is logged.
+
+    Raises:
+        OSError: No host listened in time; the error of the last attempt.
+        ValueError: The port is not a number.
+    """
+    place = _place_of(init_method)
+    is_hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if place is None or (rank == 0 and not is_hosted_by_launcher):
+        return
+    end_s = time.monotonic() + timeout_s
+    where = "{}:{}".format(*place)
+    notice = Notice(f"rank {rank}", lambda: f"in init_rpc for rank 0 to open the store at {where}")
+    while True:
+        notice.look()
+        try:
+            left_s = max(min(end_s - time.monotonic(), notice.left_s()), _LEAST_ATTEMPT_S)
+            socket.create_connection(place, timeout=left_s).close()
+            return
+        except OSError:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                raise
+        time.sleep(min(_HOST_POLL_S, left_s))
+
+
+def name_of(init_method: str) -> str:
+    """Returns the address of the store of an init method, for messages."""
+    place = _place_of(init_method)
+    return init_method if place is None else f"{place[0]}:{place[1]}"
+
+
+def _place_of(init_method: str) -> tuple[str, int] | None:
+    parts = urlsplit(init_method)
+    if parts.scheme == "env":
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if parts.scheme == "tcp" and parts.hostname and parts.port is not None:
+        return parts.hostname, parts.port
+    return None
 
 
 def join(store: Any, registration: Registration, world_size: int, timeout_s: float) -> Directory:
@@ -171,7 +221,8 @@ def join(store: Any, registration: Registration, world_size: int, timeout_s: flo
     notice = Notice(
         subject_of(registration.name), lambda: f"in init_rpc for {_awaited(store, world_size)}"
     )
-    steps = joining.join_closed(registration, world_size, _token(), timeout_s, time.monotonic)
+    token = secrets.token_hex(16)
+    steps = joining.join_closed(registration, world_size, token, timeout_s, time.monotonic)
     try:
         return carry_out(steps, functools.partial(perform, store, notice=notice))
     except DistError as error:
@@ -196,7 +247,7 @@ def enter(store: Any, registration: Registration, timeout_s: float) -> Admission
     """
     end_s = time.monotonic() + timeout_s
     try:
-        steps = joining.join_open(registration, _token(), timeout_s, time.monotonic)
+        steps = joining.join_open(registration, secrets.token_hex(16), timeout_s, time.monotonic)
         admission = carry_out(steps, functools.partial(perform, store))
     except WeftError:
         raise
@@ -259,10 +310,6 @@ def perform(store: Any, request: Request, notice: Notice | None = None) -> Any:
         return int(store.add(request.key, 1))
     assert isinstance(request, SetOnce)
     return bytes(store.compare_set(request.key, "", request.value))
-
-
-def _token() -> str:
-    return secrets.token_hex(16)
 
 
 def _awaited(store: Any, world_size: int) -> str:

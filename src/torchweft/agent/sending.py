@@ -1,18 +1,177 @@
-"""Outgoing messages."""
+"""Outgoing messages: they are written at once, or wait for the first connection to their receiver.
+
+A stopped worker, or one whose host hangs, accepts a connection but does not answer. A thread with a
+message for that worker must not wait. Instead the message is kept, and a reactor thread connects
+and sends the kept messages in order. A kept call ends by its own time limit.
+
+Answers of one batch of calls are written together.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from time import monotonic
 
-from torchweft.agent.first_contacts import FirstContacts
-from torchweft.agent.lifetime import Lifetime
-from torchweft.agent.peers import Outgoing, Peer, Unsent
+from torchweft import knobs
+from torchweft.agent.peers import Peer
 from torchweft.agent.receiving import Receiver
-from torchweft.errors import NotInitialized, WorkerLost
+from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
+from torchweft.protocol.connecting import Keeping, Outgoing, Unsent
+from torchweft.runtime.reactor import Reactor
 from torchweft.transport.link import LinkClosed
-from torchweft.wire.frames import Frame, encode_frame
+from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import Kind, encode_ints
+
+_MOST_HELD = 64
+
+
+class Lifetime:
+    """The two steps by which one worker ends; neither is undone.
+
+    Args:
+        name: The worker's name.
+
+    Attributes:
+        is_leaving: Whether the group is leaving, so that the end of a connection is not a loss.
+        is_closed: Whether the worker has shut down.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.is_leaving = False
+        self.is_closed = False
+
+    def check_open(self) -> None:
+        """Raises NotInitialized where the worker has shut down."""
+        if self.is_closed:
+            raise NotInitialized(
+                f"worker {self._name!r} has shut down; call init_rpc to join a group again"
+            )
+
+    def error_of(self, peer: Peer) -> Exception:
+        """Returns the error for a message that can no longer be sent to ``peer``."""
+        if peer.lost is not None:
+            return peer.lost_error()
+        return NotInitialized(
+            f"worker {self._name!r} is shutting down; the call to {peer.name!r} was not made"
+        )
+
+
+class FirstContacts:
+    """Keeps messages until there is a connection to their receivers. Thread-safe.
+
+    Args:
+        reactor: Provides the threads that connect.
+        lifetime: Whether the worker still takes part.
+        connect: Connects to a peer by a deadline; see ``Agent.connect``.
+        lose: Declares a peer lost, with the cause.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        lifetime: Lifetime,
+        connect: Callable[[Peer, float], object],
+        lose: Callable[[Peer, str], None],
+    ) -> None:
+        self._reactor = reactor
+        self._lifetime = lifetime
+        self._connect_by = connect
+        self._lose = lose
+        self._attempt_s = knobs.CONNECT_TIMEOUT_S.get()
+
+    def keep(self, peer: Peer, unsent: Unsent) -> bool:
+        """Keeps a message for ``peer``, and has a thread connect; never blocks.
+
+        Returns:
+            Whether the message is kept; if not, there is a connection.
+
+        Raises:
+            WorkerLost: The peer is lost.
+            NotInitialized: This worker has shut down.
+        """
+        self._lifetime.check_open()
+        with peer.state_lock:
+            if peer.lost is not None and (peer.link is None or peer.unsent):
+                raise peer.lost_error()
+            keeping = peer.unsent.keep(unsent, is_linked=peer.link is not None)
+        if keeping is Keeping.CONNECT:
+            self._reactor.submit(self._open, peer)
+        return keeping is not Keeping.SEND
+
+    def _open(self, peer: Peer, _: object) -> None:
+        """Connects, and sends the kept messages; ends when none is left."""
+        try:
+            with self._reactor.idling():
+                while not self._connect(peer):
+                    if not self._drop_unwanted(peer):
+                        return
+            self._send_all(peer)
+        except (WorkerLost, NotInitialized) as error:
+            self._drop_all(peer, error)
+
+    def connect_soon(self, peer: Peer) -> None:
+        """Has a thread connect to a peer without a message to send; never blocks."""
+        if not peer.dial_lock.locked():
+            self._reactor.submit(self._connect_once, peer)
+
+    def _connect_once(self, peer: Peer, _: object) -> None:
+        with self._reactor.idling(), contextlib.suppress(WorkerLost, NotInitialized):
+            self._connect(peer)
+
+    def _connect(self, peer: Peer) -> bool:
+        try:
+            self._connect_by(peer, monotonic() + self._attempt_s)
+        except CallTimeout:
+            return False
+        return True
+
+    def _send_all(self, peer: Peer) -> None:
+        while True:
+            unsent = peer.unsent[0]
+            if unsent.is_wanted():
+                self._send(peer, unsent)
+            else:
+                unsent.drop(None)
+            # Remove it last: later messages must not overtake it.
+            with peer.state_lock:
+                peer.unsent.popleft()
+                if not peer.unsent:
+                    return
+
+    def _send(self, peer: Peer, unsent: Unsent) -> None:
+        try:
+            message = unsent.make()
+        except Exception as error:
+            unsent.drop(error)
+            return
+        self.write(peer, message)
+
+    def write(self, peer: Peer, message: Outgoing) -> None:
+        """Writes a message to a connected peer, before all kept messages."""
+        link = peer.link
+        assert link is not None
+        assert not isinstance(message, Frame)  # frames are for this worker itself
+        try:
+            link.send(message, may_block=True)
+        except LinkClosed as error:
+            self._lose(peer, str(error))
+            raise self._lifetime.error_of(peer) from error
+
+    def _drop_unwanted(self, peer: Peer) -> bool:
+        """Drops messages that are no longer wanted; returns whether any are left."""
+        with peer.state_lock:
+            unwanted, is_left = peer.unsent.take_unwanted(), bool(peer.unsent)
+        for unsent in unwanted:
+            unsent.drop(None)
+        return is_left
+
+    def _drop_all(self, peer: Peer, error: Exception) -> None:
+        with peer.state_lock:
+            dropped = peer.unsent.take_all()
+        for unsent in dropped:
+            unsent.drop(error)
 
 
 class Sender:
@@ -93,3 +252,73 @@ class Sender:
             self.post(peer, Frame(kind, 0, 0, control, ()))
         else:
             self.post(peer, encode_frame(kind, 0, 0, control))
+
+
+class Answers:
+    """Sends the small answers of one worker. Thread-safe.
+
+    Each write wakes the caller, and takes as long as a small call. So answers are held while more
+    calls wait to run. Held answers are written with the last answer, before a function that takes
+    long, and after ``knobs.REARM_S`` in any case.
+
+    Args:
+        reactor: Runs the calls; signals when answers may no longer be held.
+        arm_soon: Has the timer thread re-arm connections and write held answers soon.
+        sender: Sends answers to peers without a connection.
+        lifetime: Whether the worker still takes part.
+        lose: Declares a peer lost, with the cause.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        arm_soon: Callable[[], None],
+        sender: Sender,
+        lifetime: Lifetime,
+        lose: Callable[[Peer, str], None],
+    ) -> None:
+        self._reactor = reactor
+        self._arm_soon = arm_soon
+        self._sender = sender
+        self._lifetime = lifetime
+        self._lose = lose
+        reactor.on_pause = self.write_held
+
+    def send(self, peer: Peer, part: Buffer) -> None:
+        """Sends an answer (one whole frame) now, or together with later answers.
+
+        Raises:
+            WorkerLost: The peer cannot be reached.
+            NotInitialized: This worker has shut down.
+        """
+        link = peer.link
+        if link is None:
+            self._sender.send(peer, [part])
+            return
+        reactor = self._reactor
+        try:
+            if not reactor.tasks.ready:
+                link.send([part], may_block=True)
+                return
+            count = link.hold(part)
+            reactor.held[link] = peer
+            if count >= _MOST_HELD:
+                link.write_held()
+            elif count == 1:
+                self._arm_soon()  # The timer thread writes held answers, too.
+        except LinkClosed as error:
+            self._lose(peer, str(error))
+            raise self._lifetime.error_of(peer) from error
+
+    def write_held(self) -> None:
+        """Writes all held answers; never blocks."""
+        held = self._reactor.held
+        while held:
+            try:
+                link, peer = held.popitem()
+            except KeyError:
+                return  # Race: another thread has taken the last answer.
+            try:
+                link.write_held()
+            except LinkClosed as error:
+                self._lose(peer, str(error))

@@ -16,15 +16,14 @@ from torch import Tensor
 from torchweft import knobs
 from torchweft.agent.agent import Agent
 from torchweft.agent.data_connections import DataConnections
-from torchweft.agent.peers import Outgoing, Peer
-from torchweft.agent.pulling import Borrowing, Pulling, Source
-from torchweft.agent.refetch import read_request
+from torchweft.agent.fetching import Borrowing, Pulling, Source, read_request
+from torchweft.agent.peers import Peer
+from torchweft.channel.buffers import in_order, prepare
 from torchweft.channel.copying import Copier
-from torchweft.channel.receiving import in_order
-from torchweft.channel.sending import prepare
 from torchweft.channel.shm.borrowed import end_dead_loans
 from torchweft.channel.table import CMA, SHM, STRIPED, BufferTable, ChannelKind, decode_table
 from torchweft.errors import ProtocolError
+from torchweft.protocol.connecting import Outgoing
 from torchweft.serialize import tensors as tensor_table
 from torchweft.serialize.table import HEADER, SOME_COMPUTED
 from torchweft.wire.frames import Buffer, Frame, encode_frame

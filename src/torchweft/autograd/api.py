@@ -10,11 +10,10 @@ from typing import Literal, overload
 from torch import Tensor
 
 from torchweft.arguments import kind_of
+from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import current_id, set_current_id
 from torchweft.autograd.engine import current_engine
-from torchweft.autograd.input_gradients import checked_inputs
-from torchweft.autograd.modes import PassMode
-from torchweft.autograd.roots import roots_of
+from torchweft.autograd.pass_arguments import checked_inputs, roots_of
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 from torchweft.serialize.tracebacks import without_own_frames
 

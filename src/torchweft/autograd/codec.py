@@ -1,4 +1,4 @@
-"""Encodes the messages of a backward pass.
+"""Encodes the messages of a backward pass, and the mode in which it is run.
 
 The number of a frame is the number of its pass, and its flags hold the mode of the pass. A
 message of gradients is a head followed by compact values or, in a tensor message, tensors. All
@@ -12,7 +12,6 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torchweft.autograd.modes import PassMode, mode_of
 from torchweft.errors import ProtocolError
 from torchweft.protocol.backward import (
     Abort,
@@ -27,8 +26,54 @@ from torchweft.protocol.backward import (
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import decode_ints, encode_ints
 
+RETAIN_GRAPH = 1
+CREATE_GRAPH = 4
+FOR_INPUTS = 8
+INTO_GRAD = 16
+"""Flags of a frame: the mode of its pass."""
+
 COMPACT = 2
 """Flag of a frame, in addition to the flags of its pass's mode."""
+
+
+class PassMode(NamedTuple):
+    """How a pass is run, the same on all workers.
+
+    Attributes:
+        retain_graph: Whether graphs must survive for another pass.
+        create_graph: Whether the pass itself is recorded, so that its gradients can be
+            differentiated in turn.
+        for_inputs: Whether only the gradients of certain tensors of the driver are wanted, and no
+            gradients of leaves elsewhere.
+        into_grad: Whether gradients are added to ``.grad`` of the leaves, on all workers. The
+            context belongs to this pass alone and gets none.
+    """
+
+    retain_graph: bool = False
+    create_graph: bool = False
+    for_inputs: bool = False
+    into_grad: bool = False
+
+    @property
+    def flags(self) -> int:
+        """The flags of its frames."""
+        return (
+            (RETAIN_GRAPH if self.retain_graph else 0)
+            | (CREATE_GRAPH if self.create_graph else 0)
+            | (FOR_INPUTS if self.for_inputs else 0)
+            | (INTO_GRAD if self.into_grad else 0)
+        )
+
+
+def mode_of(flags: int) -> PassMode:
+    """Returns the mode that the flags of a frame encode."""
+    return PassMode(
+        bool(flags & RETAIN_GRAPH),
+        bool(flags & CREATE_GRAPH),
+        bool(flags & FOR_INPUTS),
+        bool(flags & INTO_GRAD),
+    )
+
 
 _HEAD = struct.Struct("<qqqqIIII")
 _HEAD_INTEGERS = 3

@@ -13,29 +13,27 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
+from types import TracebackType
 
+import torch
 from torch import Tensor
 
 from torchweft import knobs
-from torchweft.agent.agent import Agent
+from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
-from torchweft.agent.slots import Slot
 from torchweft.agent.tensor_messages import TensorMessages
-from torchweft.autograd.codec import PassName
+from torchweft.autograd.codec import PassMode, PassName
 from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.ddp import AVERAGING, watch
 from torchweft.autograd.envelopes import Envelopes
-from torchweft.autograd.failures import operation_of
 from torchweft.autograd.gradients import Gradients
 from torchweft.autograd.graph import LocalPass
-from torchweft.autograd.input_gradients import InputGradients
 from torchweft.autograd.listening import Listener
-from torchweft.autograd.modes import PassMode
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_state import LOST, LedPassState, PassState
-from torchweft.autograd.roots import Roots
-from torchweft.errors import AutogradError, NotInitialized, WorkerLost
+from torchweft.autograd.pass_arguments import InputGradients, Roots
+from torchweft.errors import AutogradError, NotInitialized, WeftError, WorkerLost
 from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol import backward as protocol
 from torchweft.protocol.backward import (
@@ -49,8 +47,8 @@ from torchweft.protocol.backward import (
     Send,
     Tell,
 )
-from torchweft.protocol.tombstones import Tombstones
-from torchweft.runtime.long_waits import OpenWait, names_of
+from torchweft.protocol.numbers import Tombstones
+from torchweft.runtime.reports import OpenWait, names_of
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
@@ -496,3 +494,19 @@ def current_engine() -> Engine:
         NotInitialized: This process is not a worker.
     """
     return current().slots[ENGINE]
+
+
+def operation_of(error: BaseException) -> str:
+    """Returns the name of the user's function whose backward raised ``error``.
+
+    torch does not report which of its own operations failed; its message usually does.
+    """
+    is_weft = isinstance(error, WeftError)
+    name = "exchanging gradients" if is_weft else "an operation of torch"
+    step: TracebackType | None = error.__traceback__
+    while step is not None:
+        for value in list(step.tb_frame.f_locals.values()):
+            if isinstance(value, torch._C._FunctionBase):
+                name = type(value).__name__.removesuffix("Backward") + ".backward"
+        step = step.tb_next
+    return name

@@ -15,19 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from torchweft.autograd.averaging import Averaging, find_averaging
-from torchweft.autograd.component import Component, Live
-from torchweft.autograd.contexts import Context, TensorMeta, enter
+from torchweft.autograd.codec import PassMode
+from torchweft.autograd.component import Component, Live, SingleSend
+from torchweft.autograd.contexts import Context, TensorMeta, enter, is_without_memory
+from torchweft.autograd.ddp import Averaging, find_averaging
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
-from torchweft.autograd.input_gradients import InputGradients
-from torchweft.autograd.leaf_hooks import with_leaf_hooks
-from torchweft.autograd.modes import PassMode
+from torchweft.autograd.local_engine import with_leaf_hooks
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.autograd.placeholders import is_without_memory
-from torchweft.autograd.roots import Roots, roots_of
-from torchweft.autograd.single_send import SingleSend
+from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
 from torchweft.autograd.walk import End, Place, Reached, SentGraph, reached_by_one, writes_to_views
-from torchweft.autograd.zeros import with_zeros
 from torchweft.errors import AutogradError, ProtocolError
 from torchweft.protocol.backward import ROOTS, Progress
 
@@ -323,3 +319,29 @@ def _placed_as(meta: TensorMeta, gradient: Gradient) -> Gradient:
 
 def _nowhere(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
     """Discards gradients that are not wanted."""
+
+
+# Zeros in place of missing gradients, as ``torch.distributed.autograd`` sends them. There, each
+# message that a backward pass reaches is answered with a gradient for each tensor, with zeros for
+# missing gradients. So the remote part runs where one process would run nothing, and its leaves get
+# zero gradients. Programs written for ``torch.distributed.autograd`` may rely on that.
+
+_sends_zeros = False
+
+
+def enable_zeros(enabled: bool = True) -> None:
+    """Sets whether passes send zeros from now on."""
+    global _sends_zeros
+    _sends_zeros = enabled
+
+
+def with_zeros(gradients: list[Gradient], metas: tuple[TensorMeta, ...]) -> list[Gradient]:
+    """Returns the gradients of a message; if enabled, with zeros for missing gradients."""
+    if not _sends_zeros:
+        return gradients
+    return [
+        torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+        if gradient is None or gradient is UNDEFINED
+        else gradient
+        for gradient, meta in zip(gradients, metas, strict=True)
+    ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from torchweft.autograd.contexts import ReceiveRecord
-from torchweft.autograd.leaf_hooks import has_leaf_hooks
+from torchweft.autograd.local_engine import has_leaf_hooks
 
 Next = tuple[Node | None, int]
 Place = tuple[Node, int]

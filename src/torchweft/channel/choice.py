@@ -1,32 +1,34 @@
 """Determines the channels that work for one peer, and the channel of each buffer.
 
-Both sides describe themselves when they connect. Each side then tests on which channels it can
-*receive* from the other, and reports the result in a verdict. A side sends on a channel once the
-peer's verdict confirms it: reading another process's memory may be permitted in one direction only.
-If all other channels fail, the bytes follow the message.
+Both sides describe themselves when they connect, and exchange their shared memory. Each side then
+tests on which channels it can *receive* from the other, and reports the result in a verdict. A side
+sends on a channel once the peer's verdict confirms it: reading another process's memory may be
+permitted in one direction only. If all other channels fail, the bytes follow the message.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from torchweft import knobs
 from torchweft.channel import cma
-from torchweft.channel.capabilities import Capabilities
 from torchweft.channel.shm.borrowed import Borrowed
+from torchweft.channel.shm.kernel import peer_of
 from torchweft.channel.shm.layout import attach
-from torchweft.channel.shm.lending import Lender
-from torchweft.channel.table import FETCHED, ChannelKind
+from torchweft.channel.shm.pool import Lender, make_pool
+from torchweft.channel.table import CMA, FETCHED, SHM, STRIPED, ChannelKind
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.probe import read_facts
+from torchweft.probe import Facts, read_facts
 
 logger = logging.getLogger(__name__)
 
 INLINE, STREAM = ChannelKind.INLINE, ChannelKind.STREAM
-CMA, SHM = ChannelKind.CMA, ChannelKind.SHM
-STRIPED = ChannelKind.STRIPED
 
 _PREFERENCE = (
     (SHM, knobs.SHM_FROM_BYTES),
@@ -37,6 +39,55 @@ _PREFERENCE = (
 
 _NOT_TRIED = "this side has not tried it"
 _UNCONFIRMED = "the peer has not confirmed yet that it can receive this way"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Describes one side of a connection to the other.
+
+    Attributes:
+        facts: The process and its host.
+        nonce_address: Address of its nonce in its memory; 0 if it offers none.
+        nonce: The nonce, in hexadecimal digits.
+        cma_obstacle: Why it cannot pull from any process; empty if it can.
+        memory_nonce: The first bytes of its shared memory, in hexadecimal digits; empty if it
+            offers none.
+    """
+
+    facts: Facts
+    nonce_address: int
+    nonce: str
+    cma_obstacle: str
+    memory_nonce: str = ""
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the capabilities as a dictionary that JSON can carry."""
+        return {
+            "facts": self.facts.as_json(),
+            "nonce_address": self.nonce_address,
+            "nonce": self.nonce,
+            "cma_obstacle": self.cma_obstacle,
+            "memory_nonce": self.memory_nonce,
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Capabilities:
+        """Returns the capabilities that ``as_json`` wrote.
+
+        Raises:
+            ProtocolError: A field is missing or has the wrong type.
+        """
+        if not isinstance(data, dict):
+            raise ProtocolError(f"capabilities are a {type(data).__name__}, not an object")
+        address = data.get("nonce_address")
+        if not isinstance(address, int) or not 0 <= address < 1 << 64:
+            raise ProtocolError(f"a peer's nonce lies at {address!r}, which is no address")
+        texts = [data.get(name) for name in ("nonce", "cma_obstacle", "memory_nonce")]
+        if not all(isinstance(text, str) for text in texts):
+            raise ProtocolError("a peer's nonces and its obstacle are to be texts")
+        nonce, obstacle, memory_nonce = map(str, texts)
+        facts = Facts.from_json(data.get("facts"))
+        return cls(facts, address, nonce, obstacle, memory_nonce)
 
 
 def describe(nonce: cma.Nonce | None) -> Capabilities:
@@ -235,3 +286,59 @@ def _cma_obstacle(ours: Capabilities, theirs: Capabilities) -> str:
     except ValueError:
         return "the peer's nonce is malformed"
     return cma.find_obstacle(there.pid, theirs.nonce_address, nonce)
+
+
+class MemoryExchange:
+    """Hands this worker's shared memory to peers as they connect, and maps the memory of peers.
+
+    A descriptor travels over Unix sockets only, behind a greeting that answers one with the secret
+    of the run: no other process gets it. A peer in another container gets it as well, if it reaches
+    this worker by such a socket.
+
+    Attributes:
+        pool: This worker's shared memory; None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.pool = make_pool(knobs.SHM_LIMIT_BYTES.get())
+
+    @property
+    def nonce(self) -> str:
+        """The nonce at the start of the memory, in hexadecimal digits; empty without memory."""
+        return "" if self.pool is None else self.pool.area.nonce.hex()
+
+    @contextlib.contextmanager
+    def descriptor_for(self, connection: socket.socket) -> Iterator[int | None]:
+        """Yields the descriptor to send with the next greeting; None if there is none to send."""
+        descriptor = None
+        if self.pool is not None and connection.family == socket.AF_UNIX:
+            descriptor = self.pool.duplicate()
+        try:
+            yield descriptor
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def lend(self, channels: Channels, connection: socket.socket) -> None:
+        """Lends to the connected peer, once that peer confirms that it can borrow."""
+        if self.pool is not None and connection.family == socket.AF_UNIX:
+            channels.lend_by(Lender(self.pool, peer_of(connection)))
+
+    def close(self) -> None:
+        """Stops lending; memory in use stays."""
+        if self.pool is not None:
+            self.pool.close()
+
+
+def map_memory(channels: Channels, descriptors: list[int], nonce: str) -> None:
+    """Maps the memory that came with a peer's greeting, if any, and closes the descriptor."""
+    try:
+        channels.map_memory(descriptors[0] if descriptors else None, nonce)
+    finally:
+        close_all(descriptors)
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Closes descriptors that came with a greeting."""
+    while descriptors:
+        os.close(descriptors.pop())

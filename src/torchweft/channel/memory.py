@@ -42,7 +42,7 @@ HUGE_PAGE_BYTES = 2 << 20
 STEPS_PER_DOUBLING = 4
 
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23
+MADV_POPULATE_WRITE = 23
 _POPULATED_AT_ONCE_BYTES = 4 << 20
 _POPULATED_LIMIT_BYTES = 64 << 20
 """Larger slabs get pages as they are written: a peer may announce data that it never sends."""
@@ -209,7 +209,7 @@ def _map(size_bytes: int) -> Bytes:
     memory = whole[start : start + size_bytes]
     address = memory.ctypes.data
     if is_huge and sys.platform == "linux":
-        _madvise(address, size_bytes, _MADV_HUGEPAGE)
+        madvise(address, size_bytes, _MADV_HUGEPAGE)
     if size_bytes <= _POPULATED_LIMIT_BYTES and not _populate(address, size_bytes):
         memory[::PAGE_BYTES] = 0
     return memory
@@ -225,7 +225,7 @@ def _populate(address: int, size_bytes: int) -> bool:
         return False
     for start in range(0, size_bytes, _POPULATED_AT_ONCE_BYTES):
         piece_bytes = min(_POPULATED_AT_ONCE_BYTES, size_bytes - start)
-        code = _madvise(address + start, piece_bytes, _MADV_POPULATE_WRITE)
+        code = madvise(address + start, piece_bytes, MADV_POPULATE_WRITE)
         if code == errno.ENOMEM:
             raise MemoryError(f"no memory for a buffer of {size_bytes} bytes: {os.strerror(code)}")
         if code:
@@ -238,6 +238,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def _madvise(address: int, size_bytes: int, advice: int) -> int:
-    """Returns 0, or the error number."""
+def madvise(address: int, size_bytes: int, advice: int) -> int:
+    """Advises the kernel on a range of memory; returns 0, or the error number."""
     return ctypes.get_errno() if _libc.madvise(address, size_bytes, advice) else 0

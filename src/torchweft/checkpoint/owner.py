@@ -1,4 +1,4 @@
-"""The functions that a driver calls by name on the owners of a state, to save or restore it.
+"""The owners of a state: the functions that a driver calls by name there, within one deadline.
 
 Arguments and results are plain values and references, so that workers which unpickle nothing can
 read them.
@@ -6,20 +6,97 @@ read them.
 
 from __future__ import annotations
 
+import functools
+import math
 import os
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-from torchweft.checkpoint import background, files, parts, reading, retention, snapshots
-from torchweft.checkpoint.parts import Options, Owned
+from torchweft import knobs
+from torchweft.agent.current import current
+from torchweft.checkpoint import files, parts, reading, snapshots
+from torchweft.checkpoint.parts import Options, Owned, staged_parts
 from torchweft.checkpoint.plan import Places
 from torchweft.checkpoint.reading import Found, Report, Source
-from torchweft.checkpoint.staging import staged_parts
+from torchweft.errors import CallTimeout, CheckpointError, WeftError, WorkerLost
+from torchweft.optim.owners import Failure, described, name_of
 from torchweft.rpc import functions, rpc_sync
+from torchweft.rpc.futures import fail
 
 T = TypeVar("T")
+
+# The driver's calls
+
+
+class Deadline:
+    """The deadline of a save or restore.
+
+    Args:
+        timeout_s: Seconds from now; 0 for no limit, negative for the default.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        if timeout_s < 0:
+            timeout_s = knobs.CHECKPOINT_TIMEOUT_S.get()
+        self.timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s if timeout_s else math.inf
+
+    def left_s(self) -> float:
+        """Returns the remaining seconds as the timeout of a call: 0 for no limit.
+
+        Raises:
+            CallTimeout: The deadline has passed.
+        """
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
+            raise CallTimeout(
+                f"the snapshot was not done within its {self.timeout_s:.1f} s; pass a longer "
+                f"timeout, or set {knobs.CHECKPOINT_TIMEOUT_S.variable}",
+                elapsed_s=self.timeout_s,
+            )
+        return 0.0 if math.isinf(left_s) else left_s
+
+
+def raise_first(what: str, failures: list[Failure], directory: str, step: int | None) -> None:
+    """Raises an error if there are failures.
+
+    A lost worker, and then a timeout, goes before other errors, since it calls for a recovery of
+    the group. An error of Weft is raised unchanged.
+
+    Args:
+        what: The failed operation, for the message.
+        failures: The workers and their errors.
+        directory: Where the snapshots are.
+        step: The step of the snapshot.
+
+    Raises:
+        CheckpointError: Names all these workers; its cause is the first error.
+    """
+    if not failures:
+        return
+    first = min(failures, key=lambda failure: _urgency(failure.error))
+    if isinstance(first.error, WeftError):
+        raise first.error
+    others = [failure for failure in failures if failure is not first]
+    raise CheckpointError(
+        f"{what} failed {described([first, *others])}",
+        directory=directory,
+        step=step,
+        worker=name_of(first.owner),
+    ) from first.error
+
+
+def _urgency(error: Exception) -> int:
+    if isinstance(error, WorkerLost):
+        return 0
+    if isinstance(error, CallTimeout):
+        return 1
+    return 2 if isinstance(error, WeftError) else 3
+
 
 # Saving
 
@@ -49,7 +126,7 @@ def write(
         written = files.write_part(path, content)
         return written.size_bytes, written.sha256
 
-    return _in_background(work)
+    return in_background(work)
 
 
 def drop(ticket: str) -> None:
@@ -62,12 +139,12 @@ def discard(ticket: str, directory: str, name: str, file: str) -> None:
     drop(ticket)
     path = snapshots.part_path(directory, name, file)
     files.remove_file(path)
-    retention.remove_if_empty(os.path.dirname(path))
+    snapshots.remove_if_empty(os.path.dirname(path))
 
 
 def tidy(directory: str, names: list[str]) -> None:
     """Removes all snapshots except ``names`` from a directory that is not shared."""
-    retention.keep_only(directory, set(names))
+    snapshots.keep_only(directory, set(names))
 
 
 # Restoring
@@ -95,28 +172,24 @@ def prepare(
     owned = _owned(items, optimizers)
 
     def work() -> Report:
-        ask = asker(directory, timeout_s)
-        content, report = reading.read_and_compare(owned, directory, sources, ask)
+        ask_other = functools.partial(ask, directory, timeout_s)
+        content, report = reading.read_and_compare(owned, directory, sources, ask_other)
         staged_parts().keep(ticket, driver, content)
         return report
 
-    return _in_background(work)
+    return in_background(work)
 
 
 @functions.async_execution
 def read(directory: str, source: Source) -> torch.futures.Future[Found]:
     """Reads entries of a file for a worker that cannot see the file."""
-    return _in_background(lambda: reading.read_entries(directory, source))
+    return in_background(lambda: reading.read_entries(directory, source))
 
 
-def asker(directory: str, timeout_s: float) -> reading.Ask:
-    """Returns a function that has another worker read a file in a directory."""
-
-    def ask(worker: str, source: Source) -> Found:
-        found: Found = rpc_sync(worker, read, (directory, source), timeout=timeout_s)
-        return found
-
-    return ask
+def ask(directory: str, timeout_s: float, worker: str, source: Source) -> Found:
+    """Has another worker read a file in a directory."""
+    found: Found = rpc_sync(worker, read, (directory, source), timeout=timeout_s)
+    return found
 
 
 def apply(
@@ -135,6 +208,29 @@ def _owned(items: Places, optimizers: Places) -> Owned:
     )
 
 
-def _in_background(work: Callable[[], T]) -> torch.futures.Future[T]:
-    # The process need not wait for it at exit: an unfinished file does not count.
-    return background.start(work, "snapshot", is_awaited=False)
+def in_background(
+    work: Callable[[], T], name: str = "snapshot", *, is_awaited: bool = False
+) -> torch.futures.Future[T]:
+    """Runs a function on a thread of its own; returns a future of its result.
+
+    Args:
+        work: The function to run.
+        name: The name of the thread, appended to the name of the worker.
+        is_awaited: Whether the process waits for the thread when it ends. It need not wait for a
+            part: an unfinished file does not count.
+    """
+    future: torch.futures.Future[T] = torch.futures.Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            fail(future, error)
+        else:
+            future.set_result(result)
+
+    thread = threading.Thread(
+        target=run, name=f"weft-{current().info.name}-{name}", daemon=not is_awaited
+    )
+    thread.start()
+    return future

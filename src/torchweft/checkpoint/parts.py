@@ -1,4 +1,4 @@
-"""Copies the part of a state that one worker owns, and puts it back.
+"""The part of a state that one worker owns: copies it, holds it, and puts it back.
 
 Nothing here calls other workers. A part is a dict of tensors and plain values::
 
@@ -12,14 +12,18 @@ Nothing here calls other workers. A part is a dict of tensors and plain values::
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchweft.checkpoint import adapters, random_states
-from torchweft.checkpoint.adapters import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE
-from torchweft.checkpoint.plain import HostCopier
+from torchweft.agent.agent import Agent, Slot
+from torchweft.agent.current import current
+from torchweft.agent.peers import Peer
+from torchweft.checkpoint import kinds
+from torchweft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE, HostCopier
+from torchweft.errors import CheckpointError
 from torchweft.optim.local import LocalOptimizer, Saved, step_lock
 
 Content = dict[str, Any]
@@ -51,8 +55,8 @@ class Owned(NamedTuple):
         Raises:
             ArgumentTypeError: An entry cannot be restored.
         """
-        found = {p: adapters.kind_of(p, v, is_remote=True) for p, v in self.remote.items()}
-        found |= {p: adapters.kind_of(p, v, is_remote=False) for p, v in self.local.items()}
+        found = {p: kinds.kind_of(p, v, is_remote=True) for p, v in self.remote.items()}
+        found |= {p: kinds.kind_of(p, v, is_remote=False) for p, v in self.local.items()}
         return found
 
 
@@ -83,7 +87,7 @@ def take(owned: Owned, *, with_random: bool) -> Taken:
 
     def taken(*which: str) -> Content:
         return {
-            path: {"kind": kind, "state": adapters.take(path, kind, values[path])}
+            path: {"kind": kind, "state": kinds.take(path, kind, values[path])}
             for path, kind in found.items()
             if kind in which
         }
@@ -99,7 +103,7 @@ def take(owned: Owned, *, with_random: bool) -> Taken:
         }
     items |= taken(GENERATOR, DATA, VALUE)
     # Last: the user's code that was called above may have drawn random numbers.
-    random = random_states.take() if with_random else None
+    random = kinds.take_random() if with_random else None
     content = {"items": items, "optimizers": optimizers, "random": random}
     options = {path: HostCopier(path).copy(each.options) for path, each in saved.items()}
     return Taken(content, found, described, options)
@@ -178,10 +182,67 @@ def put(
     values = owned.values()
     for path, item in content["items"].items():
         if found[path] != VALUE:
-            adapters.put(found[path], values[path], item["state"], strict=strict)
+            kinds.put(found[path], values[path], item["state"], strict=strict)
     for path, optimizer in owned.optimizers.items():
         if path in options:
             state = content["optimizers"].get(path, {})
             optimizer.load(Saved(dict(options[path]), state))
     if content["random"] is not None:
-        random_states.put(content["random"])
+        kinds.put_random(content["random"])
+
+
+# Parts that a worker holds between two calls of a driver: copied or read parts
+
+
+class StagedParts:
+    """The parts that a worker holds for drivers, by ticket. Thread-safe.
+
+    The parts of a lost driver are dropped: no other worker would ask for them.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._lock = threading.Lock()
+        self._parts: dict[str, tuple[int, Any]] = {}
+        agent.on_lost(self._drop_of)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def keep(self, ticket: str, driver: int, part: Any) -> None:
+        """Holds a part for a driver, given by id, until the part is taken out or dropped."""
+        with self._lock:
+            self._parts[ticket] = driver, part
+
+    def take_out(self, ticket: str) -> Any:
+        """Returns a part, and stops holding it.
+
+        Raises:
+            CheckpointError: No part is held: the driver gave up, or was considered lost.
+        """
+        with self._lock:
+            found = self._parts.pop(ticket, None)
+        if found is None:
+            raise CheckpointError(
+                f"worker {current().info.name!r} holds nothing for this snapshot any more; the "
+                "driver has given it up, or was lost for a moment: begin again"
+            )
+        return found[1]
+
+    def drop(self, ticket: str) -> None:
+        """Drops a part if it is held."""
+        with self._lock:
+            self._parts.pop(ticket, None)
+
+    def _drop_of(self, driver: Peer) -> None:
+        with self._lock:
+            lost = [ticket for ticket, (who, _) in self._parts.items() if who == driver.id]
+            for ticket in lost:
+                del self._parts[ticket]
+
+
+def staged_parts() -> StagedParts:
+    """Returns the parts that this worker holds."""
+    return current().slots[_HELD]
+
+
+_HELD = Slot(lambda: StagedParts(current()))

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torchweft.agent.current import current
+from torchweft.checkpoint.kinds import is_plain
 from torchweft.checkpoint.parts import Owned
-from torchweft.checkpoint.plain import is_plain
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import WorkerInfo
 from torchweft.nn import RemoteModule
@@ -163,3 +163,9 @@ def _checked(key: object, prefix: str) -> str:
             f"have no {SEPARATOR!r}"
         )
     return key
+
+
+def group_numbers(optimizer: DistributedOptimizer) -> list[int]:
+    """Returns the number of the group of each parameter."""
+    groups = enumerate(optimizer.param_groups)
+    return [number for number, group in groups for _ in group["params"]]

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
+from collections.abc import Collection
 from typing import Any
 
 from torchweft.agent.current import current
-from torchweft.checkpoint import adapters, owner, parts, reading, restore_errors, snapshots
-from torchweft.checkpoint.broadcast import Deadline, ask_all, raise_first
-from torchweft.checkpoint.manifest import BadManifest, Manifest, read_manifest
-from torchweft.checkpoint.matching import (
+from torchweft.checkpoint import kinds, owner, parts, reading, snapshots
+from torchweft.checkpoint.kinds import Differences
+from torchweft.checkpoint.owner import Deadline, raise_first
+from torchweft.checkpoint.parts import Described, Options
+from torchweft.checkpoint.plan import Plan, group_numbers
+from torchweft.checkpoint.reading import (
     Needs,
-    Problems,
+    Report,
+    Source,
     assign_parameters,
     compare_parameters,
     compare_paths,
 )
-from torchweft.checkpoint.parts import Described, Options
-from torchweft.checkpoint.plan import Plan
-from torchweft.checkpoint.reading import Report, Source
-from torchweft.checkpoint.snapshots import Snapshot
-from torchweft.errors import CheckpointError, NotInitialized
+from torchweft.checkpoint.snapshots import BadManifest, Manifest, Snapshot, read_manifest
+from torchweft.errors import (
+    CheckpointError,
+    NotInitialized,
+    SnapshotCorrupt,
+    SnapshotNotFound,
+    StateMismatch,
+)
+from torchweft.optim.owners import Failure, run_on_owners
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
 
 _GIVE_UP_S = 5.0
@@ -101,7 +110,7 @@ def find(directory: str | os.PathLike[str], step: int | None) -> Snapshot:
     present = snapshots.list_snapshots(directory)
     fitting = [snapshot for snapshot in present if step is None or snapshot.step == step]
     if not fitting:
-        raise restore_errors.not_found(os.path.abspath(directory), step, present)
+        raise not_found(os.path.abspath(directory), step, present)
     return fitting[-1]
 
 
@@ -136,7 +145,7 @@ class Restoring:
         self._manifest = self._read_manifest()
         self._content: parts.Content = {}
         self._remote: list[int] = []
-        self._problems = Problems([], [], [])
+        self._problems = Differences([], [], [])
 
     def _read_manifest(self) -> Manifest:
         path = os.path.join(self._snapshot.path, snapshots.MANIFEST)
@@ -144,7 +153,7 @@ class Restoring:
             with open(path, "rb") as file:
                 return read_manifest(file.read())
         except (BadManifest, OSError) as error:
-            raise restore_errors.corrupt(self._snapshot, path, self._me.name, str(error)) from error
+            raise corrupt(self._snapshot, path, self._me.name, str(error)) from error
 
     # Reading and comparing
 
@@ -164,8 +173,8 @@ class Restoring:
             )
             for worker in self._remote
         }
-        answers, failures = ask_all(
-            owner.prepare, arguments, self._deadline, lambda: self._read_own(needs)
+        answers, failures = run_on_owners(
+            owner.prepare, arguments, lambda: self._read_own(needs), self._deadline.left_s
         )
         self._raise("reading the snapshot", failures)
         self._check(answers)
@@ -203,18 +212,12 @@ class Restoring:
             saved = self._manifest.optimizers.get(path)
             if saved is None:
                 continue
-            groups = [
-                number
-                for number, group in enumerate(optimizer.param_groups)
-                for _ in group["params"]
-            ]
             by_number = {
                 number: parameter
                 for each in described.values()
                 for number, parameter in each.get(path, {}).items()
             }
-            found = compare_parameters(path, saved, groups, by_number)
-            self._note(found)
+            self._note(compare_parameters(path, saved, group_numbers(optimizer), by_number))
             for worker, each in described.items():
                 assign_parameters(path, saved, each, needs.setdefault(worker, Needs()))
 
@@ -224,8 +227,11 @@ class Restoring:
             for worker, places in self._plan.remote.items()
             if places.optimizers
         }
-        described, failures = ask_all(
-            owner.describe, remote, self._deadline, lambda: parts.describe(self._plan.owned)
+        described, failures = run_on_owners(
+            owner.describe,
+            remote,
+            lambda: parts.describe(self._plan.owned),
+            self._deadline.left_s,
         )
         self._raise("looking at the optimizers", failures)
         return described
@@ -254,29 +260,29 @@ class Restoring:
             self._plan.owned,
             directory,
             self._sources(self._me.id, needs[self._me.id]),
-            owner.asker(directory, self._deadline.left_s()),
+            functools.partial(owner.ask, directory, self._deadline.left_s()),
         )
         return report
 
-    # Problems that prevent restoring
+    # Differences that prevent restoring
 
     def _check(self, reports: dict[int, Report]) -> None:
         for worker, report in reports.items():
             name = self._agent.peers[worker].name
             if report["lacking"]:
                 file = report["lacking"][0]
-                raise restore_errors.lacking(self._snapshot, self._manifest, file, name, self._ids)
+                raise lacking(self._snapshot, self._manifest, file, name, self._ids)
             if report["corrupt"]:
                 file, problem = report["corrupt"][0]
                 path = os.path.join(self._snapshot.path, file)
-                raise restore_errors.corrupt(self._snapshot, path, name, problem)
-            self._note(Problems(report["missing"], report["unexpected"], report["differing"]))
+                raise corrupt(self._snapshot, path, name, problem)
+            self._note(Differences(report["missing"], report["unexpected"], report["differing"]))
         differing = self._problems.differing
-        problems = self._problems if self._strict else Problems([], [], differing)
+        problems = self._problems if self._strict else Differences([], [], differing)
         if any(problems):
-            raise restore_errors.mismatch(self._snapshot, problems)
+            raise mismatch(self._snapshot, problems)
 
-    def _note(self, found: Problems) -> None:
+    def _note(self, found: Differences) -> None:
         for mine, theirs in zip(self._problems, found, strict=True):
             mine += theirs
 
@@ -290,7 +296,7 @@ class Restoring:
             worker: (self._ticket, *self._places(worker), options, self._strict)
             for worker in self._remote
         }
-        _, failures = ask_all(owner.apply, arguments, self._deadline)
+        _, failures = run_on_owners(owner.apply, arguments, timeout_s=self._deadline.left_s)
         self._raise("restoring the state, which is partly restored now,", failures)
         for path, by_group in options.items():
             self._plan.optimizers[path].adopt([by_group[group] for group in sorted(by_group)])
@@ -307,10 +313,10 @@ class Restoring:
 
     def _apply_own(self, options: dict[str, Options]) -> None:
         for path, item in self._content["items"].items():
-            if item["kind"] == adapters.VALUE:
+            if item["kind"] == kinds.VALUE:
                 leaf, saved = self._plan.values[path], item["state"]
                 if isinstance(saved, (dict, list)) and type(leaf.value) is type(saved):
-                    adapters.refill(leaf.value, saved)
+                    kinds.refill(leaf.value, saved)
                 else:
                     leaf.container[leaf.key] = saved
         # The random states come last: code that is called before might draw random numbers.
@@ -320,7 +326,92 @@ class Restoring:
         """Has the workers drop the entries that they have read."""
         arguments = dict.fromkeys(self._remote, (self._ticket,))
         with contextlib.suppress(NotInitialized):
-            ask_all(owner.drop, arguments, Deadline(_GIVE_UP_S))
+            run_on_owners(owner.drop, arguments, timeout_s=Deadline(_GIVE_UP_S).left_s)
 
-    def _raise(self, what: str, failures: list[Any]) -> None:
+    def _raise(self, what: str, failures: list[Failure]) -> None:
         raise_first(what, failures, self._snapshot.directory, self._snapshot.step)
+
+
+# The errors for snapshots that cannot be restored
+
+_NAMED = 8
+"""How many entries a message names."""
+
+
+def not_found(directory: str, step: int | None, present: list[Snapshot]) -> SnapshotNotFound:
+    """Returns the error for a missing snapshot; ``present`` are the existing snapshots."""
+    of_step = "" if step is None else f" of step {step}"
+    there = ", ".join(str(snapshot.step) for snapshot in present)
+    return SnapshotNotFound(
+        f"there is no snapshot{of_step} in {directory}"
+        + (f"; there are those of steps {there}" if present else ""),
+        directory=directory,
+        step=step,
+    )
+
+
+def lacking(
+    snapshot: Snapshot, manifest: Manifest, file: str, reader: str, group: Collection[str]
+) -> SnapshotNotFound:
+    """Returns the error for a file that neither the reader nor any worker it asked can see."""
+    writer = next(part.worker for part in manifest.parts if part.file == file)
+    absent = (
+        "" if writer in group else f"; worker {writer!r}, which wrote it, is not in the group now"
+    )
+    return SnapshotNotFound(
+        f"worker {reader!r} lacks the file {os.path.join(snapshot.path, file)} that worker "
+        f"{writer!r} wrote, and nobody could read it for {reader!r}{absent}. Nothing was restored; "
+        "keep snapshots on storage that all workers share, or have the worker run again where it "
+        "was",
+        directory=snapshot.directory,
+        step=snapshot.step,
+        worker=reader,
+    )
+
+
+def corrupt(snapshot: Snapshot, path: str, reader: str, problem: str) -> SnapshotCorrupt:
+    """Returns the error for a file that differs from what was written."""
+    present = reversed(snapshots.list_snapshots(snapshot.directory))
+    steps = tuple(each.step for each in present if each.name != snapshot.name)
+    instead = (
+        f"restore another with step=...: there are {', '.join(map(str, steps))}"
+        if steps
+        else "there is no other snapshot"
+    )
+    return SnapshotCorrupt(
+        f"the snapshot of step {snapshot.step} is damaged: {path}, as worker {reader!r} sees it: "
+        f"{problem}. Nothing was restored; {instead}",
+        directory=snapshot.directory,
+        step=snapshot.step,
+        worker=reader,
+        file=path,
+        alternatives=steps,
+    )
+
+
+def mismatch(snapshot: Snapshot, problems: Differences) -> StateMismatch:
+    """Returns the error for a snapshot of another state."""
+    said = [
+        f"{what} {_listed(entries)}"
+        for what, entries in [
+            ("the snapshot lacks", problems.missing),
+            ("only the snapshot has", problems.unexpected),
+            ("they differ:", problems.differing),
+        ]
+        if entries
+    ]
+    return StateMismatch(
+        f"the snapshot {snapshot.path} is of another state: {'; '.join(said)}. Nothing was "
+        "restored; make the state as it was made when it was saved"
+        + ("" if problems.differing else ", or pass strict=False"),
+        directory=snapshot.directory,
+        step=snapshot.step,
+        missing=tuple(problems.missing),
+        unexpected=tuple(problems.unexpected),
+        differing=tuple(problems.differing),
+    )
+
+
+def _listed(entries: list[str]) -> str:
+    more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
+    return ", ".join(entries[:_NAMED]) + more

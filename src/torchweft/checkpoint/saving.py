@@ -2,24 +2,207 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import logging
 import os
+import platform
+import secrets
+import sys
 import threading
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from torchweft.agent.agent import Slot
 from torchweft.agent.current import current
-from torchweft.agent.slots import Slot
-from torchweft.checkpoint import background
-from torchweft.checkpoint.broadcast import Deadline
+from torchweft.checkpoint import files, owner, parts, snapshots
 from torchweft.checkpoint.gate import StepGate
-from torchweft.checkpoint.plan import Plan
-from torchweft.checkpoint.save_attempt import Attempt
-from torchweft.checkpoint.snapshots import Snapshot
-from torchweft.errors import CallTimeout, ConfigurationError
+from torchweft.checkpoint.owner import Deadline, raise_first
+from torchweft.checkpoint.parts import Content, Described, Options
+from torchweft.checkpoint.plan import Plan, group_numbers
+from torchweft.checkpoint.snapshots import Item, Manifest, Parameter, Part, Snapshot
+from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized
 from torchweft.ids import WorkerInfo
-from torchweft.rpc import UNSET_RPC_TIMEOUT
+from torchweft.optim.owners import Failure, name_of, run_on_owners
+from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
+
+_log = logging.getLogger("torchweft")
+_GIVE_UP_S = 5.0
+"""How long an attempt that failed may take to clean up."""
+
+
+class Attempt:
+    """Saves one snapshot: ``capture``, then ``finish``, which may be called on another thread.
+
+    Args:
+        directory: Where snapshots are kept.
+        step: How many steps have been done.
+        keep: How many snapshots to keep; None for all.
+        plan: The owners of the entries.
+        deadline: The deadline of the save.
+    """
+
+    def __init__(
+        self, directory: str, step: int, keep: int | None, plan: Plan, deadline: Deadline
+    ) -> None:
+        self._agent = current()
+        self._me = self._agent.me
+        self._keep = keep
+        self._plan = plan
+        self._deadline = deadline
+        self._ticket = secrets.token_hex(8)
+        # The remains of earlier attempts have numbers, too: take our number before removing them.
+        self._snapshot = Snapshot(directory, snapshots.new_name(directory, step), step)
+        snapshots.remove_unfinished(directory)
+        self._workers = [info.name for info in get_worker_infos()]
+        self._content: Content = {}
+        self._kinds: dict[int, dict[str, str]] = {}
+        self._described: dict[int, Described] = {}
+        self._written: dict[int, Part] = {}
+
+    # Copying
+
+    def capture(self, gate: StepGate | None) -> None:
+        """Has all owners copy their parts.
+
+        Args:
+            gate: Is closed while the owners copy.
+        """
+        for optimizer in self._plan.optimizers.values():
+            optimizer.tell_changes()
+        remote = {
+            worker: (self._ticket, self._me.id, *places, worker in self._plan.random)
+            for worker, places in self._plan.remote.items()
+        }
+        with_random = self._me.id in self._plan.random
+        try:
+            closed = gate.closed(self._deadline.left_s()) if gate else contextlib.nullcontext()
+            with closed:
+                answers, failures = run_on_owners(
+                    owner.capture,
+                    remote,
+                    lambda: parts.take(self._plan.owned, with_random=with_random),
+                    self._deadline.left_s,
+                )
+            self._raise("copying the state", failures)
+        except BaseException:
+            self._give_up()
+            raise
+        self._take_up(answers)
+
+    def _take_up(self, answers: dict[int, Any]) -> None:
+        own: parts.Taken = answers.pop(self._me.id)
+        told = {self._me.id: (own.kinds, own.described, own.options), **answers}
+        options: dict[str, Options] = {path: {} for path in self._plan.optimizers}
+        for worker, (kinds, described, its_options) in told.items():
+            self._kinds[worker], self._described[worker] = kinds, described
+            for path, by_group in its_options.items():
+                options[path].update(by_group)
+        self._content = {**own.content, "options": options}
+
+    # Writing
+
+    def finish(self) -> Snapshot:
+        """Has all owners write their files, then writes the manifest; returns the snapshot."""
+        try:
+            self._write_parts()
+            self._write_manifest()
+        except BaseException:
+            self._give_up()
+            raise
+        self._tidy()
+        return self._snapshot
+
+    def _write_parts(self) -> None:
+        os.makedirs(self._snapshot.path)
+        answers, failures = run_on_owners(
+            owner.write,
+            {worker: (self._ticket, *self._place_of(worker)) for worker in self._plan.remote},
+            lambda: files.write_part(self._path_of(self._me.id), self._content),
+            self._deadline.left_s,
+        )
+        self._raise(f"writing the snapshot of step {self._snapshot.step}", failures)
+        self._content = {}
+        for worker, (size_bytes, sha256) in answers.items():
+            path = self._path_of(worker)
+            is_seen = os.path.exists(path) and os.path.getsize(path) == size_bytes
+            info = self._agent.peers[worker].info
+            self._written[worker] = Part(
+                info.name, info.id, os.path.basename(path), size_bytes, sha256, is_seen
+            )
+
+    def _place_of(self, worker: int) -> tuple[str, str, str]:
+        info = self._agent.peers[worker].info
+        return self._snapshot.directory, self._snapshot.name, f"{info.id}-{info.name}.pt"
+
+    def _path_of(self, worker: int) -> str:
+        return snapshots.part_path(*self._place_of(worker))
+
+    def _write_manifest(self) -> None:
+        manifest = Manifest(
+            step=self._snapshot.step,
+            written=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            driver=self._me.name,
+            workers=self._workers,
+            parts=sorted(self._written.values(), key=lambda part: part.rank),
+            items={
+                path: Item(kind, self._agent.peers[worker].name)
+                for worker, its_kinds in self._kinds.items()
+                for path, kind in its_kinds.items()
+            },
+            optimizers={path: self._parameters(path) for path in self._plan.optimizers},
+            random=sorted(self._agent.peers[worker].name for worker in self._plan.random),
+            versions={
+                "weft": str(sys.modules["torchweft"].__version__),
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+        )
+        path = os.path.join(self._snapshot.path, snapshots.MANIFEST)
+        files.write_whole(path, lambda file: file.write(manifest.to_bytes()))
+        # The names of the snapshot and of its directory must survive a crash of the machine, too.
+        files.flush_directory(self._snapshot.directory)
+        files.flush_directory(os.path.dirname(self._snapshot.directory))
+
+    def _parameters(self, path: str) -> list[Parameter]:
+        groups = group_numbers(self._plan.optimizers[path])
+        found = {
+            number: Parameter(name, groups[number], shape, self._agent.peers[worker].name)
+            for worker, described in self._described.items()
+            for number, (name, shape) in described.get(path, {}).items()
+        }
+        return [found[number] for number in sorted(found)]
+
+    # Afterwards
+
+    def _tidy(self) -> None:
+        """Removes old snapshots, also on workers whose files are on disks of their own."""
+        directory = self._snapshot.directory
+        names = snapshots.names_to_keep(directory, self._keep)
+        snapshots.keep_only(directory, names)
+        elsewhere = {
+            worker: (directory, names) for worker, part in self._written.items() if not part.is_seen
+        }
+        timeout_s = Deadline(_GIVE_UP_S).left_s
+        _, failures = run_on_owners(owner.tidy, elsewhere, timeout_s=timeout_s)
+        for worker, error in failures:
+            _log.warning("old snapshots on worker %r stay there: %s", name_of(worker), str(error))
+
+    def _give_up(self) -> None:
+        """Removes all remains of the attempt; the next save removes files that cannot be now."""
+        self._content = {}
+        snapshots.remove(self._snapshot.path)
+        arguments = {
+            worker: (self._ticket, *self._place_of(worker)) for worker in self._plan.remote
+        }
+        with contextlib.suppress(NotInitialized):
+            run_on_owners(owner.discard, arguments, timeout_s=Deadline(_GIVE_UP_S).left_s)
+
+    def _raise(self, what: str, failures: list[Failure]) -> None:
+        raise_first(what, failures, self._snapshot.directory, self._snapshot.step)
+
 
 Workers = bool | Iterable[str | int | WorkerInfo]
 
@@ -102,7 +285,7 @@ def save_async(
             turn.release()
 
     # A process that ends still completes its pending saves.
-    return background.start(work, "save", is_awaited=True)
+    return owner.in_background(work, "save", is_awaited=True)
 
 
 def _begin(
@@ -123,7 +306,7 @@ def _begin(
     check_keep(keep)
     deadline = Deadline(timeout)
     absolute = os.path.abspath(directory)
-    turn = _turn(absolute)
+    turn = current().slots[_TURNS].setdefault(absolute, threading.Lock())
     if not turn.acquire(timeout=deadline.left_s() or -1):
         raise CallTimeout(
             f"an earlier snapshot is still being written to {absolute} after "
@@ -147,13 +330,5 @@ def check_keep(keep: int | None) -> None:
         )
 
 
-def _no_locks() -> dict[str, threading.Lock]:
-    return {}
-
-
-_TURNS = Slot(_no_locks)
+_TURNS: Slot[dict[str, threading.Lock]] = Slot(dict)
 """The lock of each directory that this worker saves to."""
-
-
-def _turn(directory: str) -> threading.Lock:
-    return current().slots[_TURNS].setdefault(directory, threading.Lock())

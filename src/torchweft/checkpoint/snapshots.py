@@ -1,4 +1,4 @@
-"""Finds and names the snapshots in a directory.
+"""The snapshots in a directory: their names, their manifests, and their removal.
 
 A snapshot is a directory that has a manifest; without a manifest it is the remains of an unfinished
 save. The name contains the number in the order of writing, and the step. The rest of the name
@@ -7,11 +7,19 @@ distinguishes two snapshots that somehow got the same number. A snapshot's files
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+import logging
 import os
 import re
 import secrets
+import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
+from torchweft.checkpoint import files
 from torchweft.errors import ConfigurationError
 
 MANIFEST = "manifest.json"
@@ -46,7 +54,7 @@ def list_snapshots(directory: str | os.PathLike[str]) -> list[Snapshot]:
     """
     return [
         snapshot
-        for _, snapshot in _entries(directory)
+        for snapshot in _begun(directory)
         if os.path.exists(os.path.join(snapshot.path, MANIFEST))
     ]
 
@@ -59,13 +67,9 @@ def latest(directory: str | os.PathLike[str]) -> Snapshot | None:
 
 def new_name(directory: str, step: int) -> str:
     """Returns a name for the next snapshot, which sorts after the names of all begun snapshots."""
-    number = 1 + max((number for (number, _), _ in _entries(directory)), default=0)
+    begun = _begun(directory)
+    number = 1 + int(begun[-1].name.partition("-")[0]) if begun else 1
     return f"{number:06}-step{step}-{secrets.token_hex(4)}"
-
-
-def snapshot_names(directory: str) -> list[str]:
-    """Returns the names of all snapshots in a directory, complete or not."""
-    return [snapshot.name for _, snapshot in _entries(directory)]
 
 
 def part_path(directory: str, name: str, file: str) -> str:
@@ -80,18 +84,196 @@ def part_path(directory: str, name: str, file: str) -> str:
     return os.path.join(directory, name, file)
 
 
-def _entries(
-    directory: str | os.PathLike[str],
-) -> list[tuple[tuple[int, str], Snapshot]]:
+def _begun(directory: str | os.PathLike[str]) -> list[Snapshot]:
     """Returns all entries that are named like a snapshot, sorted by number and name."""
     absolute = os.path.abspath(directory)
     try:
         names = os.listdir(absolute)
     except FileNotFoundError:
         return []
-    found = []
-    for name in names:
-        if match := _NAME.fullmatch(name):
-            snapshot = Snapshot(absolute, name, int(match["step"]))
-            found.append(((int(match["number"]), name), snapshot))
-    return sorted(found, key=lambda entry: entry[0])
+    matches = [match for name in names if (match := _NAME.fullmatch(name))]
+    matches.sort(key=lambda match: (int(match["number"]), match.string))
+    return [Snapshot(absolute, match.string, int(match["step"])) for match in matches]
+
+
+# The manifest: the files of a snapshot, their entries, and the workers that wrote them. It is JSON,
+# so that a person can read it. It is written last.
+
+FORMAT = 1
+
+
+class BadManifest(ValueError):
+    """A manifest is not as it was written, or of another version of the format."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The file of one worker.
+
+    Attributes:
+        worker: The name of the worker that wrote it.
+        rank: Its rank.
+        file: The name of the file in the snapshot's directory.
+        size_bytes: Its size.
+        sha256: The SHA-256 of its bytes.
+        is_seen: Whether the driver saw the file as well, so the directory is on shared storage.
+    """
+
+    worker: str
+    rank: int
+    file: str
+    size_bytes: int
+    sha256: str
+    is_seen: bool
+
+
+@dataclass(frozen=True)
+class Item:
+    """One entry of the state.
+
+    Attributes:
+        kind: Its kind; see ``kinds``.
+        worker: The name of the worker whose file contains it.
+    """
+
+    kind: str
+    worker: str
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a distributed optimizer.
+
+    Attributes:
+        name: Its name in every snapshot of the same state; see ``parts.parameter_names``.
+        group: The number of its parameter group.
+        shape: Its shape.
+        worker: The name of the worker whose file contains the optimizer's state of it.
+    """
+
+    name: str
+    group: int
+    shape: tuple[int, ...]
+    worker: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of a snapshot, available without reading its parts.
+
+    Attributes:
+        step: How many steps of the training had been done.
+        written: The time of writing, in UTC, in the form of ISO 8601.
+        driver: The name of the worker that saved it.
+        workers: The names of all workers of the group at that time, by rank.
+        parts: The files, by rank of their workers.
+        items: The entries of the state, by path.
+        optimizers: The parameters of distributed optimizers in order, by path.
+        random: The names of the workers whose random number generators are in it.
+        versions: The versions of Weft, PyTorch and Python that wrote it.
+    """
+
+    step: int
+    written: str
+    driver: str
+    workers: list[str]
+    parts: list[Part]
+    items: dict[str, Item]
+    optimizers: dict[str, list[Parameter]]
+    random: list[str]
+    versions: dict[str, str]
+
+    def part_of(self, worker: str) -> Part:
+        """Returns the file that a worker wrote."""
+        return next(part for part in self.parts if part.worker == worker)
+
+    def to_bytes(self) -> bytes:
+        """Returns the manifest as JSON, with its own hash."""
+        content = dataclasses.asdict(self)
+        whole = {"format": FORMAT, "sha256": _hash(content), "snapshot": content}
+        return json.dumps(whole, indent=1).encode() + b"\n"
+
+
+def read_manifest(data: bytes) -> Manifest:
+    """Returns a manifest from the bytes that ``to_bytes`` returned.
+
+    Raises:
+        BadManifest: The bytes were changed, or are of another version of the format.
+    """
+    try:
+        whole = json.loads(data)
+        version, content = whole["format"], whole["snapshot"]
+        if version != FORMAT:
+            raise BadManifest(
+                f"it has version {version!r} of the format, and this Weft reads {FORMAT}"
+            )
+        if whole["sha256"] != _hash(content):
+            raise BadManifest("its content is not what was written (SHA-256 differs)")
+        return _manifest(content)
+    except BadManifest:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadManifest(f"it is no manifest ({type(error).__name__}: {error})") from error
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
+    return Manifest(
+        **{
+            **content,
+            "parts": [Part(**part) for part in content["parts"]],
+            "items": {path: Item(**item) for path, item in content["items"].items()},
+            "optimizers": {
+                path: [Parameter(**{**each, "shape": tuple(each["shape"])}) for each in parameters]
+                for path, parameters in content["optimizers"].items()
+            },
+        }
+    )
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# Removal of snapshots that are no longer kept, and of the remains of unfinished saves
+
+_log = logging.getLogger("torchweft")
+
+
+def keep_only(directory: str, names: Collection[str]) -> None:
+    """Removes every snapshot whose name is not in ``names`` from a directory.
+
+    A snapshot that cannot be removed stays, with a warning: a save must not fail because of it.
+    """
+    for snapshot in _begun(directory):
+        if snapshot.name not in names:
+            remove(snapshot.path)
+
+
+def remove(path: str) -> None:
+    """Removes one snapshot: the manifest first, so that the rest no longer counts as a snapshot."""
+    try:
+        files.remove_file(os.path.join(path, MANIFEST))
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _log.warning("the old snapshot %s could not be removed: %s", path, str(error))
+
+
+def remove_unfinished(directory: str) -> None:
+    """Removes the remains of unfinished saves."""
+    keep_only(directory, {snapshot.name for snapshot in list_snapshots(directory)})
+
+
+def remove_if_empty(path: str) -> None:
+    """Removes a directory if it is empty."""
+    try:
+        os.rmdir(path)
+    except OSError:
+        pass
+
+
+def names_to_keep(directory: str, keep: int | None) -> list[str]:
+    """Returns the names of the newest ``keep`` snapshots, or of all if it is None."""
+    present = [snapshot.name for snapshot in list_snapshots(directory)]
+    return present if keep is None else present[-keep:]

@@ -1,1 +1,1 @@
-"""The command ``torchweft``; each subcommand has a file of its own."""
+"""The command ``torchweft``."""

@@ -1,7 +1,7 @@
-"""Reads the command line of ``torchweft`` and hands it to a subcommand.
+"""Reads the command line of ``torchweft`` and hands it to a subcommand: ``run`` or ``secret``.
 
-A subcommand is a module with two functions: ``add_parser`` adds its part of the command line,
-``execute`` does the work and returns the exit status.
+A subcommand is a function that adds its part of the command line. The default ``execute`` of that
+part is a function that does the work and returns the exit status.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from torchweft.cli import run, secret
+from torchweft import knobs
+from torchweft.cli import run
 from torchweft.errors import ConfigurationError
+from torchweft.secret import write_new
 
-SUBCOMMANDS: tuple[ModuleType, ...] = (run, secret)
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 USAGE_STATUS = 2
+
+SECRET_DESCRIPTION = f"""\
+Makes a file with a new random secret, which only this user can read. Copy it to every host and
+set {knobs.SECRET_FILE.variable} to its path: then only workers that have it can join the group."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="torchweft", description="Distributed training for PyTorch by remote calls."
     )
     parser.add_argument("--version", action="version", version=f"torchweft {_version()}")
     subcommands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
-    for module in SUBCOMMANDS:
-        module.add_parser(subcommands).set_defaults(execute=module.execute)
+    run.add_parser(subcommands)
+    _add_secret_parser(subcommands)
     return parser
 
 
@@ -59,3 +65,27 @@ def _version() -> str:
         return version("torchweft")
     except PackageNotFoundError:  # run from a source tree that is not installed
         return "unknown"
+
+
+# The subcommand ``secret``
+
+
+def _add_secret_parser(subcommands: Subparsers) -> None:
+    parser = subcommands.add_parser(
+        "secret",
+        help="make the secret that the workers of a group share",
+        usage="torchweft secret new FILE",
+        description=SECRET_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("action", choices=["new"], help="what to do")
+    parser.add_argument("file", help="path of the file; it must not be there yet")
+    parser.set_defaults(execute=_make_secret)
+
+
+def _make_secret(options: argparse.Namespace) -> int:
+    write_new(options.file)
+    setting = f"{knobs.SECRET_FILE.variable}={options.file}"
+    print(f"a new secret is in {options.file}; on every host: {setting}")
+    return 0

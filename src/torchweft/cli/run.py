@@ -40,7 +40,7 @@ examples:
   torchweft run -n 4 --restarts 10 --restart worker serve.py"""
 
 
-def add_parser(subcommands: Subparsers) -> argparse.ArgumentParser:
+def add_parser(subcommands: Subparsers) -> None:
     """Adds the command line of ``torchweft run``."""
     parser = subcommands.add_parser(
         "run",
@@ -79,7 +79,7 @@ def add_parser(subcommands: Subparsers) -> argparse.ArgumentParser:
     _add_restarts(parser)
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
+    parser.set_defaults(execute=execute)
 
 
 def _add_restarts(parser: argparse.ArgumentParser) -> None:

@@ -10,9 +10,9 @@ import torchweft.autograd
 from torchweft.agent import current as current_agent
 from torchweft.autograd import get_gradients, is_available
 from torchweft.autograd.contexts import current_id
-from torchweft.autograd.engine import Engine, current_engine
-from torchweft.autograd.leaf_hooks import enable_leaf_hooks
-from torchweft.autograd.zeros import enable_zeros
+from torchweft.autograd.engine import current_engine
+from torchweft.autograd.graph import enable_zeros
+from torchweft.autograd.local_engine import enable_leaf_hooks
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
@@ -47,17 +47,13 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     """
     if isinstance(roots, (list, tuple)):
         for place, root in enumerate(roots):
-            if isinstance(root, Tensor) and root.is_leaf and _can_be_leaf_root(root):
+            is_leaf = isinstance(root, Tensor) and root.is_leaf
+            if is_leaf and root.requires_grad and root.numel() == 1:  # otherwise a valid root
                 raise AutogradError(
                     f"root {place} does not have a valid gradient function: it is a leaf, "
                     "there is nothing to go back through"
                 )
     torchweft.autograd.backward(context_id, roots, retain_graph)
-
-
-def _can_be_leaf_root(root: Tensor) -> bool:
-    """Tells whether a leaf is otherwise a valid root."""
-    return root.requires_grad and root.numel() == 1
 
 
 def _init(worker_id: int) -> None:
@@ -66,22 +62,18 @@ def _init(worker_id: int) -> None:
         raise ArgumentTypeError(f"worker_id is a {type(worker_id).__name__}; pass a rank")
     if not 0 <= worker_id < _MOST_WORKERS:
         raise ConfigurationError(f"worker_id is {worker_id}; it must be from 0 to 65535")
-    if current_agent.is_set() and _engine().contexts.worker != worker_id:
+    if current_agent.is_set() and current_engine().contexts.worker != worker_id:
         raise AutogradError(
-            f"autograd is already initialized, as that of worker {_engine().contexts.worker}"
+            f"autograd is already initialized, as that of worker {current_engine().contexts.worker}"
         )
     # Programs may have put hooks on the nodes that accumulate the gradients of their parameters.
     enable_leaf_hooks()
     enable_zeros()
 
 
-def _engine() -> Engine:
-    return current_engine()
-
-
 def _get_debug_info() -> dict[str, str]:
     """Returns the numbers of this worker's running backward passes and live contexts."""
-    engine = _engine()
+    engine = current_engine()
     return {
         "num_current_backward_passes": str(engine.count_passes()),
         "num_autograd_contexts": str(len(engine.contexts.ids())),

@@ -5,19 +5,78 @@ that is not is redirected when it is imported. PyTorch's own modules that took a
 replaced module at import are given Weft's.
 
 TorchScript's compiler, which knows PyTorch's references as a type of its own, is left alone.
+
+The Python processes that this one starts install the replacement too. However a process is
+started, it gets an environment. A folder put first on ``PYTHONPATH`` holds a ``sitecustomize.py``,
+which Python runs at startup; see that file.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
 import sys
 import threading
 import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
-from torchweft.compat import children, stale
-from torchweft.compat.redirecting import MODULES, Redirect
-from torchweft.errors import AlreadyInitialized
+from torchweft.errors import AlreadyInitialized, ConfigurationError
+
+# The modules that are replaced, and the imports of those not loaded yet
+
+MODULES = {
+    "torch._C._distributed_rpc": "torchweft.compat.rpc",
+    "torch._C._distributed_autograd": "torchweft.compat.autograd",
+    "torch.distributed.rpc": "torchweft.compat.rpc",
+    "torch.distributed.rpc.api": "torchweft.compat.rpc.api",
+    "torch.distributed.rpc.backend_registry": "torchweft.compat.rpc.backend_registry",
+    "torch.distributed.rpc.constants": "torchweft.compat.rpc.constants",
+    "torch.distributed.rpc.functions": "torchweft.compat.rpc.functions",
+    "torch.distributed.rpc.internal": "torchweft.compat.rpc.internal",
+    "torch.distributed.rpc.options": "torchweft.compat.rpc.options",
+    "torch.distributed.rpc.rref_proxy": "torchweft.compat.rpc.rref_proxy",
+    "torch.distributed.autograd": "torchweft.compat.autograd",
+    "torch.distributed.optim.optimizer": "torchweft.compat.optimizer",
+    "torch.distributed.nn.api.remote_module": "torchweft.compat.remote_module",
+}
+"""PyTorch's modules and their replacements."""
+
+ROOTS = ("torch.distributed.rpc.", "torch.distributed.autograd.")
+"""Prefixes of Weft's modules: a folder of Weft's must not be searched under PyTorch's name."""
+
+
+class Redirect(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds Weft's module when one of ``MODULES`` is imported.
+
+    The import returns the same module object that ``torchweft.compat`` has, not a second copy of
+    the file. The module keeps its own name and spec, so its functions are pickled by that name.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Returns a spec for a module that Weft replaces, and None for any other."""
+        if fullname in MODULES:
+            return importlib.util.spec_from_loader(fullname, self)
+        if fullname.startswith(ROOTS):
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: torchweft.compat, which stands in for its package "
+                "here, has none",
+                name=fullname,
+            )
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Puts Weft's module into ``sys.modules``, from which the import returns it."""
+        sys.modules[module.__name__] = importlib.import_module(MODULES[module.__name__])
+
+
+# The replacement
 
 RPC = "torch.distributed.rpc"
 
@@ -74,7 +133,7 @@ def install(*, in_children: bool = True) -> None:
         if is_installed():
             return
         _check_stock_is_idle()
-        holders = stale.describe_holders(sys.modules[n] for n in MODULES if n in sys.modules)
+        holders = describe_holders(sys.modules[n] for n in MODULES if n in sys.modules)
         _replace(in_children)
         waiting.install()
     _point_names()
@@ -100,8 +159,8 @@ def uninstall() -> None:
     if not is_installed():
         return
     from torchweft.agent import current
-    from torchweft.autograd.leaf_hooks import enable_leaf_hooks
-    from torchweft.autograd.zeros import enable_zeros
+    from torchweft.autograd.graph import enable_zeros
+    from torchweft.autograd.local_engine import enable_leaf_hooks
     from torchweft.compat import waiting
 
     with _lock:
@@ -133,7 +192,7 @@ def _check_stock_is_idle() -> None:
 def _replace(in_children: bool) -> None:
     global _reaches_children
     if in_children:
-        children.enable()
+        enable_in_children()
     _reaches_children = in_children
     for name, ours in MODULES.items():
         if name in sys.modules:
@@ -145,7 +204,7 @@ def _replace(in_children: bool) -> None:
 def _put_back() -> None:
     global _reaches_children
     if _reaches_children:
-        children.disable()
+        disable_in_children()
     _reaches_children = False
     sys.meta_path.remove(_redirect)
     for name in MODULES:
@@ -173,3 +232,120 @@ def _point_names() -> None:
         holder = sys.modules.get(holder_name)
         if holder is not None and hasattr(holder, name):
             setattr(holder, name, getattr(importlib.import_module(source), name))
+
+
+# Processes that this one starts
+
+VARIABLE = "PYTHONPATH"
+
+FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap")
+"""Where the ``sitecustomize.py`` is."""
+
+_path_change: tuple[str | None, str] | None = None
+"""The variable's values before and after it was changed here."""
+
+
+def enable_in_children() -> None:
+    """Changes the environment, unless this process or its parent has done so already.
+
+    Raises:
+        ConfigurationError: The folder's name cannot be in ``PYTHONPATH``.
+    """
+    global _path_change
+    if os.pathsep in FOLDER:
+        raise ConfigurationError(
+            f"{FOLDER} cannot be in {VARIABLE}, where {os.pathsep!r} stands between two folders: "
+            "use torchweft.compat.install(in_children=False), and call it in every process"
+        )
+    before = os.environ.get(VARIABLE)
+    if FOLDER in _folders(before):
+        return
+    # An empty entry would mean the current folder.
+    after = os.pathsep.join([FOLDER, before]) if before else FOLDER
+    os.environ[VARIABLE] = after
+    _path_change = (before, after)
+
+
+def disable_in_children() -> None:
+    """Restores the environment; changes that other code has made meanwhile stay."""
+    global _path_change
+    now = os.environ.get(VARIABLE)
+    if _path_change is not None and now == _path_change[1]:
+        others = _path_change[0]
+    elif FOLDER in _folders(now):
+        others = os.pathsep.join(entry for entry in _folders(now) if entry != FOLDER) or None
+    else:
+        others = now
+    _path_change = None
+    if others is None:
+        os.environ.pop(VARIABLE, None)
+    else:
+        os.environ[VARIABLE] = others
+
+
+def _folders(value: str | None) -> list[str]:
+    return (value or "").split(os.pathsep)
+
+
+# Modules of the program that took names from PyTorch's modules too early
+
+_OWN = ("torch", "torchweft")
+"""Packages whose modules do not belong to the program, and are not searched."""
+
+_TESTS = "torch.testing."
+"""Prefix of modules in ``_OWN`` that count as programs: PyTorch's tests of RPC are there."""
+
+_GENERATED = "_remote_module_"
+"""Prefix of the names of the modules that PyTorch generates for its remote modules."""
+
+_EXTENSIONS = ("torch._C._distributed_rpc", "torch._C._distributed_autograd")
+"""Extension modules that define many names of the replaced modules."""
+
+MOST_NAMED = 8
+"""The most modules that a message names."""
+
+
+def describe_holders(replaced: Iterable[ModuleType]) -> str:
+    """Says which modules of the program hold a replaced module, or an object that it defines.
+
+    Makes one pass over the globals of all modules except the standard library's and PyTorch's:
+    about a millisecond. Names held in other places, in a class or a closure, are not found.
+
+    Returns:
+        For instance ``"__main__ (rpc), trainer (RRef, rpc_sync)"``; empty if there are none.
+    """
+    stock = {id(thing) for module in replaced for thing in _defined_by(module)}
+    found = [
+        f"{name} ({', '.join(held)})"
+        for name, content in _program_modules()
+        if (held := sorted(key for key, value in content.items() if id(value) in stock))
+    ]
+    more = len(found) - MOST_NAMED
+    return ", ".join(found[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _defined_by(module: ModuleType) -> Iterator[Any]:
+    yield module
+    homes = (module.__name__, *_EXTENSIONS)
+    for value in vars(module).values():
+        # An object that the module merely imports, such as `threading`, does not count: any module
+        # may hold it.
+        if callable(value) and getattr(value, "__module__", None) in homes:
+            yield value
+
+
+def _program_modules() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    seen = set()
+    for name, module in list(sys.modules.items()):
+        if id(module) in seen:  # multiprocessing gives __main__ a second name
+            continue
+        seen.add(id(module))
+        package = name.partition(".")[0]
+        if package in sys.stdlib_module_names and name != "__main__":
+            continue
+        if (package in _OWN and not name.startswith(_TESTS)) or name.startswith(_GENERATED):
+            continue
+        # Check the type itself: cffi libraries claim to be modules, but have no dictionary.
+        if issubclass(type(module), ModuleType):
+            # Not by attribute access, which would load a lazily imported module.
+            yield name, dict(object.__getattribute__(module, "__dict__"))

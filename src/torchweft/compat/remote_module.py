@@ -19,8 +19,7 @@ from torch import nn
 import torchweft.nn
 from torchweft.compat.rpc import api
 from torchweft.errors import ConfigurationError, SerializationError
-from torchweft.nn.chain import Chain
-from torchweft.nn.refusals import refuse
+from torchweft.nn.remote_module import Chain, refuse
 from torchweft.rpc import RRef, get_worker_info
 from torchweft.serialize.reducers import register_reducer
 from torchweft.serialize.registry import rebuilds_pickled
@@ -103,7 +102,7 @@ class RemoteModule(torchweft.nn.RemoteModule):
             module_rref: A reference to the module.
         """
         _check_form(remote_device)
-        worker, device = torchweft.nn.placement.read_placement(remote_device)
+        worker, device = torchweft.nn.remote_module.read_placement(remote_device)
         made = cls.from_module_rref(module_rref, device)
         assert isinstance(made, RemoteModule)
         if get_worker_info(worker) != module_rref.owner():

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from torchweft.compat import children
 from torchweft.compat.bootstrap import sitecustomize
+from torchweft.compat.installing import enable_in_children
 
 PROGRAM = "python -m torchweft.compat"
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     except _UnusableProgram as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         sys.exit(USAGE_STATUS)
-    children.enable()
+    enable_in_children()
     sitecustomize.arm()
     try:
         run()

@@ -1,14 +1,16 @@
-"""Provides ``torch.futures.wait_all`` and ``collect_all`` that fail with the first failed call.
+"""Waits for several futures: PyTorch's functions, which Weft replaces, and ``rpc._wait_all``.
 
-PyTorch's own functions do so for futures that C++ completed with an error. Python can only
-complete a future with a value that raises when it is read. Then the error is seen when all calls
-have ended. That may be never, if one call waits for the program's reaction to the error.
+``torch.futures.wait_all`` and ``collect_all`` fail with the first failed call. PyTorch's own
+functions do so for futures that C++ completed with an error. Python can only complete a future with
+a value that raises when it is read. Then the error is seen when all calls have ended. That may be
+never, if one call waits for the program's reaction to the error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,3 +72,28 @@ def collect_all(futures: Sequence[AnyFuture]) -> torch.futures.Future[list[AnyFu
         future.add_done_callback(note)
     _stock_collect_all(list(futures)).add_done_callback(finish)
     return collected
+
+
+# The calls that a block of the program has started
+
+_thread_local_var = threading.local()
+
+
+def note_future(future: torch.futures.Future[Any]) -> None:
+    """Adds a call to those that the enclosing ``_wait_all``, if any, waits for."""
+    futures = getattr(_thread_local_var, "future_list", None)
+    if futures is not None:
+        futures.append(future)
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Waits, at the end of the block, for all calls that the block has started."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list

@@ -3,6 +3,11 @@
 The launcher sends a job to the nursery as a dictionary of plain values. The process that the
 nursery forks for the job runs it at the bottom of its stack. From there the interpreter ends as
 it does for any program: threads are joined, exit handlers run.
+
+A job that serves calls carries the caller's logging configuration, as plain values only: the levels
+of loggers, and the format of the handlers of the root logger and of the logger ``torchweft``.
+Handlers are not sent: two processes cannot share a file or a window. A worker logs to its standard
+error, which the caller shows behind the worker's name.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import atexit
 import base64
 import contextlib
+import logging
 import os
 import pickle
 import runpy
@@ -22,9 +28,8 @@ from importlib.machinery import SourceFileLoader
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchweft.errors import RendezvousTimeout, ShutdownError
-from torchweft.launch.logs import configure, logging_here
-from torchweft.launch.seeds import seed_generators
 from torchweft.launch.signals import AwaitedSignal
+from torchweft.launch.worker import seed_generators
 
 if TYPE_CHECKING:
     from torchweft.rpc import RpcBackendOptions
@@ -54,9 +59,10 @@ def serve_job(
     *,
     options: RpcBackendOptions,
     rendezvous: str,
-    path: Sequence[str],
 ) -> Job:
     """Joins a group and serves calls until the group shuts down.
+
+    The worker can import what this process can: it gets its ``sys.path``.
 
     Args:
         name: The worker's name.
@@ -64,7 +70,6 @@ def serve_job(
         world_size: Workers in the group.
         options: Options of the worker, without init method and store.
         rendezvous: Path of the file at which the group meets.
-        path: The caller's ``sys.path``, so that the worker can import what the caller can.
     """
     return {
         "kind": "serve",
@@ -73,21 +78,20 @@ def serve_job(
         "world_size": world_size,
         "options": base64.b64encode(pickle.dumps(options)).decode(),
         "rendezvous": rendezvous,
-        "path": list(path),
+        "path": list(sys.path),
     }
 
 
-def serve_open_job(
-    name: str, rank: int, *, options: RpcBackendOptions, init_method: str, path: Sequence[str]
-) -> Job:
+def serve_open_job(name: str, rank: int, *, options: RpcBackendOptions, init_method: str) -> Job:
     """Joins an open group and serves calls until it is asked to end, by ``SIGTERM``.
+
+    The worker can import what this process can: it gets its ``sys.path``.
 
     Args:
         name: The worker's name.
         rank: Its rank.
         options: Options of the worker, without init method and store.
         init_method: How it finds the other workers.
-        path: The caller's ``sys.path``, so that the worker can import what the caller can.
     """
     return {
         "kind": "serve open",
@@ -95,33 +99,24 @@ def serve_open_job(
         "rank": rank,
         "options": base64.b64encode(pickle.dumps(options)).decode(),
         "init_method": init_method,
-        "path": list(path),
+        "path": list(sys.path),
     }
 
 
-def seeded(job: Job, seed: int | None) -> Job:
-    """Gives a job that runs in the warm process its own random numbers.
+def furnished(job: Job, seed: int | None, setup: bytes | None, device: str, report: str) -> Job:
+    """Adds seed, setup, device and this process's logging configuration to a serving job.
 
     Args:
         job: The job.
         seed: The worker's seed; None for a different seed in each life.
-    """
-    return {**job, "seed": seed}
-
-
-def furnished(job: Job, name: str, setup: bytes | None, device: str, report: str) -> Job:
-    """Adds setup, device and this process's logging configuration to a worker's serving job.
-
-    Args:
-        job: The job.
-        name: The worker's name.
         setup: A function that the worker runs first, serialized by ``cloudpickle``.
         device: Its CUDA device; or another device, which is left to the program; or empty.
         report: The file that it writes if the preparation fails, for ``setup_error``.
     """
     shipped = None if setup is None else base64.b64encode(setup).decode()
     logs = logging_here()
-    return {**job, "setup": shipped, "device": device, "report": report, "logs": logs}
+    given = {"seed": seed, "setup": shipped, "device": device, "report": report, "logs": logs}
+    return {**job, **given}
 
 
 def setup_error(report: str) -> BaseException | None:
@@ -294,3 +289,80 @@ _JOBS: dict[str, Callable[[dict[str, Any], Sequence[str]], None]] = {
     "serve": _serve,
     "serve open": _serve_open,
 }
+
+
+# Logging
+
+Configuration = dict[str, Any]
+
+_WITH_HANDLERS = ("", "torchweft")
+_STYLES: dict[type[logging.PercentStyle], str] = {
+    logging.StrFormatStyle: "{",
+    logging.StringTemplateStyle: "$",
+}
+
+
+def logging_here() -> Configuration:
+    """Returns this process's logging configuration, for ``configure``."""
+    loggers = logging.root.manager.loggerDict
+    named = {name: each for name, each in loggers.items() if isinstance(each, logging.Logger)}
+    own = {name: each.level for name, each in named.items() if not _is_of_torch(name)}
+    return {
+        "disabled": logging.root.manager.disable,
+        "levels": {"": logging.root.level} | {name: level for name, level in own.items() if level},
+        "handlers": {name: _handlers(logging.getLogger(name or None)) for name in _WITH_HANDLERS},
+    }
+
+
+def configure(configuration: Configuration) -> None:
+    """Applies a configuration from ``logging_here`` to this process, a worker."""
+    logging.disable(configuration["disabled"])
+    for name, level in configuration["levels"].items():
+        logging.getLogger(name or None).setLevel(level)
+    for name, handlers in configuration["handlers"].items():
+        logger = logging.getLogger(name or None)
+        logger.propagate = handlers["propagate"]
+        for form in handlers["forms"]:
+            handler = logging.StreamHandler()
+            handler.setLevel(form.pop("level"))
+            handler.setFormatter(logging.Formatter(**form))
+            logger.addHandler(handler)
+
+
+def _handlers(logger: logging.Logger) -> dict[str, Any]:
+    shown = [handler for handler in logger.handlers if _is_shown(handler)]
+    # One handler is enough: all would write to the same place, and lines would appear twice.
+    least = min(shown, key=lambda handler: handler.level, default=None)
+    forms = [] if least is None else [_form(least)]
+    return {"propagate": logger.propagate, "forms": forms}
+
+
+def _is_shown(handler: logging.Handler) -> bool:
+    """Whether a handler's output is shown, and not, for instance, kept in memory."""
+    if isinstance(handler, logging.NullHandler):
+        return False
+    if isinstance(handler, logging.FileHandler):
+        return handler.baseFilename != os.devnull
+    if isinstance(handler, logging.StreamHandler):
+        return handler.stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return True
+
+
+def _form(handler: logging.Handler) -> dict[str, Any]:
+    """Returns a handler's level and format; the default format if its own cannot be used."""
+    formatter = handler.formatter
+    form = {"fmt": None, "datefmt": None, "style": "%"}
+    if formatter is not None and isinstance(formatter._fmt, str):
+        style = _STYLES.get(type(formatter._style), "%")
+        form = {"fmt": formatter._fmt, "datefmt": formatter.datefmt, "style": style}
+        try:
+            # The format may name fields that only filters of this process add.
+            logging.Formatter(**form).format(logging.makeLogRecord({}))  # type: ignore[arg-type]
+        except (KeyError, ValueError):
+            form = {"fmt": logging.BASIC_FORMAT, "datefmt": None, "style": "%"}
+    return {"level": handler.level, **form}
+
+
+def _is_of_torch(name: str) -> bool:
+    """Whether a logger is PyTorch's, which configures its own loggers in each process."""
+    return name == "torch" or name.startswith("torch.")

@@ -12,7 +12,7 @@ from torchweft.launch.report import describe_duration
 
 if TYPE_CHECKING:
     from torchweft.rpc import WorkerStacks
-    from torchweft.runtime.long_waits import Lacking
+    from torchweft.runtime.reports import Lacking
 
 SAY_S = 5.0
 """Seconds between reports of the workers that a shutdown waits for."""

@@ -37,14 +37,13 @@ from torchweft.errors import (
 from torchweft.launch import leave_watch
 from torchweft.launch.console import session_console
 from torchweft.launch.control import Ladder
-from torchweft.launch.job import furnished, seeded, serve_job, setup_error
+from torchweft.launch.job import furnished, serve_job, setup_error
 from torchweft.launch.leave_watch import LeaveWatch
 from torchweft.launch.nursery import Nursery
-from torchweft.launch.report import describe_death, describe_worker, failure_report
-from torchweft.launch.seeds import worker_seed
+from torchweft.launch.report import describe_death, describe_worker
 from torchweft.launch.supervisor import Supervisor
 from torchweft.launch.terms import Terms
-from torchweft.launch.worker import WorkerExit, WorkerSpec, compute_environment
+from torchweft.launch.worker import WorkerExit, WorkerSpec, compute_environment, worker_seed
 
 if TYPE_CHECKING:
     from torchweft.launch.cluster_store import ClusterStore
@@ -164,7 +163,7 @@ class Cluster:
             LaunchError: It will not join any more.
             RendezvousTimeout: It did not join in time.
         """
-        from torchweft.runtime.long_waits import Notice
+        from torchweft.runtime.reports import Notice
 
         deadline_s = time.monotonic() + timeout_s
         notice = Notice("the cluster", lambda: f"for worker {name!r} to join")
@@ -311,8 +310,8 @@ class Cluster:
 
     def _spec(self, name: str, restarts: int = 0) -> WorkerSpec:
         rank, terms = self.names.index(name) + 1, self._terms
-        job = seeded(self._job(name, rank), worker_seed(terms.seed, name))
-        job = furnished(job, name, self._setup, terms.device_of(name), self._report_of(name))
+        seed, device = worker_seed(terms.seed, name), terms.device_of(name)
+        job = furnished(self._job(name, rank), seed, self._setup, device, self._report_of(name))
         environment = terms.environment_of(name, self._environment, restarts)
         return WorkerSpec(name, rank, job, environment, self._directory)
 
@@ -326,7 +325,6 @@ class Cluster:
             len(self.names) + 1,
             options=self._plain_options(),
             rendezvous=self._rendezvous(),
-            path=sys.path,
         )
 
     def _plain_options(self) -> RpcBackendOptions:
@@ -386,9 +384,8 @@ class Cluster:
         assert self._supervisor is not None
         # Later failures are usually consequences of the first: report each in one line.
         is_first = len(self._failed) == 1
-        tail = self._supervisor.tail(ended.name)
-        is_in_view = self._supervisor.is_in_view(ended.name)
-        self._say(failure_report(ended, tail, is_in_view) if is_first else describe_death(ended))
+        report = self._supervisor.failure_report(ended) if is_first else describe_death(ended)
+        self._say(report)
 
     def _failure(self) -> LaunchError | None:
         """Returns the error of the first failed worker or the lost nursery, if any."""

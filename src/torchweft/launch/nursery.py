@@ -115,11 +115,11 @@ class Nursery:
         except (EOFError, OSError):
             raise self._lost() from None
 
-    def end(self, limit_s: float = END_LIMIT_S) -> None:
+    def end(self) -> None:
         """Ends all workers and the nursery, and waits; its last events can still be read."""
         self._control.finish_sending()
         try:
-            self._process.wait(limit_s)
+            self._process.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()  # the kernel then kills the workers
             self._process.wait()

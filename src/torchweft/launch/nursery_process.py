@@ -44,8 +44,7 @@ from torchweft.agent.deaths import VARIABLE as NOTE_VARIABLE
 from torchweft.agent.deaths import leave_note
 from torchweft.launch.control import ControlSocket, Ladder, Message
 from torchweft.launch.job import Job, run_job
-from torchweft.launch.memory_kills import MemoryKills
-from torchweft.launch.report import describe_exit
+from torchweft.launch.report import MemoryKills, describe_exit
 
 LEFTOVER_LADDER: Ladder = [(signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
 GROUP_POLL_S = 0.05

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 
 from torchweft.errors import LaunchError, WeftError
 from torchweft.launch.job import serve_open_job
 from torchweft.launch.leave_watch import LeaveWatch
 from torchweft.launch.local_cluster import Cluster
-from torchweft.launch.repeats import Repeats
-from torchweft.launch.report import describe_worker, failure_report
-from torchweft.launch.restart_plan import RestartPlan
-from torchweft.launch.restarts import WORKER, RestartPolicy
-from torchweft.launch.run_report import RunReport
-from torchweft.launch.store_server import StoreServer
+from torchweft.launch.meeting import StoreServer
+from torchweft.launch.report import Repeats, RunReport, describe_worker
+from torchweft.launch.restarts import WORKER, RestartPlan, RestartPolicy
 from torchweft.launch.supervisor import Supervisor
 from torchweft.launch.terms import Terms
 from torchweft.launch.worker import WorkerExit
@@ -67,7 +63,6 @@ class RestartingCluster(Cluster):
             rank,
             options=self._plain_options(),
             init_method=self._server.init_method,
-            path=sys.path,
         )
 
     def _join(self) -> None:
@@ -116,9 +111,7 @@ class RestartingCluster(Cluster):
             self._failed.append(ended)
             self._has_failed.set()
             if not is_hopeless:
-                supervisor = self._supervisor
-                tail, is_in_view = supervisor.tail(ended.name), supervisor.is_in_view(ended.name)
-                self._report.say(failure_report(ended, tail, is_in_view))
+                self._report.say(self._supervisor.failure_report(ended))
 
     def _leave_gracefully(self) -> WeftError | None:
         """Leaves the group, then has each worker leave when done; returns the error, if any."""

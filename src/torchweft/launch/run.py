@@ -14,22 +14,20 @@ from torchweft import knobs
 from torchweft.errors import ConfigurationError, LaunchError
 from torchweft.launch.console import Console
 from torchweft.launch.control import Ladder
-from torchweft.launch.job import Job, seeded
+from torchweft.launch.job import Job
 from torchweft.launch.meeting import INIT_METHOD_VARIABLE, Meeting, PortMeeting, StoreMeeting
 from torchweft.launch.nursery import WARM_MODULES, Nursery
-from torchweft.launch.repeats import Repeats
-from torchweft.launch.report import failure_report, shell_status, signal_name
-from torchweft.launch.restart_plan import RestartPlan
-from torchweft.launch.restarts import GROUP, RestartPolicy
-from torchweft.launch.run_report import RunReport
-from torchweft.launch.seeds import check_seed, worker_seed
+from torchweft.launch.report import Repeats, RunReport, shell_status, signal_name
+from torchweft.launch.restarts import GROUP, RestartPlan, RestartPolicy
 from torchweft.launch.signals import watched_signals
 from torchweft.launch.supervisor import KILL_LADDER, Supervisor
 from torchweft.launch.worker import (
     WorkerExit,
     WorkerSpec,
+    check_seed,
     compute_environment,
     identity_environment,
+    worker_seed,
 )
 
 INTERRUPT_LADDER: Ladder = [(signal.SIGINT, 1.0), (signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
@@ -157,16 +155,14 @@ class _Run:
             self._supervisor.close()
         self._report.summarize(self._plan.total())
         if self._failure is not None:
-            name = self._failure.name
-            tail, is_in_view = self._supervisor.tail(name), self._supervisor.is_in_view(name)
-            self._report.say(failure_report(self._failure, tail, is_in_view))
+            self._report.say(self._supervisor.failure_report(self._failure))
         return self._status
 
     def _spec(self, name: str) -> WorkerSpec:
         rank = self._ranks[name]
         identity = identity_environment(name, rank, len(self._ranks), self._plan.count(name))
         environment = self._meeting.environment(self._base) | identity
-        job = seeded(self._job, worker_seed(self._seed, name))
+        job = {**self._job, "seed": worker_seed(self._seed, name)}
         return WorkerSpec(name, rank, job, environment, self._notes)
 
     def _start_again(self) -> None:

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torchweft.errors import LaunchError
-from torchweft.launch.console import Console, Label
+from torchweft.launch.console import Console, Label, LineAssembler
 from torchweft.launch.control import Ladder, Message
-from torchweft.launch.lines import LineAssembler
-from torchweft.launch.memory_kills import MemoryKills
 from torchweft.launch.nursery import Nursery
-from torchweft.launch.report import ErrorTail
+from torchweft.launch.report import ErrorTail, MemoryKills, failure_report
 from torchweft.launch.worker import WorkerExit, WorkerSpec
 
 KILL_LADDER: Ladder = [(signal.SIGKILL, 0.5)]
@@ -58,7 +56,6 @@ class _Worker:
     streams: list[_Stream] = field(default_factory=list)
     pid: int = 0
     started_s: float = 0.0
-    has_ended: bool = False
 
 
 class Supervisor:
@@ -161,9 +158,11 @@ class Supervisor:
         """Returns the last lines that a worker wrote to standard error."""
         return self._latest[name].tail.text()
 
-    def is_in_view(self, name: str) -> bool:
-        """Whether a worker's last line of standard error is among the last lines shown."""
-        return self._shown - self._latest[name].tail.shown_at <= IN_VIEW_LINES
+    def failure_report(self, ended: WorkerExit) -> str:
+        """Returns the message about a failed worker; short if its last lines are still in view."""
+        tail = self._latest[ended.name].tail
+        is_in_view = self._shown - tail.shown_at <= IN_VIEW_LINES
+        return failure_report(ended, tail.text(), is_in_view)
 
     def close(self) -> None:
         """Closes the pipes; later output is lost."""
@@ -274,7 +273,6 @@ class Supervisor:
 
     def _worker_ended(self, event: Message, worker: _Worker) -> None:
         self._running.discard(event["key"])
-        worker.has_ended = True
         for stream in list(worker.streams):
             while self._read_stream(worker, stream):
                 pass

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchweft import knobs
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch.nursery import Nursery
-from torchweft.launch.seeds import check_seed
-from torchweft.launch.worker import identity_environment
+from torchweft.launch.worker import check_seed, identity_environment
 
 if TYPE_CHECKING:
     from torchweft.rpc import RpcBackendOptions

@@ -1,12 +1,21 @@
-"""Defines what the launcher needs to start a worker, and how workers are named and numbered."""
+"""Defines what the launcher needs to start a worker: its name, number, environment and seed.
+
+A forked process inherits its parent's random number generators and their state. Python reseeds its
+own after a fork. The generators of NumPy and PyTorch would produce the same numbers in every
+worker, so ``seed_generators`` seeds them in each.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import check_worker_name
 
 
@@ -127,3 +136,56 @@ def identity_environment(
         "WEFT_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),  # read by scripts for torchrun
     }
+
+
+# Random numbers
+
+_NUMPY_BITS = 32
+"""Bits of the seeds that NumPy's legacy generator takes."""
+
+
+def check_seed(seed: int | None) -> None:
+    """Raises ConfigurationError if the seed is invalid."""
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentTypeError(
+            f"seed is a {type(seed).__name__}, {seed!r}; it must be an int, or None for "
+            "different numbers in each run"
+        )
+    if seed < 0:
+        raise ConfigurationError(f"seed is {seed}; it must be 0 or more")
+
+
+def worker_seed(seed: int | None, name: str) -> int | None:
+    """Returns the seed of one worker of a run: 63 bits, different for each name.
+
+    Args:
+        seed: The seed of the run; None if it has no seed.
+        name: The worker's name.
+    """
+    if seed is None:
+        return None
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_generators(seed: int | None) -> None:
+    """Seeds Python's generator, and those of NumPy and PyTorch if they have been imported.
+
+    Args:
+        seed: The worker's seed; None seeds each generator from the operating system.
+    """
+    loaded: dict[str, Any] = sys.modules
+    random.seed(seed)
+    if "numpy" in loaded and (seed is not None or "numpy.random" in loaded):
+        # Without a seed, NumPy's generator seeds itself if it is imported later.
+        import numpy
+
+        numpy.random.seed(None if seed is None else seed % (1 << _NUMPY_BITS))
+    if "torch" in loaded:
+        torch = loaded["torch"]
+        if seed is None:
+            torch.seed()
+        else:
+            torch.manual_seed(seed)

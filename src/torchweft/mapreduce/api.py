@@ -6,20 +6,19 @@ import functools
 import sys
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
-from torchweft.mapreduce.map_call import MapCall
-from torchweft.mapreduce.map_future import MapFuture
+from torchweft.mapreduce.map_call import MapCall, MapFuture
 from torchweft.mapreduce.partitioners import (
     Partitioner,
     TensorDimensionPartitioner,
     batch_partitioner,
-    broadcast,
     cut,
     dim_partitioner,
     exclusive_batch_partitioner,
 )
+from torchweft.mapreduce.parts import broadcast
 from torchweft.mapreduce.plan import UNWRAPPED, Manner
 from torchweft.mapreduce.reducers import Reducer, mean_reducer, sum_reducer
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
@@ -39,7 +38,6 @@ __all__ = [
     "sum_reducer",
 ]
 
-T = TypeVar("T")
 Function = Callable[..., Any]
 
 
@@ -173,10 +171,9 @@ def parallelize(
         The decorator. The decorated function blocks, and returns and raises the same as
         ``remote_sync_call``.
     """
-    call = _with_options(
-        remote_sync_call, partitioner, reducer, timeout, balance, rerun, concurrency
-    )
-    return functools.partial(_wrapped, call, f"{UNWRAPPED}_unwrapped__")
+    manner = Manner(timeout, balance, rerun, concurrency)
+    suffix = f"{UNWRAPPED}_unwrapped__"
+    return _decorator(remote_sync_call, suffix, partitioner, reducer, manner)
 
 
 parallelize_sync = parallelize
@@ -196,32 +193,23 @@ def parallelize_async(
     Arguments are those of ``parallelize``; the original's name ends with
     ``__parallelize_async_unwrapped__``.
     """
-    call = _with_options(
-        remote_async_call, partitioner, reducer, timeout, balance, rerun, concurrency
-    )
-    return functools.partial(_wrapped, call, f"{UNWRAPPED}_async_unwrapped__")
+    manner = Manner(timeout, balance, rerun, concurrency)
+    suffix = f"{UNWRAPPED}_async_unwrapped__"
+    return _decorator(remote_async_call, suffix, partitioner, reducer, manner)
 
 
-def _with_options(
-    call: Callable[..., T],
+def _decorator(
+    call: Callable[..., Any],
+    suffix: str,
     partitioner: Partitioner | None,
     reducer: Reducer | None,
-    timeout: float,
-    balance: bool,
-    rerun: bool | None,
-    concurrency: int,
-) -> Callable[..., T]:
+    manner: Manner,
+) -> Callable[[Function], Function]:
     if partitioner is None and reducer is None:
         reducer = mean_reducer
-    return functools.partial(
-        call,
-        partitioner=partitioner,
-        reducer=reducer,
-        timeout=timeout,
-        balance=balance,
-        rerun=rerun,
-        concurrency=concurrency,
-    )
+    options = manner._asdict()
+    call = functools.partial(call, partitioner=partitioner, reducer=reducer, **options)
+    return functools.partial(_wrapped, call, suffix)
 
 
 def _wrapped(call: Callable[..., Any], suffix: str, function: Function) -> Function:

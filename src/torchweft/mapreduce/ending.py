@@ -22,7 +22,7 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.served_calls import current_call
 from torchweft.errors import WeftError
 from torchweft.rpc import rpc_async, shutdown
-from torchweft.rpc.strictness import check_types
+from torchweft.rpc.current_call import check_types
 from torchweft.serialize.registry import remotely_callable
 
 _TELL_LIMIT_S = 2.0

@@ -11,23 +11,26 @@ An unexpected exception here ends the map, since a caller waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchweft.agent.peers import Peer
+from torchweft.agent.served_calls import current_call
+from torchweft.autograd.contexts import current_id, enter
 from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
 from torchweft.mapreduce import shared
 from torchweft.mapreduce.observers import observers
-from torchweft.mapreduce.plan import Plan
+from torchweft.mapreduce.plan import Plan, is_light, may_have_graph
 from torchweft.mapreduce.schedule import (
     Action,
     Begin,
@@ -40,14 +43,13 @@ from torchweft.mapreduce.schedule import (
     Schedule,
     Start,
 )
-from torchweft.mapreduce.sharing import is_light, may_have_graph
-from torchweft.mapreduce.surroundings import surroundings
 from torchweft.mapreduce.turns import NOTHING
+from torchweft.protocol.calls import ServedCall
 from torchweft.rpc.calls import create, start
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.worker import Worker
-from torchweft.runtime.exception_log import log_exception
+from torchweft.runtime.reports import log_exception
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]
 """Called with the results in the order of the parts, or with an error."""
@@ -393,3 +395,37 @@ _DO: dict[type[Action], Callable[[Execution, Any], None]] = {
     Complete: Execution._complete,
     Fail: Execution._fail,
 }
+
+
+# The ambient state of a thread, which a map restores on other threads
+
+
+class Surroundings(NamedTuple):
+    """The autograd context, the grad mode and the served call of a thread.
+
+    A map continues, and its reducer runs, on any thread that an answer arrives on.
+    """
+
+    context_id: int
+    is_grad_enabled: bool
+    call: ServedCall | None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether calls in this state become part of a graph."""
+        return bool(self.context_id) and self.is_grad_enabled
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Restores the state on this thread for a ``with`` block."""
+        before = current_call.set(self.call)
+        try:
+            with enter(self.context_id), torch.set_grad_enabled(self.is_grad_enabled):
+                yield
+        finally:
+            current_call.reset(before)
+
+
+def surroundings() -> Surroundings:
+    """Returns the ambient state of this thread."""
+    return Surroundings(current_id(), torch.is_grad_enabled(), current_call.get())

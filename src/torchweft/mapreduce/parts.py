@@ -1,12 +1,19 @@
-"""The data of a map: its parts, and the values that all parts get."""
+"""The data of a map: its parts, the values that all parts get, and the workers that it names."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from torchweft.agent.current import current, is_set
+from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
+from torchweft.ids import WorkerInfo
 from torchweft.mapreduce import trees
+from torchweft.mapreduce.world import get_world_size
+from torchweft.rpc import get_worker_info, get_worker_infos
 
 
 class Part(tuple[int, tuple[Any, ...], dict[str, Any]]):
@@ -99,3 +106,78 @@ def kind_of(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"{kind} of {len(value)}"
     return "None" if value is None else kind
+
+
+# Notes: where in a map an error of a program was raised
+
+Error = TypeVar("Error", bound=BaseException)
+
+
+def with_note(error: Error, text: str) -> Error:
+    """Returns an error with a note, as ``add_note`` of Python 3.11 makes it."""
+    # Some errors take no attributes: frozen dataclasses, for instance.
+    with contextlib.suppress(Exception):
+        error.__notes__ = [*getattr(error, "__notes__", ()), text]  # type: ignore[attr-defined]
+    return error
+
+
+# Workers. Before this process joins a group, a rank is taken as it is, and a name cannot be
+# resolved.
+
+Worker: TypeAlias = "int | str | WorkerInfo"
+
+
+def is_worker(value: object) -> bool:
+    """Whether a value can identify a worker: a rank, a name or a ``WorkerInfo``."""
+    return isinstance(value, (int, str, WorkerInfo)) and not isinstance(value, bool)
+
+
+def rank_of(worker: Any, where: str) -> int:
+    """Returns the rank of a worker; ``where`` names the argument in error messages."""
+    if not is_worker(worker):
+        raise ArgumentTypeError(
+            f"{where} is {kind_of(worker)}; pass the rank or the name of a worker"
+        )
+    if not is_set() and not isinstance(worker, str):
+        return worker.id if isinstance(worker, WorkerInfo) else int(worker)
+    try:
+        return get_worker_info(worker).id
+    except UnknownWorker as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+
+
+def checked_workers(workers: Iterable[Worker], where: str) -> tuple[Worker, ...]:
+    """Returns several workers; raises if there is none, or if an item is not a worker."""
+    if isinstance(workers, (str, WorkerInfo)) or not isinstance(workers, Iterable):
+        raise ArgumentTypeError(
+            f"{where} is {kind_of(workers)}; pass a list, such as {where}=['worker0', 1]"
+        )
+    listed = tuple(workers)
+    for position, worker in enumerate(listed):
+        if not is_worker(worker):
+            raise ArgumentTypeError(
+                f"{where}[{position}] is {kind_of(worker)}; pass the ranks or names of workers"
+            )
+    if not listed:
+        raise ConfigurationError(f"{where} is empty; name one at least, or pass None for all")
+    return listed
+
+
+def ranks_of(workers: tuple[Worker, ...], where: str) -> tuple[int, ...]:
+    """Returns the ranks of several workers."""
+    return tuple(rank_of(worker, f"{where}[{at}]") for at, worker in enumerate(workers))
+
+
+def all_ranks() -> tuple[int, ...]:
+    """Returns the ranks of all workers of the group."""
+    if is_set():
+        return tuple(info.id for info in get_worker_infos())
+    return tuple(range(get_world_size()))
+
+
+def without_lost(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the ranks of workers that are not lost; all ranks if every worker is lost."""
+    if not is_set():
+        return ranks
+    left = {peer.info.id for peer in current().members.present() if peer.lost is None}
+    return tuple(rank for rank in ranks if rank in left) or ranks

@@ -18,12 +18,11 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.gradients import Gradients
-from torchweft.autograd.input_gradients import InputGradients, place_of, receives_before
-from torchweft.autograd.modes import PassMode
-from torchweft.autograd.roots import Roots
+from torchweft.autograd.pass_arguments import InputGradients, Roots, place_of, receives_before
 from torchweft.autograd.walk import Place
 from torchweft.errors import AutogradError, WorkerLost
 from torchweft.mapreduce import trees

@@ -19,11 +19,10 @@ from torchweft.mapreduce import trees
 from torchweft.mapreduce.turns import Place, Turns
 from torchweft.rpc.calls import start
 from torchweft.rpc.completion import WhenReady
-from torchweft.rpc.current_call import is_cancelled
-from torchweft.rpc.own_tensors import own_copy
+from torchweft.rpc.current_call import check_called, check_types, is_cancelled
+from torchweft.rpc.requests import own_copy
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.serving import NO_ARGUMENTS, owned
-from torchweft.rpc.strictness import check_called, check_types
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable

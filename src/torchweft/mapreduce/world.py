@@ -1,27 +1,34 @@
 """The world of a map: this process's place, rank-dependent functions, and starting all workers.
 
 These are the names of ``torchopt.distributed.world``, and ``WorldInfo``.
+
+The place of this process is determined at each query. A process that has joined a group, in
+whichever way, asks the group; before that, it reads the environment variables that its launcher
+has set. ``auto_init_rpc`` makes each process join the group: the same script runs in every
+process, started by ``torchrun``, by ``torchweft run`` or, alone, by ``python``.
 """
 
-from torchweft.mapreduce.identity import (
-    WorldInfo,
-    default_worker_name_format,
-    get_local_rank,
-    get_local_world_size,
-    get_rank,
-    get_worker_id,
-    get_world_info,
-    get_world_rank,
-    get_world_size,
-)
-from torchweft.mapreduce.selection import (
-    not_on_rank,
-    on_rank,
-    rank_all,
-    rank_non_zero_only,
-    rank_zero_only,
-)
-from torchweft.mapreduce.starting import auto_init_rpc, barrier
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import operator
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from torchweft import rpc
+from torchweft.agent.agent import Agent
+from torchweft.agent.current import current, is_set
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.ids import WorkerInfo
+from torchweft.mapreduce.ending import recorded, staying
+from torchweft.protocol.membership.registration import HOST
+from torchweft.rpc.joining import INIT_METHOD_VARIABLE, NAME_VARIABLE, get_worker_info
+from torchweft.rpc.options import from_tensorpipe
 
 __all__ = [
     "WorldInfo",
@@ -41,3 +48,430 @@ __all__ = [
     "rank_non_zero_only",
     "rank_zero_only",
 ]
+
+# This process's place
+
+
+def default_worker_name_format(
+    world_rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+) -> str:
+    """Returns ``worker`` and the rank, with as many digits as the number of workers has."""
+    return f"worker{world_rank:0{len(str(world_size))}d}"
+
+
+class WorldInfo(NamedTuple):
+    """The place of one worker in its group.
+
+    Attributes:
+        world_rank: Its number in the group, from 0.
+        world_size: How many workers the group has; in an open group, how many it has now.
+        local_rank: Its number among the workers of the same host, from 0.
+        local_world_size: How many workers are on that host.
+    """
+
+    world_rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @property
+    def rank(self) -> int:
+        """The same as ``world_rank``."""
+        return self.world_rank
+
+    @property
+    def worker_name(self) -> str:
+        """The name of the worker; before this process joins, the default name.
+
+        Raises:
+            UnknownWorker: The group has no worker of this rank.
+        """
+        if is_set():
+            return current().find(self.world_rank).name
+        return _launched_name() or default_worker_name_format(*self)
+
+
+def get_world_info() -> WorldInfo:
+    """Returns the place of this process among the workers. Never blocks.
+
+    Before this process joins a group, the environment variables ``RANK``, ``WORLD_SIZE``,
+    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` define it; by default, the process is alone.
+
+    Raises:
+        ConfigurationError: One of the variables is not a number.
+    """
+    return _place_in_group(current()) if is_set() else _launched_place()
+
+
+def get_world_rank() -> int:
+    """Returns the number of this worker in the group, from 0; see ``get_world_info``."""
+    return current().info.id if is_set() else _number("RANK", 0)
+
+
+get_rank = get_world_rank
+
+
+def get_world_size() -> int:
+    """Returns how many workers the group has; see ``get_world_info``."""
+    return len(current().members.present()) if is_set() else _number("WORLD_SIZE", 1)
+
+
+def get_local_rank() -> int:
+    """Returns the number of this worker on its host, from 0; see ``get_world_info``."""
+    return get_world_info().local_rank
+
+
+def get_local_world_size() -> int:
+    """Returns how many workers are on this host; see ``get_world_info``."""
+    return get_world_info().local_world_size
+
+
+def get_worker_id(id: str | int | WorkerInfo | None = None) -> int:
+    """Returns the rank of a worker.
+
+    Args:
+        id: Its name or ``WorkerInfo``; None for this worker. A rank is returned as it is, whether
+            or not there is such a worker.
+
+    Raises:
+        NotInitialized: ``id`` is a name, and this process has not joined a group.
+        UnknownWorker: There is no such worker; lists the workers of the group.
+    """
+    if isinstance(id, int):
+        return id
+    return get_world_rank() if id is None else get_worker_info(id).id
+
+
+def _launched_place() -> WorldInfo:
+    """Returns the place of this process according to the environment variables.
+
+    Raises:
+        ConfigurationError: A variable is not a number.
+    """
+    return WorldInfo(
+        _number("RANK", 0),
+        _number("WORLD_SIZE", 1),
+        _number("LOCAL_RANK", 0),
+        _number("LOCAL_WORLD_SIZE", 1),
+    )
+
+
+def _launched_name() -> str | None:
+    """Returns the name that ``torchweft run`` has given to this process, or None."""
+    return os.environ.get(NAME_VARIABLE)
+
+
+def _place_in_group(agent: Agent) -> WorldInfo:
+    members = agent.members.present()
+    rank, size = agent.info.id, len(members)
+    place = _launched_place()
+    # A launcher knows best which worker is on which host, if it has started this group.
+    if (place.world_rank, place.world_size) == (rank, size) and "LOCAL_RANK" in os.environ:
+        return place
+    host = agent.me.registration.facts.get(HOST)
+    here = [peer.info.id for peer in members if peer.registration.facts.get(HOST) == host]
+    return WorldInfo(rank, size, here.index(rank), len(here))
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    if not text.isdigit():
+        raise ConfigurationError(
+            f"environment variable {variable} is {text!r}, which is no number; unset it, or set it "
+            f"like {variable}={default}"
+        )
+    return int(text)
+
+
+# Functions that run on some of the workers only. The rank is looked up at each call. So a function
+# may be decorated before its process joins a group, and in a remote call the rank of the called
+# worker decides.
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Selected = Callable[[Callable[P, T]], Callable[P, "T | None"]]
+
+
+def on_rank(*ranks: int) -> Selected[P, T]:
+    """Returns a decorator: the function runs on these workers, and returns None on all others.
+
+    Args:
+        ranks: Ranks of workers, from 0; the workers need not exist. Negative ranks do not count
+            from the end: -1 is refused.
+
+    Raises:
+        ArgumentTypeError: A rank is not an integer: a function, for instance, if the parentheses
+            are missing.
+        ConfigurationError: A rank is negative.
+    """
+    chosen = _checked("on_rank", ranks)
+    return lambda function: _selective(function, lambda rank: rank in chosen)
+
+
+def not_on_rank(*ranks: int) -> Selected[P, T]:
+    """Returns a decorator: the function runs on all other workers, and returns None on these.
+
+    Args:
+        ranks: As for ``on_rank``.
+
+    Raises:
+        ArgumentTypeError: A rank is not an integer.
+        ConfigurationError: A rank is negative.
+    """
+    excluded = _checked("not_on_rank", ranks)
+    return lambda function: _selective(function, lambda rank: rank not in excluded)
+
+
+def rank_all(function: Callable[P, T]) -> Callable[P, T]:
+    """Returns the function unchanged: it runs on all workers."""
+    return function
+
+
+def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Has a function run on the worker of rank 0 only, and return None on all others.
+
+    Raises:
+        ArgumentTypeError: ``function`` is not callable.
+    """
+    return _selective(function, lambda rank: rank == 0)
+
+
+def rank_non_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Has a function run on all workers except rank 0, where it returns None.
+
+    Raises:
+        ArgumentTypeError: ``function`` is not callable.
+    """
+    return _selective(function, lambda rank: rank != 0)
+
+
+def _selective(
+    function: Callable[P, T], is_selected: Callable[[int], bool]
+) -> Callable[P, T | None]:
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"a function is to run on some workers only, and {function!r} is none"
+        )
+
+    @functools.wraps(function)
+    def run_where_selected(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(*args, **kwargs) if is_selected(get_world_rank()) else None
+
+    return run_where_selected
+
+
+def _checked(decorator: str, ranks: tuple[Any, ...]) -> frozenset[int]:
+    for rank in ranks:
+        if not hasattr(rank, "__index__"):
+            like = f"; write @{decorator}(0) above a function" if callable(rank) else ""
+            raise ArgumentTypeError(
+                f"{decorator} takes ranks, each an integer of its own, and {rank!r} is none{like}"
+            )
+        if rank < 0:
+            raise ConfigurationError(
+                f"{decorator} was given rank {rank}; ranks go from 0 on, and are not counted from "
+                "the end"
+            )
+    return frozenset(map(operator.index, ranks))
+
+
+# Starting all workers
+
+NameFormat = Callable[[int, int, int, int], str]
+Options = rpc.RpcBackendOptions | rpc.TensorPipeRpcBackendOptions
+
+_NO_LIMIT = 0.0
+
+
+def auto_init_rpc(
+    worker_init_fn: Callable[[], Any] | None = None,
+    worker_name_format: NameFormat = default_worker_name_format,
+    *,
+    backend: Any = None,
+    rpc_backend_options: Options | None = None,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Returns a decorator for the main function: it runs when this process has joined its group.
+
+    A call of the decorated function blocks until all workers have joined and have run
+    ``worker_init_fn``. Then it runs the function, and returns its result. The process stays a
+    worker until the interpreter exits, and then keeps serving until the main functions of all
+    workers have returned. If the main function raises, the worker leaves at once instead, and
+    tells the other workers why. If workers were lost, the remaining workers report it when they
+    leave, and exit with status 1.
+
+    The group is the one that ``torchrun`` or ``torchweft run`` has started, by ``RANK`` and
+    ``WORLD_SIZE``. Without them the process is the only worker of a group of its own. If the
+    process is a worker already, as in ``with torchweft.cluster(...)``, it stays in its group:
+    ``worker_init_fn``, on this worker only, and the function are called. The code that joined the
+    group leaves it.
+
+    Args:
+        worker_init_fn: Called without arguments on every worker, before any main function begins;
+            it may take any time.
+        worker_name_format: Makes this worker's name from its rank, the number of workers, its rank
+            on its host and the number of workers there. By default the name is the one that
+            ``torchweft run`` has given, and marks output with; without that, ``worker`` and
+            the rank.
+        backend: Accepted for compatibility; there is only one backend.
+        rpc_backend_options: All other options; see ``torchweft.init_rpc``.
+
+    Raises:
+        ArgumentTypeError: An argument is not a function that can be called. A call of the
+            decorated function raises it if the parentheses of the decorator are missing.
+
+    The decorated function raises the errors of ``torchweft.init_rpc``, and:
+
+    Raises:
+        ConfigurationError: Only one of ``RANK`` and ``WORLD_SIZE`` is set, or one is not a number.
+        WorkerLost: Another worker was lost before all could begin; gives the cause if that worker
+            could report it.
+    """
+    _check_functions(worker_init_fn, worker_name_format)
+
+    def decorate(*given: Any, **keywords: Any) -> Callable[P, T]:
+        function = cast("Callable[P, T]", _one_function(given, keywords, worker_init_fn))
+
+        @functools.wraps(function)
+        def join_and_run(*args: P.args, **kwargs: P.kwargs) -> T:
+            if is_set():
+                _initialize(worker_init_fn)
+                return function(*args, **kwargs)
+            with recorded():
+                agent = _join(worker_name_format, backend, rpc_backend_options)
+            with staying(agent), recorded():
+                # All have joined: ``init_rpc`` has waited for them.
+                _initialize(worker_init_fn)
+                rpc.barrier(timeout=_NO_LIMIT)
+                return function(*args, **kwargs)
+
+        return join_and_run
+
+    return decorate
+
+
+def barrier(
+    worker_names: Iterable[str | int | WorkerInfo] | None = None,
+    timeout: float = rpc.UNSET_RPC_TIMEOUT,
+) -> None:
+    """Blocks until all given workers have called this; see ``torchweft.rpc.barrier``.
+
+    Args:
+        worker_names: The workers that take part, this worker among them; by default, and if it is
+            empty, the whole group.
+        timeout: Seconds to wait at most; 0 for no limit, and by default the timeout of the worker.
+
+    Raises:
+        ArgumentTypeError: ``worker_names`` is a single name.
+        UnknownWorker: No worker has a given name; lists the workers of the group.
+        ConfigurationError: This worker is not in ``worker_names``.
+        CallTimeout: Not all workers called this in time.
+        WorkerLost: A worker was lost before it called this.
+    """
+    if isinstance(worker_names, str):
+        raise ArgumentTypeError(
+            f"worker_names is {worker_names!r}; pass several names, as a list or set"
+        )
+    rpc.barrier(tuple(worker_names or ()) or None, timeout)
+
+
+def _join(worker_name_format: NameFormat, backend: Any, options: Options | None) -> Agent:
+    place = _launched_place()
+    _check_launched(place)
+    # A launcher names the workers of any program. A format is specific to this program, whose
+    # calls use its names, so it takes precedence.
+    is_default = worker_name_format is default_worker_name_format
+    name = (_launched_name() if is_default else None) or worker_name_format(*place)
+    if place.world_size == 1:
+        options = _alone(options)
+    rpc.init_rpc(name, backend, place.world_rank, place.world_size, options)
+    return current()
+
+
+def _alone(options: Options | None) -> rpc.RpcBackendOptions:
+    """Returns the options of the only worker of a group: it needs no store of another process."""
+    if isinstance(options, rpc.TensorPipeRpcBackendOptions):
+        options = from_tensorpipe(options)
+    own = rpc.RpcBackendOptions() if options is None else copy.copy(options)
+    if isinstance(own, rpc.RpcBackendOptions) and own.store is None and own.init_method is None:
+        own.store = HashStore()
+    return own
+
+
+def _check_launched(place: WorldInfo) -> None:
+    """Raises ConfigurationError if this is one of several workers, but rank or size is unknown."""
+    is_told = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    is_open = INIT_METHOD_VARIABLE in os.environ and "WORLD_SIZE" not in os.environ
+    is_alone = place.world_rank == 0 and place.world_size == 1
+    if is_open:
+        raise ConfigurationError(
+            "auto_init_rpc needs to know how many workers there are, which 'torchweft run "
+            "--restart worker' does not say, as they come and go; use '--restart group', or "
+            "torchweft.init_rpc()"
+        )
+    if not is_told and not is_alone:
+        found, lacking = ("RANK", "WORLD_SIZE") if place.world_rank else ("WORLD_SIZE", "RANK")
+        raise ConfigurationError(
+            f"environment variable {found} is {os.environ[found]}, but {lacking} is not set; start "
+            f"the script with 'torchweft run' or 'torchrun', or unset {found} to run it alone"
+        )
+
+
+def _initialize(worker_init_fn: Callable[[], Any] | None) -> None:
+    if worker_init_fn is not None:
+        worker_init_fn()
+
+
+# Checks of the decorated function and of the decorator's arguments
+
+
+def _check_functions(worker_init_fn: Any, worker_name_format: Any) -> None:
+    for argument, value in (
+        ("worker_init_fn", worker_init_fn or _initialize),
+        ("worker_name_format", worker_name_format),
+    ):
+        if not callable(value):
+            raise ArgumentTypeError(f"{argument} is {value!r}; it must be a function")
+    if worker_init_fn is not None and not _needs_no_arguments(worker_init_fn):
+        raise ArgumentTypeError(
+            f"worker_init_fn is {_name_of(worker_init_fn)}, which cannot be called without "
+            f"arguments; {_PARENTHESES}"
+        )
+
+
+def _needs_no_arguments(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # Built-in functions may have no signature.
+        pass
+    return True
+
+
+def _one_function(
+    given: tuple[Any, ...], keywords: dict[str, Any], worker_init_fn: Any
+) -> Callable[..., Any]:
+    if len(given) == 1 and not keywords and callable(given[0]):
+        function: Callable[..., Any] = given[0]
+        return function
+    raise ArgumentTypeError(
+        "there is no function that auto_init_rpc(...) could decorate"
+        if worker_init_fn is None
+        else f"{_name_of(worker_init_fn)} was given to auto_init_rpc as worker_init_fn, and there "
+        f"is no main function; {_PARENTHESES}"
+    )
+
+
+def _name_of(function: Any) -> str:
+    return f"function {getattr(function, '__name__', function)!r}"
+
+
+_PARENTHESES = (
+    "if it is the main function, decorate it with @auto_init_rpc(), which has parentheses"
+)

@@ -1,6 +1,5 @@
 """Modules on other workers: ``RemoteModule``, and chains of calls that stay on the owner."""
 
-from torchweft.nn.chain import Chain
-from torchweft.nn.remote_module import RemoteModule
+from torchweft.nn.remote_module import Chain, RemoteModule
 
 __all__ = ["Chain", "RemoteModule"]

@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchweft.agent.agent import Slot
 from torchweft.agent.current import current
-from torchweft.agent.slots import Slot
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
 from torchweft.rpc.completion import WhenReady
-from torchweft.rpc.serving import method_of
-from torchweft.rpc.strictness import (
+from torchweft.rpc.current_call import (
     check_called,
     check_types,
     reference_in,
     refuse,
     serves_another_strictly,
 )
+from torchweft.rpc.serving import method_of
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.callables import is_exposed
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable

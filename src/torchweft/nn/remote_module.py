@@ -1,22 +1,202 @@
-"""``RemoteModule``: a module on another worker, used like a local module."""
+"""``RemoteModule``, a module on another worker that is used like a local module, and its chains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import torch
 from torch import nn
 
 from torchweft.arguments import kind_of, wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.ids import WorkerInfo
 from torchweft.nn import owner
-from torchweft.nn.chain import Chain
-from torchweft.nn.placement import Placement, read_placement
-from torchweft.nn.refusals import ALTERNATIVES, refuse
-from torchweft.rpc import Future, RRef, get_worker_info, rpc_sync
+from torchweft.nn.owner import Step
+from torchweft.rpc import Future, RRef, get_worker_info, remote, rpc_async, rpc_sync
+from torchweft.rpc.health import info_of
 from torchweft.serialize.registry import has_callable_methods, rebuilds_plain
 from torchweft.serialize.tracebacks import shorten, without_own_frames
+
+# The placement of a module: a worker, and a device there
+
+FORMS = "'worker', 'worker/cuda:0', 'rank:1' or 'rank:1/cuda:0'"
+_RANK = "rank:"
+
+
+class Placement(NamedTuple):
+    """A worker, by name or by rank, and the name of a device there."""
+
+    worker: str | int
+    device: str
+
+
+def read_placement(remote_device: object) -> Placement:
+    """Parses a ``remote_device``; the default device is the CPU.
+
+    Raises:
+        ConfigurationError: It has none of the accepted forms.
+    """
+    if not isinstance(remote_device, str):
+        raise ArgumentTypeError(
+            f"remote_device is {kind_of(remote_device)}; pass a string like {FORMS}"
+        )
+    worker, slash, device = remote_device.rpartition("/")
+    if not slash:
+        worker, device = remote_device, "cpu"
+    if not worker:
+        raise ConfigurationError(f"remote_device {remote_device!r} names no worker; pass {FORMS}")
+    return Placement(_read_worker(worker, remote_device), _read_device(device, remote_device))
+
+
+def _read_worker(worker: str, remote_device: str) -> str | int:
+    if not worker.startswith(_RANK):
+        return worker
+    rank = worker.removeprefix(_RANK)
+    if not rank.isdecimal():
+        raise ConfigurationError(
+            f"{rank!r} in remote_device {remote_device!r} is no rank; pass {FORMS}"
+        )
+    return int(rank)
+
+
+def _read_device(device: str, remote_device: str) -> str:
+    try:
+        return str(torch.device(device))
+    except RuntimeError:
+        raise ConfigurationError(
+            f"{device!r} in remote_device {remote_device!r} is no device; pass {FORMS}"
+        ) from None
+
+
+# The methods of ``torch.nn.Module`` that a remote module does not support
+
+Class = TypeVar("Class", bound=type)
+
+_ON_OWNER = "call it where the module is: get_module_rref().remote().{name}(...)"
+_IN_CLASS = "do so in the class of the module, which is made on its owner"
+_DEVICE = "name the device when the module is made: RemoteModule('worker/cuda:0', ...)"
+_PARAMETERS = "remote_parameters() returns references to them"
+
+ALTERNATIVES = {
+    **dict.fromkeys(["parameters", "named_parameters", "get_parameter"], _PARAMETERS),
+    **dict.fromkeys(["buffers", "named_buffers", "get_buffer"], "state_dict() has copies of them"),
+    **dict.fromkeys(["children", "named_children", "get_submodule"], "its owner alone has them"),
+    **dict.fromkeys(["register_parameter", "register_buffer"], _IN_CLASS),
+    **dict.fromkeys(["add_module", "register_module"], _IN_CLASS),
+    **dict.fromkeys(["to", "to_empty", "cuda", "cpu", "ipu", "xpu", "mtia"], _DEVICE),
+    **dict.fromkeys(["type", "float", "double", "half", "bfloat16"], _ON_OWNER),
+    **dict.fromkeys(["requires_grad_", "share_memory", "compile"], _ON_OWNER),
+    **dict.fromkeys(["register_backward_hook", "register_full_backward_hook"], _IN_CLASS),
+    "register_full_backward_pre_hook": _IN_CLASS,
+    "zero_grad": "gradients are in autograd contexts, and each begins with none",
+}
+"""The alternative to each unsupported method, by its name."""
+
+
+def refuse(alternatives: dict[str, str]) -> Callable[[Class], Class]:
+    """Returns a class decorator that makes methods raise an error naming their alternative."""
+
+    def decorate(decorated: Class) -> Class:
+        for name, alternative in alternatives.items():
+            setattr(decorated, name, _refusing(name, alternative.format(name=name)))
+        return decorated
+
+    return decorate
+
+
+def _refusing(name: str, alternative: str) -> Callable[..., NoReturn]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigurationError(
+            f"Method ``{name}`` not supported for RemoteModule, whose module is on worker "
+            f"{self.on!r}: {alternative}"
+        )
+
+    method.__name__ = name
+    method.__qualname__ = f"RemoteModule.{name}"
+    method.__doc__ = f"Raises ConfigurationError: {alternative}."
+    return method
+
+
+@has_callable_methods
+class Chain:
+    """Calls a remote module, then functions on its result, in one call to its owner.
+
+    Only the last result travels. A decoder's logits have a row of the whole vocabulary for every
+    word: 32 sequences of 64 words and a vocabulary of 30,000 are 246 MB in float32, and their
+    gradients as much again. The loss is four bytes. So send the targets to the logits::
+
+        loss = decoder.then(torch.nn.functional.cross_entropy, targets)(hidden)
+
+    Made by ``RemoteModule.then``. A chain is immutable, so any threads may call it many times.
+    Gradients flow through it as through any call of an autograd context: to parameters on the
+    owner, and back to the caller's arguments of all its steps.
+
+    Args:
+        module: A reference to the module.
+        device: The owner's device to which tensors among the arguments are moved.
+        steps: The calls that follow the module.
+    """
+
+    def __init__(
+        self, module: RRef[nn.Module], device: str = owner.HOST, steps: tuple[Step, ...] = ()
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._steps = steps
+
+    def then(self, function: Callable[..., Any] | RRef[Any], /, *args: Any, **kwargs: Any) -> Chain:
+        """Returns a longer chain that ends with ``function(result so far, *args, **kwargs)``.
+
+        Args:
+            function: Any callable that can be sent, or a reference to a callable on the same
+                owner: an ``RRef`` or a ``RemoteModule``.
+            args: Further arguments of the function; they are sent with every call of the chain.
+            kwargs: Keyword arguments of the function, sent likewise.
+
+        Raises:
+            ConfigurationError: ``function`` lives on another worker, or is not callable.
+        """
+        step = Step(self._checked(function), args, kwargs)
+        return Chain(self._module, self._device, (*self._steps, step))
+
+    def _checked(self, function: Any) -> Callable[..., Any] | RRef[Any]:
+        function = getattr(function, "module_rref", function)
+        if isinstance(function, RRef):
+            if function.id.owner != self._module.id.owner:
+                raise ConfigurationError(
+                    f"{function!r} is not on worker {self._module.owner_name()!r}, where the chain "
+                    "stays; call the two one after the other, or place them on one worker"
+                )
+        elif not callable(function):
+            raise ArgumentTypeError(
+                f"a chain cannot go on with {function!r}, a {type(function).__name__} that cannot "
+                "be called; pass the function itself, and its further arguments behind it"
+            )
+        return function  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with these arguments, then the steps; returns the result. Blocks."""
+        creator, owner_id, number = self._module.id
+        address = (creator, owner_id, number)
+        call = (address, self._device, self._steps, args, kwargs)
+        return rpc_sync(info_of(owner_id), owner.run_at, call)
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Starts the chain and returns a future of its last result."""
+        return rpc_async(info_of(self._module.id.owner), owner.run, self._call(args, kwargs))
+
+    def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
+        """Starts the chain; returns a reference to its last result, which stays on the owner."""
+        return remote(info_of(self._module.id.owner), owner.run, self._call(args, kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        return self._module, self._device, self._steps, args, kwargs
+
+    def __repr__(self) -> str:
+        names = "".join(
+            f".then({getattr(step.function, '__name__', step.function)})" for step in self._steps
+        )
+        return f"<Chain {self._module!r}{names}>"
 
 
 @has_callable_methods
@@ -77,7 +257,7 @@ class RemoteModule(nn.Module):
         placement = read_placement(remote_device)
         _check_module_class(module_cls, args, kwargs)
         module_rref = rpc_sync(
-            _worker_at(placement),
+            get_worker_info(placement.worker),
             owner.create,
             (module_cls, tuple(args or ()), dict(kwargs or {}), placement.device),
         )
@@ -122,7 +302,7 @@ class RemoteModule(nn.Module):
         """
         placement = read_placement(remote_device)
         made = cls.from_module_rref(module_rref, placement.device)
-        worker = _worker_at(placement)
+        worker = get_worker_info(placement.worker)
         if worker != module_rref.owner():
             raise ConfigurationError(
                 f"remote_device names worker {worker.name!r}, but {module_rref!r} is elsewhere; "
@@ -256,10 +436,6 @@ def _received(module_rref: RRef[nn.Module], device: str, training: bool) -> Remo
     made = RemoteModule.from_module_rref(module_rref, device)
     made.training = training
     return made
-
-
-def _worker_at(placement: Placement) -> WorkerInfo:
-    return get_worker_info(placement.worker)
 
 
 def _check_module_class(module_cls: object, args: object, kwargs: object) -> None:

@@ -21,7 +21,7 @@ from torchweft.errors import ArgumentTypeError, ConfigurationError, OptimizerErr
 from torchweft.optim.groups import by_owner, read_references
 from torchweft.optim.owners import Address, address_of, raise_failures, run_on_owners, value_at
 from torchweft.rpc import RRef
-from torchweft.rpc.strictness import check_types
+from torchweft.rpc.current_call import check_types
 from torchweft.serialize.registry import remotely_callable
 
 _DIVISION_GUARD = 1e-6

@@ -22,13 +22,18 @@ from torchweft.arguments import kind_of
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import current_engine
 from torchweft.errors import ArgumentTypeError, ConfigurationError, SerializationError
-from torchweft.optim import layout, local
+from torchweft.optim import local
 from torchweft.optim.groups import (
     Group,
     Options,
+    Parameter,
+    as_state_dict,
     check_distinct,
+    check_fits,
     read_group,
     read_groups,
+    read_options,
+    read_state,
     split_groups,
 )
 from torchweft.optim.owners import Address, address_of, name_of, raise_failures, run_on_owners
@@ -250,7 +255,7 @@ class DistributedOptimizer(Optimizer):
             state.update(saved.state)
         in_order = [options[number] for number in range(len(self.param_groups))]
         state = dict(sorted(state.items(), key=lambda item: (isinstance(item[0], str), item[0])))
-        return layout.as_state_dict(in_order, self._group_sizes(), state, self._parameters())
+        return as_state_dict(in_order, self._group_sizes(), state, self._parameters())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict`` of this class or of a local optimizer. Blocks.
@@ -263,9 +268,9 @@ class DistributedOptimizer(Optimizer):
             WorkerLost: An owner is lost.
         """
         shapes = [parameter.shape for parameter in self._parameters()]
-        layout.check_fits(state_dict, self._group_sizes(), shapes)
-        options = layout.read_options(state_dict)
-        state = layout.read_state(state_dict)
+        check_fits(state_dict, self._group_sizes(), shapes)
+        options = read_options(state_dict)
+        state = read_state(state_dict)
         arguments = {
             owner: (address, local.Saved(dict(enumerate(options)), self._part_of(state, owner)))
             for owner, address in self._addresses().items()
@@ -291,9 +296,9 @@ class DistributedOptimizer(Optimizer):
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for group in self.param_groups]
 
-    def _parameters(self) -> list[layout.Parameter]:
+    def _parameters(self) -> list[Parameter]:
         return [
-            layout.Parameter(name_of(reference.id.owner), self._shapes[number])
+            Parameter(name_of(reference.id.owner), self._shapes[number])
             for number, reference in enumerate(self._references())
         ]
 

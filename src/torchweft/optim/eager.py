@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer, optimizer
 
-from torchweft.rpc.typed_values import is_made_plainly
+from torchweft.rpc.rref import is_made_plainly
 
 _COMPILER = "torch._dynamo"
 

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchweft.agent.agent import Slot
 from torchweft.agent.current import current
-from torchweft.agent.slots import Slot
 from torchweft.autograd import get_gradients
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.optim import eager
 from torchweft.optim.groups import GroupPart, Options
 from torchweft.optim.owners import Address, value_at
 from torchweft.rpc import RRef
-from torchweft.rpc.strictness import (
+from torchweft.rpc.current_call import (
     check_called,
     check_types,
     refuse,

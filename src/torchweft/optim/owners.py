@@ -7,14 +7,15 @@ every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from torchweft.agent.current import current
 from torchweft.errors import CallTimeout, OptimizerError, WorkerLost
-from torchweft.rpc import RRef, rpc_async, rpc_sync
-from torchweft.rpc.lives import info_of
-from torchweft.rpc.strictness import reference_in
+from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, rpc_async, rpc_sync
+from torchweft.rpc.current_call import reference_in
+from torchweft.rpc.health import info_of
 from torchweft.rpc.worker import current_worker
 
 Address = tuple[int, int, int]
@@ -45,49 +46,43 @@ def value_at(address: Address) -> Any:
 
 
 def run_on_owners(
-    function: Callable[..., Any], arguments: Mapping[int, Arguments]
+    function: Callable[..., Any],
+    arguments: Mapping[int, Arguments],
+    here: Callable[[], Any] | None = None,
+    timeout_s: Callable[[], float] = lambda: UNSET_RPC_TIMEOUT,
 ) -> tuple[dict[int, Any], list[Failure]]:
     """Runs ``function`` on several workers at the same time, and waits for all of them.
 
     Args:
         function: The function; on this worker it is called directly, in this thread.
         arguments: The arguments by the rank of the worker.
+        here: Called on this worker at the same time, if this worker is not among ``arguments``.
+        timeout_s: Returns the timeout of each call when it begins; its error is that of the call.
 
     Returns:
         The results by rank, and the failures by increasing rank.
     """
     me = current().me.id
-    waits: dict[int, Callable[[], Any]] = {}
-    if len(arguments) == 1 and me not in arguments:
-        # A caller that waits in ``rpc_sync`` is woken sooner than a waiter on a future.
-        ((only, args),) = arguments.items()
-        waits[only] = lambda: rpc_sync(info_of(only), function, args)
-    else:
-        waits = {
-            owner: _started(owner, function, args)
-            for owner, args in arguments.items()
-            if owner != me
-        }
-        if me in arguments:
-            waits = {me: lambda: function(*arguments[me]), **waits}
-    return _gather(waits)
-
-
-def _started(owner: int, function: Callable[..., Any], args: Arguments) -> Callable[[], Any]:
-    try:
-        return rpc_async(info_of(owner), function, args).wait
-    except Exception as error:
-        failure = error
-
-    def fail() -> NoReturn:
-        raise failure
-
-    return fail
-
-
-def _gather(waits: Mapping[int, Callable[[], Any]]) -> tuple[dict[int, Any], list[Failure]]:
     results: dict[int, Any] = {}
     failures: list[Failure] = []
+    waits: dict[int, Callable[[], Any]] = {}
+    if me in arguments:
+        here = functools.partial(function, *arguments[me])
+    if here is not None:
+        waits[me] = here
+    is_only_call = here is None and len(arguments) == 1
+    for owner, args in arguments.items():
+        if owner == me:
+            continue
+        try:
+            to, timeout = info_of(owner), timeout_s()
+            if is_only_call:
+                # A caller that waits in ``rpc_sync`` is woken sooner than a waiter on a future.
+                waits[owner] = functools.partial(rpc_sync, to, function, args, timeout=timeout)
+            else:
+                waits[owner] = rpc_async(to, function, args, timeout=timeout).wait
+        except Exception as error:
+            failures.append(Failure(owner, error))
     for owner, wait in waits.items():
         try:
             results[owner] = wait()
@@ -118,7 +113,7 @@ def raise_failures(what: str, failures: list[Failure]) -> None:
         failures[0],
     )
     others = [failure for failure in failures if failure is not first]
-    message = f"{what} failed {'; and '.join(map(_describe, [first, *others]))}"
+    message = f"{what} failed {described([first, *others])}"
     error = first.error
     if isinstance(error, (WorkerLost, CallTimeout)):
         raise type(error)(message, **_fields_of(error)) from error
@@ -132,9 +127,12 @@ def _fields_of(error: WorkerLost | CallTimeout) -> dict[str, Any]:
     return {name: getattr(error, name) for name in names}
 
 
-def _describe(failure: Failure) -> str:
-    error = failure.error
-    return f"on worker {name_of(failure.owner)!r}: {type(error).__name__}: {error}"
+def described(failures: Iterable[Failure]) -> str:
+    """Returns a text with the workers and errors of all failures."""
+    return "; and ".join(
+        f"on worker {name_of(owner)!r}: {type(error).__name__}: {error}"
+        for owner, error in failures
+    )
 
 
 def name_of(owner: int) -> str:

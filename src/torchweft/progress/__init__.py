@@ -1,9 +1,9 @@
 """Shows the progress of long work and the workers that delay it: one display for all applications.
 
 An application reports events to ``Display.work``: a job starts, its parts start and end on workers,
-a worker is lost, the job ends. `work.py` derives the state from the events, `steps.py` estimates
-the rate of the program's own loop, and `wording.py` makes text of both. `display.py` shows the
-text, as lines of a log or, through `live.py`, with rich.
+a worker is lost, the job ends. `work.py` derives the state from the events, and estimates the rate
+of the program's own loop; `wording.py` makes text of both. `display.py` shows the text, as lines of
+a log or, through `live.py`, with rich.
 """
 
 from __future__ import annotations

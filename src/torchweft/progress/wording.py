@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchweft.progress.steps import Steps
-from torchweft.progress.work import Job, Loss, Straggler, Work, WorkerShare
+from torchweft.progress.work import Job, Loss, Steps, Straggler, Work, WorkerShare
 
 GAP = "  "
 MOST_LISTED = 8

@@ -10,22 +10,35 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
 from typing import Any
 
 import torch
 
+from torchweft import knobs
 from torchweft.agent import deaths
-from torchweft.agent.agent import Agent
-from torchweft.agent.bounded_store import BoundedStore, host_of
-from torchweft.agent.members import Members
-from torchweft.agent.peers import Peer
-from torchweft.agent.protection import Protection
+from torchweft.agent.agent import Agent, Protection
+from torchweft.agent.peers import Members, Peer
 from torchweft.agent.rendezvous import carry_out, enter, join, note_left, perform
-from torchweft.agent.signed_store import SignedStore
-from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
+from torchweft.agent.stores import BoundedStore, SignedStore, host_of
+from torchweft.errors import (
+    ConfigurationError,
+    DuplicateName,
+    ProtocolError,
+    ShutdownError,
+    WorkerLost,
+)
 from torchweft.probe import network_id
 from torchweft.protocol.connecting import Patience
-from torchweft.protocol.membership import (
+from torchweft.protocol.membership.joining import (
+    Admission,
+    Forget,
+    Introduce,
+    NoteLeft,
+    Request,
+    introduce,
+)
+from torchweft.protocol.membership.registration import (
     HAS_SECRET,
     HOST,
     IS_FAR,
@@ -36,18 +49,9 @@ from torchweft.protocol.membership import (
     Registration,
     differences,
 )
-from torchweft.protocol.membership.joining import (
-    Admission,
-    Forget,
-    Introduce,
-    NoteLeft,
-    Request,
-    introduce,
-)
-from torchweft.rpc import victims
 from torchweft.rpc.node import Node
 from torchweft.rpc.options import RpcBackendOptions
-from torchweft.runtime.long_waits import names_of
+from torchweft.runtime.reports import names_of
 from torchweft.transport.addresses import (
     LOOPBACK,
     is_far,
@@ -66,6 +70,7 @@ _LEAST_MEETING_S = 0.5
 
 _log = logging.getLogger("torchweft")
 _loaded_by = os.getpid()
+_tells_of_loss = False
 
 
 def enter_closed(
@@ -241,7 +246,7 @@ def _make_agent(
     token: str, members: Members, listeners: list[socket.socket], options: RpcBackendOptions
 ) -> Agent:
     _renew_thread_pool()
-    victims.install()
+    _tell_of_loss()
     members.on_joined(_Versions(members.me.registration).compare)
     return Agent(
         Protection.of_run(token, options.secret, options.tls),
@@ -260,6 +265,45 @@ def _renew_thread_pool() -> None:
     """
     if os.getpid() != _loaded_by:
         torch.set_num_threads(torch.get_num_threads())
+
+
+def _tell_of_loss() -> None:
+    """Makes a launched program say in one line that it ends because another worker has ended.
+
+    The launcher reports how the other worker ended, whose own traceback is on the screen.
+    Tracebacks of all workers that waited for it would bury both. Idempotent.
+    """
+    global _tells_of_loss
+    if _tells_of_loss or not deaths.own_facts() or knobs.TRACEBACKS.get() == "full":
+        return
+    _tells_of_loss = True
+    former = sys.excepthook
+
+    def tell(
+        error_type: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        loss = _loss_in(error)
+        if loss is None:
+            former(error_type, error, trace)
+        else:
+            print(
+                f"weft: this worker ends because of another one: {loss} "
+                f"({knobs.TRACEBACKS.variable}=full shows where)",
+                file=sys.stderr,
+            )
+
+    sys.excepthook = tell
+
+
+def _loss_in(error: BaseException | None) -> WorkerLost | ShutdownError | None:
+    """Returns the loss of a worker that led to an error, if one did."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, WorkerLost) or (isinstance(error, ShutdownError) and error.missing):
+            return error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
 
 
 def _registration(

@@ -18,7 +18,7 @@ from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import AnsweredCall
 from torchweft.rpc.functions import is_async_execution
 from torchweft.rpc.worker import Worker
-from torchweft.runtime.exception_log import log_exception
+from torchweft.runtime.reports import log_exception
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import describe
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchweft.autograd.contexts import set_current_id
 from torchweft.errors import CallRefused
-from torchweft.runtime.exception_log import log_exception
+from torchweft.runtime.reports import log_exception
 from torchweft.runtime.thread_modes import Modes, take_away, tidy
 
 _log = logging.getLogger("torchweft")

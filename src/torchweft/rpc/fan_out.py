@@ -204,7 +204,9 @@ def rpc_all(
         losses = rpc.rpc_all(names, train, args=(epoch,))
     """
     agent = current_agent.current()
-    peers = [agent.find(to) for to in _checked_workers(workers)]
+    if isinstance(workers, (str, int, WorkerInfo)) or not isinstance(workers, Iterable):
+        raise ArgumentTypeError(f"workers is {workers!r}; pass several workers, as a list")
+    peers = [agent.find(to) for to in workers]
     call = checked_call(func, args, kwargs)
     try:
         return _results(agent, peers, call, timeout, return_exceptions)
@@ -232,12 +234,6 @@ def _results(
         for future in futures:
             if isinstance(future, Future):
                 future.cancel()  # Does nothing to one that has ended.
-
-
-def _checked_workers(workers: Iterable[Destination]) -> Iterable[Destination]:
-    if isinstance(workers, (str, int, WorkerInfo)) or not isinstance(workers, Iterable):
-        raise ArgumentTypeError(f"workers is {workers!r}; pass several workers, as a list")
-    return workers
 
 
 def _started(

@@ -1,4 +1,4 @@
-"""Health of the other workers, and callbacks for their loss."""
+"""The other workers: which of them live, their health, and callbacks for their loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.errors import WorkerLost
 from torchweft.ids import WorkerInfo
-from torchweft.runtime.exception_log import log_exception
+from torchweft.runtime.reports import log_exception
 
 
 class WorkerState(enum.Enum):
@@ -106,3 +106,17 @@ def _health_of(agent: Agent, peer: Peer) -> WorkerHealth:
     elif silence_s > agent.links.patience.detection_s / 2:
         state = WorkerState.SILENT
     return WorkerHealth(peer.info, state, silence_s, None)
+
+
+def info_of(worker: int) -> WorkerInfo:
+    """Returns the ``WorkerInfo`` of the worker with an id, as long as it lives.
+
+    An id names one life of a worker; a later life may reuse name and rank.
+
+    Raises:
+        WorkerLost: The worker is lost. Another life of it may have its name by now.
+    """
+    peer = current().peers[worker]
+    if peer.lost is not None:
+        raise peer.lost_error()
+    return peer.info

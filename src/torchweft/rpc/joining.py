@@ -19,9 +19,13 @@ from torchweft.errors import ConfigurationError
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.bootstrap import enter_closed, enter_open
 from torchweft.rpc.node import current_node
-from torchweft.rpc.options import RpcBackendOptions, from_tensorpipe
-from torchweft.rpc.tensorpipe import TensorPipeRpcBackendOptions, warn_of_ignored
-from torchweft.runtime.long_waits import Following
+from torchweft.rpc.options import (
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    from_tensorpipe,
+    warn_of_ignored,
+)
+from torchweft.runtime.reports import Following
 from torchweft.serialize.tracebacks import without_own_frames
 
 _log = logging.getLogger("torchweft")

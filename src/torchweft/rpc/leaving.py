@@ -25,7 +25,7 @@ from torchweft.protocol.membership.leaving import (
     Watch,
 )
 from torchweft.rpc.worker import Worker
-from torchweft.runtime.long_waits import Following, Lacking, LongWaits, names_of
+from torchweft.runtime.reports import Following, Lacking, LongWaits, names_of
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
 

@@ -10,18 +10,16 @@ from multiprocessing.util import Finalize
 from torch.distributed.distributed_c10d import Store
 
 from torchweft.agent import current as current_agent
-from torchweft.agent.agent import Agent
+from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.peers import Peer
-from torchweft.agent.slots import Slot
 from torchweft.autograd.engine import ENGINE
 from torchweft.rpc import serving, stack_report
-from torchweft.rpc.gathering.following import GATHERINGS, Gatherings
+from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.runtime.exception_log import log_exception
-from torchweft.runtime.long_waits import LongWaits
-from torchweft.runtime.openmp import SpinLimit
+from torchweft.runtime.contention import SpinLimit
+from torchweft.runtime.reports import LongWaits, log_exception
 from torchweft.runtime.timers import Job
 from torchweft.serialize.reading import make_reader
 

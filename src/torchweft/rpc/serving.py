@@ -15,8 +15,8 @@ from torchweft.agent.references import OwnedValue
 from torchweft.agent.served_calls import current_call
 from torchweft.agent.tensor_messages import TensorMessage
 from torchweft.arguments import did_you_mean
-from torchweft.autograd.arrivals import NO_GRAD
 from torchweft.autograd.contexts import enter, set_current_id
+from torchweft.autograd.outside import NO_GRAD
 from torchweft.errors import (
     ArgumentTypeError,
     AutogradError,
@@ -25,7 +25,7 @@ from torchweft.errors import (
     UnknownFunction,
 )
 from torchweft.rpc.completion import Call, WhenReady, settle
-from torchweft.rpc.strictness import reference_in
+from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Worker, current_worker
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable

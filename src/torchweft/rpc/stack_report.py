@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Any
 
 from torchweft import knobs
 from torchweft.agent.calls import PendingCall
@@ -246,14 +245,18 @@ def _chosen_signal() -> int | None:
 def _here(worker: Worker) -> WorkerStacks:
     agent = worker.agent
     has_source = not agent.me.registration.is_strict
-    threads = [*_threads(has_source), *_coroutines(worker, has_source)]
+    threads = [*_threads(has_source)]
+    for name, frames in worker.coroutines.frames():
+        threads.append(ThreadStack(name, _lines(frames, has_source)))
     threads.sort(key=lambda thread: not thread.frames)
     return WorkerStacks(agent.info.name, os.getpid(), tuple(calls_of(worker)), tuple(threads))
 
 
 def calls_of(worker: Worker) -> list[CallStatus]:
     """Returns the calls of others that a worker serves now, oldest first."""
-    served = [call for peer in list(worker.agent.peers.values()) for call in _copy(peer.served)]
+    served = [
+        call for peer in list(worker.agent.peers.values()) for call in peer.served.copy().values()
+    ]
     making = [call for call in worker.unfinished.copy() if isinstance(call, ServedCall)]
     calls = {id(call): call for call in [*served, *making] if not call.has_ended}
     now_s = time.monotonic()
@@ -261,10 +264,6 @@ def calls_of(worker: Worker) -> list[CallStatus]:
         CallStatus(_name(call), call.peer.name, now_s - call.arrived_s, call.frame is None)
         for call in sorted(calls.values(), key=lambda call: call.arrived_s)
     ]
-
-
-def _copy(served: dict[int, Any]) -> list[ServedCall]:
-    return list(served.copy().values())
 
 
 def _name(call: ServedCall) -> str:
@@ -294,11 +293,6 @@ def _threads(has_source: bool) -> Iterator[ThreadStack]:
             continue
         frames = [] if frame.f_code in _IDLE else _inwards(frame)
         yield ThreadStack(names.get(ident, f"thread {ident}"), _lines(frames, has_source))
-
-
-def _coroutines(worker: Worker, has_source: bool) -> Iterator[ThreadStack]:
-    for name, frames in worker.coroutines.frames():
-        yield ThreadStack(name, _lines(frames, has_source))
 
 
 def _inwards(frame: FrameType | None) -> list[FrameType]:

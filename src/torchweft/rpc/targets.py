@@ -17,8 +17,7 @@ from torchweft.rpc.api import Answer
 from torchweft.rpc.calls import Destination, call_method
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.futures import Future
-from torchweft.rpc.rref import RRef
-from torchweft.rpc.typed_values import check_method
+from torchweft.rpc.rref import RRef, check_method
 from torchweft.serialize.tracebacks import shorten
 
 P = ParamSpec("P")

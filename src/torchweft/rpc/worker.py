@@ -12,26 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.agent.agent import Agent
+from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
-from torchweft.agent.slots import Slot
 from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
-from torchweft.autograd.arrivals import NO_GRAD, Arrivals
 from torchweft.autograd.contexts import Context, Contexts, current_id
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.envelopes import flags_in
+from torchweft.autograd.outside import NO_GRAD, Arrivals
 from torchweft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceGone
-from torchweft.protocol.membership import why_not_by_value
-from torchweft.rpc import external_values
+from torchweft.protocol.membership.registration import why_not_by_value
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.own_tensors import own_copy
-from torchweft.rpc.requests import CompactRequest, Request
+from torchweft.rpc.requests import CompactRequest, Request, own_copy, value_decoder, value_encoder
 from torchweft.rpc.unseen import UnseenErrors
-from torchweft.runtime.exception_log import log_exception
+from torchweft.runtime.reports import log_exception
 from torchweft.serialize import compact
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import name_of
@@ -96,7 +93,7 @@ class Worker:
         self._encoders: dict[int, Callable[[Any], bytes | None]] = {}
         self._packers: dict[int, Callable[[object], Packed]] = {}
         agent.members.on_joined(self._learn_to_encode)
-        self._decode_other = external_values.decoder(reader, self.references, reference_type)
+        self._decode_other = value_decoder(reader, self.references, reference_type)
         self.slow: set[bytes] = set()
         """Names of functions whose last run was slow; see ``serving.SLOW_S``."""
         self.has_left = False
@@ -109,7 +106,7 @@ class Worker:
         agent.receiver.discard = self.discard_reply
 
     def _learn_to_encode(self, peer: Peer) -> None:
-        self._encoders[peer.id] = external_values.encoder(peer)
+        self._encoders[peer.id] = value_encoder(peer)
         by_name = peer.main_by_name
         if peer.registration.is_strict and not peer.is_self:
             self._packers[peer.id] = partial(pack_plain, main_by_name=by_name)

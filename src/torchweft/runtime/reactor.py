@@ -42,9 +42,9 @@ from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
 
-from torchweft.runtime.exception_log import log_exception
 from torchweft.runtime.fair_queue import FairQueue, Task
 from torchweft.runtime.interrupts import call
+from torchweft.runtime.reports import log_exception
 from torchweft.runtime.thread_modes import READERS, UNTOUCHED, tidy
 
 _log = logging.getLogger("torchweft")

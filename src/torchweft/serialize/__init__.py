@@ -10,12 +10,13 @@ import torch.
 ``diagnosis``   which part of an object cannot be sent, and what to do about it
 ``functions``   callables by name
 ``tensors``     tensors to a table and buffers, and back without a copy
-``table``       the bytes of that table, and the checks before memory is touched
+``table``       the bytes of that table, the numbers of dtypes and devices, and the checks before
+                memory is touched
 ``extents``     which bytes of memory travel, so that views go on sharing it
-``dtypes``      the number that stands for each dtype
 ``plain``       values to bytes without pickle, for workers that are strict
 ``reading``     how a worker reads messages: anything, allowed names only, or plain values
-``allowed``     an allow-list of modules, and ``names``, the closed lists behind it
+``allowed``     an allow-list of modules
+``registry``    the names that a message may follow on every worker
 ``exceptions``  errors, with their cause and the remote traceback
 ==============  ===================================================================
 """

@@ -11,8 +11,8 @@ module says ``from os import system``. So a name is followed step by step:
 3. The object found must have been defined in an allowed module. A plain object does not say where;
    it belongs to the module that it was found in.
 
-No entry is needed for the entry points of Weft, which ``registry`` lists, nor for the functions and
-classes of ``names``, which only make a value.
+No entry is needed for what ``registry`` lists: the entry points of Weft, and functions and classes
+that only make a value.
 
 This guards against mistakes, not against attackers; for those see ``callables``.
 """
@@ -28,8 +28,8 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from torchweft.errors import NotAllowed, UnknownFunction
-from torchweft.serialize import arrays, names, registry
-from torchweft.serialize.functions import MAIN_MODULES, import_module, resolve, unknown
+from torchweft.serialize import registry
+from torchweft.serialize.functions import import_module, resolve, text_of, unknown, without_alias
 
 BY_ITSELF = "torchweft.checkpoint"
 """The one part of Weft that needs an entry: it writes and removes files at any path it is given."""
@@ -63,10 +63,10 @@ class AllowList:
     """
 
     def __init__(self, modules: Iterable[str], worker: str) -> None:
-        entries = {_without_alias(module) for module in modules}
-        self._has_torch = names.TORCH in entries
+        entries = {without_alias(module) for module in modules}
+        self._has_torch = registry.TORCH in entries
         if self._has_torch:
-            entries = entries - {names.TORCH} | names.TORCH_PARTS
+            entries = entries - {registry.TORCH} | registry.TORCH_PARTS
         self._entries = frozenset(entries)
         self._worker = worker
         self._known: dict[bytes, tuple[object, str, object]] = {}
@@ -86,8 +86,13 @@ class AllowList:
             parent, attribute, before = known
             if getattr(parent, attribute, None) is before:
                 return before
-        text = name.decode("utf-8", "backslashreplace")
-        if _is_callable_by_members(text) or text in names.SAFE or names.is_error(text):
+        text = text_of(name)
+        if (
+            registry.remotely_callable.has(text)
+            or registry.remotely_callable_unless_strict.has(text)
+            or text in registry.SAFE
+            or registry.is_error(text)
+        ):
             return resolve(name)
         parent, attribute = self._locate(text)
         found = self._found(parent, attribute, text)
@@ -102,11 +107,12 @@ class AllowList:
             NotAllowed: It may not be used here.
             UnknownFunction: This worker does not have that name.
         """
-        text = f"{_without_alias(module)}:{path}"
-        stand_in = arrays.STAND_INS.get(text)
-        if stand_in is not None:
-            return stand_in
-        if _is_rebuilder(text) or names.is_weft_error(text):
+        text = f"{without_alias(module)}:{path}"
+        if (
+            registry.rebuilds_plain.has(text)
+            or registry.rebuilds_pickled.has(text)
+            or registry.is_weft_error(text)
+        ):
             return resolve(text.encode())
         if registry.loads_script.has(text):
             if self._is_allowed("torch.jit"):
@@ -116,7 +122,7 @@ class AllowList:
                 "TorchScript is a program by itself; have this worker load it from a file, or "
                 "add 'torch.jit' to",
             )
-        if module == names.TORCH:
+        if module == registry.TORCH:
             constant = getattr(torch, path, None)
             if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
                 return constant
@@ -136,10 +142,10 @@ class AllowList:
             raise UnknownFunction(f"{text!r} is no name of a function; it should be module:name")
         if any(_is_hidden(part) for part in parts):
             self._refuse(text, "no such name may be used from another worker, whatever is on")
-        if module == names.TORCH and parts[0] == "ops":
+        if module == registry.TORCH and parts[0] == "ops":
             return self._locate_operator(text, parts)
         is_tensor_method = module == "torch._C" and parts[0] == _TENSOR_BASE and len(parts) == 2
-        is_torch = self._has_torch and (module == names.TORCH or is_tensor_method)
+        is_torch = self._has_torch and (module == registry.TORCH or is_tensor_method)
         if not is_torch and not self._is_allowed(module):
             self._refuse(text, _to_add(module))
         parent: object = import_module(module, path)
@@ -199,7 +205,7 @@ class AllowList:
         elif not _is_tame(home):
             self._check_class(home, text)
             self._check_belongs(vars(home)[name], text)
-        elif (home, name) in names.REFUSED_METHODS:
+        elif (home, name) in registry.REFUSED_METHODS:
             self._refuse(text, "call a function that does it; see")
         found = getattr(value, name)
         if home is None or not _is_tame(home):
@@ -224,12 +230,12 @@ class AllowList:
     # What belongs
 
     def _is_allowed(self, module: str) -> bool:
-        module = _without_alias(module)
+        module = without_alias(module)
         below = ""
         while module:
             if module in self._entries:
                 # The entry "torch" leaves out torch's private modules: they compile and write.
-                is_part = self._has_torch and module in names.TORCH_PARTS
+                is_part = self._has_torch and module in registry.TORCH_PARTS
                 return not (is_part and "._" in below)
             module, _, name = module.rpartition(".")
             below = f".{name}{below}"
@@ -252,25 +258,15 @@ class AllowList:
         found = _unwrapped(found)
         if getattr(found, "__objclass__", None) is torch._C.TensorBase:
             return True
-        return names.is_operator(found) or any(found is kind for kind in _TENSOR_CLASSES)
+        return registry.is_operator(found) or any(found is kind for kind in _TENSOR_CLASSES)
 
     def _refuse(self, what: str, advice: str) -> NoReturn:
         raise NotAllowed(
-            f"worker {self._worker!r} does not allow {names.shortened(what)}: {advice} its allowed "
-            f"modules ({OPTION})",
+            f"worker {self._worker!r} does not allow {registry.shortened(what)}: {advice} its "
+            f"allowed modules ({OPTION})",
             worker=self._worker,
             refused=what,
         )
-
-
-def _is_callable_by_members(name: str) -> bool:
-    return registry.remotely_callable.has(name) or registry.remotely_callable_unless_strict.has(
-        name
-    )
-
-
-def _is_rebuilder(name: str) -> bool:
-    return registry.rebuilds_plain.has(name) or registry.rebuilds_pickled.has(name)
 
 
 def is_part_of_weft(module: str) -> bool:
@@ -282,20 +278,16 @@ def _is_below(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
-def _without_alias(module: str) -> str:
-    return "__main__" if module in MAIN_MODULES else module
-
-
 def _is_hidden(name: str, *, single: bool = False) -> bool:
-    return name.startswith("_" if single else "__") and name not in names.USUAL_DUNDERS
+    return name.startswith("_" if single else "__") and name not in registry.USUAL_DUNDERS
 
 
 def _is_tame(kind: type) -> bool:
     """Whether methods of a class do no more than their names say, for any caller."""
-    if kind in names.METHOD_CLASSES or kind.__module__.startswith("torch.nn.modules."):
+    if kind in registry.METHOD_CLASSES or kind.__module__.startswith("torch.nn.modules."):
         return True
     name = f"{kind.__module__}:{kind.__qualname__}"
-    return name in names.METHOD_NAMES or registry.has_callable_methods.has(name)
+    return name in registry.METHOD_NAMES or registry.has_callable_methods.has(name)
 
 
 def _unwrapped(found: Any) -> Any:

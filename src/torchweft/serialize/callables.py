@@ -16,8 +16,8 @@ from types import FunctionType
 from typing import Any, NoReturn, TypeVar
 
 from torchweft.errors import ArgumentTypeError, NotAllowed
-from torchweft.serialize import names
-from torchweft.serialize.functions import MAIN_MODULES, describe, name_of, resolve
+from torchweft.serialize import registry
+from torchweft.serialize.functions import describe, name_of, resolve, text_of, without_alias
 from torchweft.serialize.registry import remotely_callable
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class StrictNames:
             NotAllowed: It is not registered here.
         """
         found = self._find(name)
-        if found is None and remotely_callable.has(_text(name)):
+        if found is None and remotely_callable.has(text_of(name)):
             found = resolve(name)
         return self._refuse_name(name) if found is None else found
 
@@ -158,8 +158,8 @@ class StrictNames:
         Raises:
             NotAllowed: It is neither registered here nor a class of errors of Python or Weft.
         """
-        found = self._find(name)
-        if found is None and names.is_known_error(_text(name)):
+        found, text = self._find(name), text_of(name)
+        if found is None and (registry.is_error(text) or registry.is_weft_error(text)):
             found = resolve(name)
         return self._refuse_name(name) if found is None else found
 
@@ -169,7 +169,7 @@ class StrictNames:
         Raises:
             NotAllowed: It is neither registered here nor one of Python or Weft.
         """
-        return self.resolve_value(f"{_without_alias(module)}:{path}".encode())
+        return self.resolve_value(f"{without_alias(module)}:{path}".encode())
 
     def check_called(self, function: Any) -> None:
         """Raises NotAllowed if a function that a message contains may not be called."""
@@ -206,13 +206,13 @@ class StrictNames:
 
     def _refuse_name(self, name: bytes) -> NoReturn:
         self._refuse(
-            _text(name),
+            text_of(name),
             f"which is not registered there; put @{REGISTER} above its definition, or name it in "
             f"{OPTION}",
         )
 
     def _refuse(self, what: str, why: str) -> NoReturn:
-        shown = names.shortened(what)
+        shown = registry.shortened(what)
         raise NotAllowed(
             f"worker {self._worker!r} is strict and does not run {shown}, {why}",
             worker=self._worker,
@@ -227,7 +227,7 @@ def is_exposed(attribute: object) -> bool:
 
 
 def _is_public(name: str) -> bool:
-    return not name.startswith("_") or name in names.USUAL_DUNDERS
+    return not name.startswith("_") or name in registry.USUAL_DUNDERS
 
 
 def _name(function: Any) -> bytes:
@@ -247,12 +247,4 @@ def _name(function: Any) -> bytes:
             f"{describe(function)} has no name by which another worker could call it; define it "
             f"at the top level of a module, and register that ({REGISTER})"
         )
-    return f"{_without_alias(module)}:{path}".encode()
-
-
-def _without_alias(module: str) -> str:
-    return "__main__" if module in MAIN_MODULES else module
-
-
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", "backslashreplace")
+    return f"{without_alias(module)}:{path}".encode()

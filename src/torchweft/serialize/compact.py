@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import ProtocolError
-from torchweft.serialize import shared
 from torchweft.serialize.table import SIMPLE_NDIM, SIZES
 
 NONE, TRUE, FALSE, INTEGER, FLOAT, TEXT, BYTES, TENSOR, GRAD_TENSOR = range(9)
@@ -58,6 +57,16 @@ _CODES = {name: code for code, name in enumerate(_FORMATS)}
 _CODES |= {"l": _CODES["q"], "Zf": _CODES["F"], "Zd": _CODES["D"]}
 _CONSTANTS = (None, True, False)
 _SIZED_TAGS = (TEXT, BYTES, OTHER)
+
+shared_ranges: dict[int, int] = {}
+"""Start and end of every memory range that may hold tensors which the user shares with other
+workers; usually empty. The layer that lends the memory registers it here. These tensors are never
+copied into a message, however small they are: the receiver must get the same memory."""
+
+
+def may_be_shared(address: int) -> bool:
+    """Whether a tensor that begins at ``address`` may be shared."""
+    return any(start <= address < end for start, end in tuple(shared_ranges.items()))
 
 
 def nothing_else(value: object) -> bytes | None:
@@ -121,7 +130,7 @@ def _encode(
                 differentiable.append(value)
                 tag = LEAF_TENSOR if value.is_leaf else GRAD_TENSOR
                 value = value.detach()
-            if value.__dict__ or (shared.ranges and shared.holds(value.data_ptr())):
+            if value.__dict__ or (shared_ranges and may_be_shared(value.data_ptr())):
                 return False
             try:
                 memory = value.numpy().data

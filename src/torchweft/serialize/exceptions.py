@@ -18,7 +18,9 @@ its attributes, which may raise anything, even ``SystemExit``.
 from __future__ import annotations
 
 import builtins
+import functools
 import pickle
+import types
 from collections.abc import Callable
 from io import BytesIO
 from typing import Any, NamedTuple
@@ -447,3 +449,44 @@ def shown(value: object) -> str:
         return repr(value)
     except BaseException:
         return f"<{type(value).__name__} object>"
+
+
+# Errors under ``torchweft.compat`` are RuntimeErrors as well as their original type.
+# ``torch.distributed.rpc`` raises a RuntimeError for most errors of remote functions, and some
+# programs catch that; others catch the original type.
+
+
+def as_runtime_error(error: BaseException) -> BaseException:
+    """Returns an error that is a RuntimeError as well as its original type.
+
+    It has the name, the text and the attributes of the original. If there can be no such type, as
+    for a group of exceptions, the original is returned.
+    """
+    if isinstance(error, (RuntimeError, *GROUPS)) or not isinstance(error, Exception):
+        return error
+    try:
+        kind: Any = type(error)
+        return copy_as(_both(kind), error)
+    except Exception:
+        return error
+
+
+@functools.lru_cache(maxsize=1024)
+def _both(kind: Any) -> Any:
+    """Returns a type that derives from ``kind`` and from RuntimeError."""
+
+    def reduce(error: Any, protocol: Any) -> Any:
+        return as_runtime_error, (copy_as(kind, error),)
+
+    def fill(names: dict[str, Any]) -> None:
+        names.update(
+            {
+                "__module__": kind.__module__,
+                "__qualname__": kind.__qualname__,
+                "__doc__": kind.__doc__,
+                "__reduce_ex__": reduce,
+                ORIGINAL_TYPE: kind,
+            }
+        )
+
+    return types.new_class(kind.__name__, (kind, RuntimeError), {}, fill)

@@ -69,7 +69,7 @@ def resolve(name: bytes) -> Callable[..., object]:
     try:
         return getattr(parent, attribute)  # type: ignore[no-any-return]
     except AttributeError:
-        module, _, path = _text(name).partition(":")
+        module, _, path = text_of(name).partition(":")
         reason = "it has no such attribute" + did_you_mean(attribute, dir(parent))
         raise unknown(module, path, reason) from None
 
@@ -81,7 +81,7 @@ def describe(function: object) -> str:
     if callable(function):
         found = name_of(function, main_by_name=True)
         if found is not None:
-            return _text(found).replace(":", ".")
+            return text_of(found).replace(":", ".")
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if not isinstance(name, str):
         return f"{type(function).__module__}.{type(function).__qualname__} object"
@@ -121,14 +121,15 @@ def find_global(module: str, path: str) -> object:
 @lru_cache(maxsize=4096)
 def _locate(name: bytes) -> tuple[object, str]:
     """Returns the object that has the callable as an attribute, and the attribute's name."""
-    module, separator, path = _text(name).partition(":")
+    module, separator, path = text_of(name).partition(":")
     if not separator or not module or not path:
         raise UnknownFunction(f"{name!r} is no name of a function; it should be module:name")
     parent, _, attribute = path.rpartition(".")
     return (find_global(module, parent) if parent else import_module(module, path)), attribute
 
 
-def _text(name: bytes) -> str:
+def text_of(name: bytes) -> str:
+    """Returns the name of a function in a message, for messages of errors."""
     return bytes(name).decode("utf-8", "backslashreplace")
 
 
@@ -172,6 +173,11 @@ def _remember(function: Callable[..., object], name: bytes) -> None:
         _names[key] = (reference, name)
 
 
+def without_alias(module: str) -> str:
+    """Returns the name of a module; for the program itself, its usual one."""
+    return "__main__" if module in MAIN_MODULES else module
+
+
 def is_registered_by_value(module: object) -> bool:
     """Tells whether the user told cloudpickle to send a module's definitions by value."""
     registered: set[str] = cloudpickle.list_registry_pickle_by_value()
@@ -185,9 +191,7 @@ def _find_name(function: object) -> bytes | None:
         if is_registered_by_value(module) and module not in MAIN_MODULES:
             return None
         if _is_there(module, path, function):
-            if module in MAIN_MODULES:
-                module = "__main__"
-            return f"{module}:{path}".encode()
+            return f"{without_alias(module)}:{path}".encode()
     return None
 
 

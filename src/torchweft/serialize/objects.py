@@ -31,9 +31,9 @@ from torch.nn import Parameter
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.serialize import plain
 from torchweft.serialize.diagnosis import diagnose
-from torchweft.serialize.dtypes import CODES
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, unknown
 from torchweft.serialize.reducers import reduce_tensor, reduce_torch, set_attributes
+from torchweft.serialize.table import CODES
 
 Kind = TypeVar("Kind")
 Reducers = Mapping[type, Callable[[Any], Any]]

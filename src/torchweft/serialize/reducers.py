@@ -20,9 +20,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.dtypes import CODES
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.registry import loads_script, rebuilds_pickled, rebuilds_plain
+from torchweft.serialize.table import CODES
 
 Reduced = tuple[Any, ...]
 """A callable, its arguments, and the further items that the pickle protocol allows."""

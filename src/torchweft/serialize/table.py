@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
-from torchweft.errors import ProtocolError
+import torch
+
+from torchweft.errors import ProtocolError, SerializationError
 
 HEADER = struct.Struct("<IIB")
 ENTRY = struct.Struct("<BBBBBI")
@@ -163,3 +165,118 @@ def _check(entry: Entry, buffer_count: int) -> None:
     # Leave out zero sizes: torch multiplies the sizes of an empty shape in this order too.
     if prod(size or 1 for size in entry.shape) >= _INT64_LIMIT:
         raise ProtocolError(f"the tensor table has the impossible shape {entry.shape}")
+
+
+# Numbers of dtypes and devices: positions in lists to which names are only ever appended. A dtype
+# that the installed torch lacks keeps its number, so that workers with different versions agree.
+
+_STANDARD = "bool uint8 int8 int16 int32 int64 float16 float32 float64"
+_UNSIGNED = "uint16 uint32 uint64"
+_COMPLEX = "complex32 complex64 complex128"
+_FLOAT8 = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+_BITS = "bits8 bits16 bits1x8 bits2x4 bits4x2"
+_SMALL = "uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7"
+_BY_2_13 = (
+    f"{_STANDARD} {_UNSIGNED} {_COMPLEX} bfloat16 {_FLOAT8} float4_e2m1fn_x2 {_BITS} {_SMALL}"
+)
+_BY_2_15 = "bcomplex32"
+_DTYPE_NAMES = tuple(f"{_BY_2_13} {_BY_2_15}".split())
+
+_DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for name in _DTYPE_NAMES)
+
+CODES: dict[torch.dtype, int] = {
+    dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None
+}
+"""Every dtype whose memory can travel as it is; quantised tensors are taken apart before."""
+
+NUMPY_DTYPES = frozenset(getattr(torch, name) for name in f"{_STANDARD} {_UNSIGNED}".split())
+"""The dtypes whose memory numpy can show directly as plain bytes."""
+
+REAL_CODES: dict[torch.dtype, int] = {
+    dtype: code for dtype, code in CODES.items() if not dtype.is_complex
+}
+"""The dtypes that have no lazy conjugate."""
+
+
+def dtype_of(code: int) -> torch.dtype:
+    """Returns the dtype with the number ``code``.
+
+    Raises:
+        ProtocolError: No version of Weft uses that number.
+        SerializationError: The torch installed here has no such dtype.
+    """
+    if code >= len(_DTYPE_NAMES):
+        raise ProtocolError(f"the tensor table names the unknown dtype {code}")
+    dtype = _DTYPES[code]
+    if dtype is None:
+        raise SerializationError(
+            f"a tensor has dtype torch.{_DTYPE_NAMES[code]}, which torch {torch.__version__} of "
+            "this worker does not have; install the same torch on all workers, or convert the "
+            "tensor before sending it"
+        )
+    return dtype
+
+
+# The position goes over the wire: only ever append.
+
+
+_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "npu", "mlu", "privateuseone")
+_DEVICE_CODES = {kind: code for code, kind in enumerate(_DEVICE_TYPES)}
+_NO_INDEX = 255
+
+HOST = (0, _NO_INDEX)
+"""The code of the CPU."""
+
+
+def device_code(device: torch.device) -> tuple[int, int]:
+    """Returns two numbers below 256 for a device."""
+    code = _DEVICE_CODES.get(device.type)
+    if code is None:
+        raise SerializationError(
+            f"tensors on device {device} cannot be sent; send tensor.cpu() instead"
+        )
+    return code, _NO_INDEX if device.index is None or code == 0 else device.index
+
+
+def device_of(code: tuple[int, int], index: int, worker: str) -> torch.device | None:
+    """Returns the device for a code that came from another worker, None for the CPU.
+
+    Args:
+        code: The numbers that ``device_code`` returned at the sender.
+        index: Position of the tensor in its message, for the error message.
+        worker: Name of this worker, for the error message.
+
+    Raises:
+        ProtocolError: No version of Weft uses that number.
+        SerializationError: This worker has no such device.
+    """
+    if code[0] == 0:
+        return None
+    if code[0] >= len(_DEVICE_TYPES):
+        raise ProtocolError(f"the tensor table names the unknown device type {code[0]}")
+    kind = _DEVICE_TYPES[code[0]]
+    position = None if code[1] == _NO_INDEX else code[1]
+    count = _device_count(kind)
+    if (position or 0) < count:
+        return torch.device(kind) if position is None else torch.device(kind, position)
+    device = kind if position is None else f"{kind}:{position}"
+    here = f"worker {worker!r}" if worker else "this worker"
+    raise SerializationError(
+        f"tensor {index} of the message belongs on device {device}, but {here} has "
+        f"{_listed(kind, count)}; send tensor.cpu(), or map the device to one that {here} has "
+        "(device_maps)",
+        worker=worker,
+    )
+
+
+def _device_count(kind: str) -> int:
+    try:
+        return int(torch.get_device_module(kind).device_count())
+    except (AttributeError, RuntimeError):
+        return 0  # this torch was built without that kind of device
+
+
+def _listed(kind: str, count: int) -> str:
+    if not count:
+        return f"no {kind} device"
+    return "only " + ", ".join(f"{kind}:{index}" for index in range(count))

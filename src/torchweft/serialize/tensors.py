@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.devices import device_code
-from torchweft.serialize.dtypes import CODES, NUMPY_DTYPES, REAL_CODES, dtype_of
 from torchweft.serialize.extents import Placement, place
-from torchweft.serialize.received import ReceivedMemory
 from torchweft.serialize.table import (
+    CODES,
     COMPUTED,
     ENTRY,
     HEADER,
+    NO_BUFFER,
+    NUMPY_DTYPES,
     PARAMETER,
+    REAL_CODES,
     REQUIRES_GRAD,
     SHARED,
     SIMPLE,
@@ -33,6 +34,9 @@ from torchweft.serialize.table import (
     SIZES,
     STRIDED,
     Entry,
+    device_code,
+    device_of,
+    dtype_of,
     header_flags,
     read,
     write,
@@ -125,7 +129,7 @@ def rebuild(
         raise ProtocolError(
             f"the tensor table wants {buffer_count} buffers and {len(buffers)} came"
         )
-    memory = ReceivedMemory(buffers, worker)
+    memory = _ReceivedMemory(buffers, worker)
     tensors = []
     for index, entry in enumerate(entries):
         tensor = memory.tensor(entry, index)
@@ -319,3 +323,94 @@ def _entry(tensor: Tensor, source: Tensor, placement: Placement) -> Entry:
         placement.offset,
         placement.strides,
     )
+
+
+# The receiver's memory. Every extent is checked against the buffer it lies in before torch makes a
+# tensor there: versions of torch differ in the errors that they raise, or miss, about sizes.
+
+
+class _ReceivedMemory:
+    """The buffers of one message, and the storages made of them so far.
+
+    Args:
+        buffers: Objects with the buffer protocol, or flat CPU tensors.
+        worker: Name of this worker, for error messages.
+    """
+
+    def __init__(self, buffers: Sequence[Memory], worker: str) -> None:
+        self._buffers = buffers
+        self._worker = worker
+        self._bytes: dict[int, Tensor] = {}
+        self._shared: dict[tuple[int, torch.device | None], Tensor] = {}
+
+    def tensor(self, entry: Entry, index: int) -> Tensor:
+        """Makes the tensor ``index`` of the message, without grad."""
+        dtype = dtype_of(entry.code)
+        device = device_of(entry.device, index, self._worker)
+        if entry.buffer == NO_BUFFER:
+            return _checked_empty(entry, dtype, device)
+        memory = self._memory(entry.buffer)
+        needed = entry.end() * dtype.itemsize
+        if needed > memory.numel():
+            raise ProtocolError(
+                f"tensor {index} of the message needs {needed} bytes of a buffer of "
+                f"{memory.numel()} bytes"
+            )
+        if entry.flags & SHARED:
+            return _view(self._on_device(entry.buffer, memory, device), entry, dtype)
+        flat = _aligned(memory.narrow(0, 0, needed), dtype).view(dtype)
+        if device is not None:
+            flat = flat.to(device)
+        if entry.strides is None:
+            return flat.view(entry.shape)
+        return flat.as_strided(entry.shape, entry.strides, flat.storage_offset() + entry.offset)
+
+    def _memory(self, number: int) -> Tensor:
+        memory = self._bytes.get(number)
+        if memory is None:
+            memory = self._bytes[number] = _as_bytes(self._buffers[number])
+        return memory
+
+    def _on_device(self, number: int, memory: Tensor, device: torch.device | None) -> Tensor:
+        """Returns the storage that all views of one buffer share on ``device``."""
+        key = (number, device)
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = _aligned(memory, torch.complex128)
+            if device is not None:
+                shared = shared.to(device)
+            self._shared[key] = shared
+        return shared
+
+
+def _as_bytes(buffer: Memory) -> Tensor:
+    """Returns a writable flat uint8 tensor on the memory, or on a copy of read-only memory."""
+    if isinstance(buffer, Tensor):
+        return buffer.detach().view(-1).view(torch.uint8)
+    view = memoryview(buffer)
+    if not view.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+
+
+def _aligned(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    if memory.data_ptr() % dtype.itemsize or memory.storage_offset() % dtype.itemsize:
+        return memory.clone()
+    return memory
+
+
+def _view(memory: Tensor, entry: Entry, dtype: torch.dtype) -> Tensor:
+    assert entry.strides is not None
+    size_bytes = memory.numel() // dtype.itemsize * dtype.itemsize
+    flat = memory.narrow(0, 0, size_bytes).view(dtype)
+    view = flat.as_strided(entry.shape, entry.strides, flat.storage_offset() + entry.offset)
+    # Detached, so no view to autograd, but with the shared version counter: autograd notices if
+    # another view was changed in place after this one was saved for a backward pass.
+    return view.detach()
+
+
+def _checked_empty(entry: Entry, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    try:
+        return torch.empty(entry.shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise ProtocolError(f"no tensor can have shape {entry.shape}: {error}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torchweft.compat
 from tests.conformance.shims import autograd, profiling
-from torchweft.compat import redirecting
+from torchweft.compat import installing
 
 _MODULES = {
     "torch.distributed.rpc._testing": f"{__name__}.faulty_backend",
@@ -22,7 +22,7 @@ def install() -> None:
 
     This holds for the rest of this process and its forked children.
     """
-    redirecting.MODULES.update(_MODULES)
+    installing.MODULES.update(_MODULES)
     torchweft.compat.install(in_children=False)
     autograd.install()
     profiling.install()

@@ -23,17 +23,16 @@ import torch
 
 from tests.conformance.shims.fault_plan import CALLS, CLEANUP, COUNTING, Plan, is_scripted
 from tests.conformance.shims.late import Late
-from torchweft.agent.agent import Agent
+from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
-from torchweft.agent.peers import Outgoing, Peer
+from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue, ReferenceKeeper
-from torchweft.agent.slots import Slot
-from torchweft.compat.rpc import owners
-from torchweft.compat.rpc.references import RRef
+from torchweft.compat.rpc.references import RRef, when_made
 from torchweft.errors import CallError, CallTimeout
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import function_name
+from torchweft.protocol.connecting import Outgoing
 from torchweft.rpc.calls import BACKWARD_FROM, FETCH
 from torchweft.rpc.futures import fail
 from torchweft.rpc.requests import CompactRequest, Request
@@ -154,7 +153,7 @@ class Faults:
     def _name_of(
         self, peer: Peer, function: Callable[..., Any] | bytes, args: Sequence[Any], creation: int
     ) -> str | None:
-        if function in (BACKWARD_FROM, owners.when_made):
+        if function in (BACKWARD_FROM, when_made):
             return None
         if function == FETCH:
             # A value that another worker created counts as Python's: its reference does not say.

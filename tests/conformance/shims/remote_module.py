@@ -14,7 +14,7 @@ from tests.conformance.shims import scriptable
 from torchweft.compat import remote_module
 from torchweft.compat.remote_module import _REMOTE_MODULE_PICKLED_ATTRIBUTES
 from torchweft.nn import owner
-from torchweft.nn.chain import Chain
+from torchweft.nn.remote_module import Chain
 from torchweft.rpc import RRef
 from torchweft.serialize.reducers import register_reducer
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from torchweft.errors import ArgumentTypeError, ReferenceGone
-from torchweft.nn.chain import Chain
+from torchweft.nn.remote_module import Chain
 from torchweft.rpc import Future
 
 _SOURCE = """\

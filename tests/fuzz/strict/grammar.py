@@ -22,7 +22,7 @@ from tests.free_encoder import Attributed, FreeEncoder, Made, Named, Numbered, O
 from tests.fuzz.strict.world import HANDED, ME, OTHER, SENDER
 from tests.marked import names_of
 from torchweft.autograd import codec
-from torchweft.autograd.modes import PassMode
+from torchweft.autograd.codec import PassMode
 from torchweft.ids import ReferenceId, scoped_id
 from torchweft.protocol.backward import (
     Abort,
@@ -78,7 +78,7 @@ _FORBIDDEN = [
     *("torchweft.serialize.objects:unpack", "torchweft.serialize.functions:resolve"),
     *("torchweft.serialize.callables:register", "torchweft.rpc.serving:method_of"),
     *("torchweft.checkpoint.owner:discard", "torchweft.checkpoint.owner:write"),
-    *("torchweft.rpc.joining:shutdown", "torchweft.compat.rpc.pickled_calls:run_pickled"),
+    *("torchweft.rpc.joining:shutdown", "torchweft.compat.rpc.internal:run_pickled"),
     *("builtins:ValueError", "builtins:ImportError", "torchweft.errors:NotAllowed", ":", "", "a:b"),
 ]
 _STRICT = sorted(names_of(remotely_callable))
@@ -330,8 +330,8 @@ class Grammar:
             "local:step": lambda: (optimizer, self._context_id(), self._changes()),
             "collective:bring": lambda: (key, who, self.value(1)),
             "collective:tell": lambda: (key, {"sender": self.value(1)}),
-            "following:failed": lambda: (key, self._weft_error()),
-            "following:withdrawn": lambda: (key, who, self._weft_error()),
+            "collective:failed": lambda: (key, self._weft_error()),
+            "collective:withdrawn": lambda: (key, who, self._weft_error()),
             "serving:backward_from": lambda: (
                 address,
                 chance.choice((-1, self._context_id())),
@@ -396,7 +396,7 @@ class Grammar:
             ((ME, SENDER), (SENDER, OTHER), (ME, SENDER, OTHER), (ME,), ())
         )
         kind = self.chance.choice(("barrier", "all_gather"))
-        return Made("torchweft.rpc.gathering.terms:Key", (workers, kind, self._small() % 3))
+        return Made("torchweft.rpc.gathering:Key", (workers, kind, self._small() % 3))
 
     def _map_payload(self) -> bytes:
         encoder = FreeEncoder()

@@ -18,18 +18,16 @@ import torch
 
 from tests.fuzz.strict import program
 from torchweft.agent import current as current_agent
-from torchweft.agent.agent import Agent
-from torchweft.agent.members import Members
-from torchweft.agent.peers import Peer
-from torchweft.agent.protection import Protection
+from torchweft.agent.agent import Agent, Protection
+from torchweft.agent.peers import Members, Peer
 from torchweft.autograd.engine import ENGINE
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.nn import owner
 from torchweft.optim import local
 from torchweft.optim.groups import GroupPart
-from torchweft.protocol.membership import STRICT, Registration
+from torchweft.protocol.membership.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, serving
-from torchweft.rpc.gathering.following import GATHERINGS, Gatherings
+from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.requests import CompactRequest
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime.reactor import Reactor

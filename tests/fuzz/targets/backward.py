@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from torchweft.autograd.codec import PassName, decode, decode_head, encode, encode_head
-from torchweft.autograd.modes import PassMode
+from torchweft.autograd.codec import PassMode, PassName, decode, decode_head, encode, encode_head
 from torchweft.errors import ProtocolError
 from torchweft.protocol.backward import (
     Abort,

@@ -16,10 +16,10 @@ from typing import Any
 
 from tests.fuzz.target import Target
 from tests.fuzz.targets.membership import WORDS, assert_sound, registration
-from torchweft.channel.capabilities import Capabilities
+from torchweft.channel.choice import Capabilities
 from torchweft.errors import ProtocolError
 from torchweft.probe import Facts, read_facts
-from torchweft.protocol.membership import Registration
+from torchweft.protocol.membership.registration import Registration
 from torchweft.secret import Secret
 from torchweft.transport.handshake import (
     LIMIT_BYTES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.fuzz.target import Target
-from torchweft.launch.store_server import StoreServer
+from torchweft.launch.meeting import StoreServer
 
 _SEPARATOR = b"\n"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.fuzz.target import Target
 from torchweft.errors import ProtocolError
-from torchweft.protocol.membership import (
+from torchweft.protocol.membership.registration import (
     Directory,
     Registration,
     assemble,

@@ -12,7 +12,7 @@ import torch
 
 from tests.fuzz.target import Target
 from torchweft.autograd import codec
-from torchweft.autograd.modes import PassMode
+from torchweft.autograd.codec import PassMode
 from torchweft.channel.table import BufferEntry, ChannelKind, decode_table, encode_table
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.ids import ReferenceId

@@ -7,8 +7,13 @@ from typing import Any
 
 from tests.fuzz.target import Target
 from torchweft.errors import ProtocolError
-from torchweft.transport.striped.arriving import Arrivals, ReceivingConnection
-from torchweft.transport.striped.stripes import HEADER_BYTES, Stripe, decode_stripe
+from torchweft.transport.striped import (
+    HEADER_BYTES,
+    Arrivals,
+    ReceivingConnection,
+    Stripe,
+    decode_stripe,
+)
 
 _LIMIT_BYTES = 256
 _TURN_BYTES = 1 << 20

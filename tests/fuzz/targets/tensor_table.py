@@ -11,8 +11,8 @@ from torch.nn import Parameter
 
 from tests.fuzz.target import Target
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.dtypes import CODES
 from torchweft.serialize.table import (
+    CODES,
     ENTRY,
     HEADER,
     NO_BUFFER,

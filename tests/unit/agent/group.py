@@ -8,14 +8,12 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
-from torchweft.agent.agent import Agent
-from torchweft.agent.members import Members
-from torchweft.agent.peers import Peer
-from torchweft.agent.protection import Protection
+from torchweft.agent.agent import Agent, Protection
+from torchweft.agent.peers import Members, Peer
 from torchweft.agent.references import ReferenceKeeper
 from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.protocol.connecting import Patience, Terms
-from torchweft.protocol.membership import Registration
+from torchweft.protocol.membership.registration import Registration
 from torchweft.transport.addresses import Address, listen_tcp, listen_unix
 from torchweft.transport.resumable import ResumableLink
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from torchweft.agent import bounded_store
-from torchweft.agent.bounded_store import BoundedStore, place_of, within
+from torchweft.agent import stores
 from torchweft.agent.rendezvous import join
+from torchweft.agent.stores import BoundedStore, place_of, within
 from torchweft.errors import RendezvousTimeout
-from torchweft.protocol.membership import Registration
+from torchweft.protocol.membership.registration import Registration
 
 LIMIT_S = 20.0
 
@@ -49,7 +49,7 @@ class Silent(PrefixStore):
 @pytest.fixture(autouse=True)
 def prompt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shortens the grace period for answers; waits for abandoned operations after the test."""
-    monkeypatch.setattr(bounded_store, "_LATE_S", 0.1)
+    monkeypatch.setattr(stores, "_LATE_S", 0.1)
     yield
     for thread in threading.enumerate():
         if thread.name == "weft-store":

@@ -23,7 +23,7 @@ from torchweft.errors import NotInitialized, WorkerLost
 from torchweft.secret import Secret
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
-from torchweft.transport.striped.outgoing import Outbox, SendingConnection
+from torchweft.transport.striped import Outbox, SendingConnection
 from torchweft.wire.frames import Buffer, Frame
 from torchweft.wire.messages import Kind
 

@@ -7,8 +7,9 @@ from torch.distributed import HashStore
 
 from torchweft.agent.rendezvous import enter, join, note_left
 from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
-from torchweft.protocol.membership import FIRST_LATER_ID, Registration, joining
+from torchweft.protocol.membership import joining
 from torchweft.protocol.membership.joining import Admission
+from torchweft.protocol.membership.registration import FIRST_LATER_ID, Registration
 
 LIMIT_S = 10.0
 

@@ -10,9 +10,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import PrefixStore
 
-from torchweft.agent import launcher_store
-from torchweft.agent.launcher_store import LauncherStore, open_launcher_store
-from torchweft.launch.store_server import StoreServer
+from torchweft.agent import stores
+from torchweft.agent.stores import LauncherStore, open_launcher_store
+from torchweft.launch.meeting import StoreServer
 
 
 class Launcher:
@@ -41,7 +41,7 @@ def launcher() -> Iterator[Launcher]:
     made = Launcher()
     yield made
     made.end()
-    launcher_store._opened.clear()
+    stores._opened.clear()
 
 
 def test_pytorch_reaches_every_operation(launcher: Launcher) -> None:

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from torchweft.agent.members import Members
-from torchweft.agent.peers import Peer
+from torchweft.agent.peers import Members, Peer
 from torchweft.errors import ArgumentTypeError, DuplicateName, ProtocolError, UnknownWorker
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.membership import Registration
+from torchweft.protocol.membership.registration import ENDED_LIMIT, Registration
 
 
 def registration(name: str, worker: int, rank: int | None = None) -> Registration:
@@ -146,3 +145,33 @@ def test_one_that_left_before_this_one_came_is_lost() -> None:
     assert peer is group.departed(5) is told[2]
     assert "has left the group" in str(peer.lost)
     assert names(group) == ["a", "b"]
+
+
+def test_of_lives_that_are_over_the_latest_are_remembered_in_full() -> None:
+    group = members()
+    for worker in range(2, 2 * ENDED_LIMIT):
+        peer, _ = group.join(registration("guest", worker, rank=7))
+        assert group.find("guest") is peer
+        peer.depart()
+        peer.declare_lost("")
+        group.retire(peer)
+    assert len(group.by_id) <= ENDED_LIMIT + 2
+    assert group.find("b").lost is None
+    # A message may still name an early one, and an early one may still try to come back.
+    assert 5 not in group.by_id
+    assert group.by_id[5].lost is not None
+    stale, former = group.join(registration("b", 6, rank=1))
+    assert stale.lost is not None
+    assert former == ()
+    assert group.find("b").id == 1
+    for worker in range(2, 2 * ENDED_LIMIT):
+        assert group.by_id[worker].lost is not None
+    assert len(group.by_id) <= ENDED_LIMIT + 2
+
+
+def test_a_life_that_was_replaced_and_is_not_over_is_not_forgotten() -> None:
+    group = members()
+    first, _ = group.join(registration("guest", 2, rank=7))
+    for worker in range(3, 2 * ENDED_LIMIT):
+        group.join(registration("guest", worker, rank=7))
+    assert group.by_id[2] is first

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchweft.agent.protection import Protection
+from torchweft.agent.agent import Protection
 from torchweft.secret import Secret
 
 TOKEN = "0123456789abcdef"

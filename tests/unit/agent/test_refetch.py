@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.agent.group import LIMIT_S, Member, group_of, wait_until
-from torchweft.agent.refetch import ask_for_supply, read_request
+from torchweft.agent.fetching import ask_for_supply, read_request
 from torchweft.channel.table import CMA, STRIPED, ChannelKind
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.wire.messages import Kind, encode_ints

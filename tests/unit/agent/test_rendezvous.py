@@ -13,7 +13,7 @@ from torch.distributed import DistNetworkError, HashStore, PrefixStore
 from torchweft import knobs
 from torchweft.agent import rendezvous
 from torchweft.agent.rendezvous import join, open_store
-from torchweft.agent.signed_store import SignedStore
+from torchweft.agent.stores import SignedStore
 from torchweft.errors import (
     ConfigurationError,
     DuplicateName,
@@ -21,7 +21,8 @@ from torchweft.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
-from torchweft.protocol.membership import Directory, Registration, joining
+from torchweft.protocol.membership import joining
+from torchweft.protocol.membership.registration import Directory, Registration
 from torchweft.secret import Secret
 
 LIMIT_S = 20.0

@@ -10,7 +10,7 @@ import pytest
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import Cancelling
 from torchweft.protocol.calls import ServedCall
-from torchweft.protocol.membership import Registration
+from torchweft.protocol.membership.registration import Registration
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, encode_ints
 

@@ -10,8 +10,7 @@ import pytest
 
 from tests.unit.agent.group import KEY, group_of
 from torchweft import knobs
-from torchweft.agent.shared_memory import MemoryExchange, close_all, map_memory
-from torchweft.channel.choice import Channels
+from torchweft.channel.choice import Channels, MemoryExchange, close_all, map_memory
 from torchweft.channel.table import ChannelKind
 from torchweft.secret import Secret
 from torchweft.transport.handshake import Greeting, Handshake, NotProven

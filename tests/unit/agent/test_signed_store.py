@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from torchweft.agent.signed_store import SignedStore
+from torchweft.agent.stores import SignedStore
 from torchweft.errors import RendezvousError
 from torchweft.secret import Secret
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from torchweft.agent.slots import Slot, Slots
+from torchweft.agent.agent import Slot, Slots
 
 COUNT: Slot[int] = Slot()
 NAMES: Slot[list[str]] = Slot(list)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from torchweft import knobs
-from torchweft.agent.store_host import await_host
+from torchweft.agent.rendezvous import await_host
 
 LIMIT_S = 10.0
 

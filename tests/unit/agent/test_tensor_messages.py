@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.unit.agent.group import Member, group_of
 from torchweft import knobs
-from torchweft.agent import pulling
+from torchweft.agent import fetching
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
 from torchweft.channel.cma import PullError
@@ -172,7 +172,7 @@ def test_what_cannot_be_pulled_is_streamed(
     received.next()
     if peer.channels.channel_for(1_000_000) != CMA:
         pytest.skip("this machine does not let processes read each other's memory")
-    monkeypatch.setattr(pulling, "pull_buffers", fails)
+    monkeypatch.setattr(fetching, "pull_buffers", fails)
     tensors = [torch.randn(400_000), torch.arange(5), torch.randn(300_000)]
     send(first, peer, tensors)
     check_arrival(received.next(), tensors)

@@ -15,21 +15,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchweft.autograd.contexts import Context, flags_of
+from torchweft.autograd.codec import PassMode
+from torchweft.autograd.contexts import PARAMETER, REQUIRES_GRAD, Context
+from torchweft.autograd.engine import operation_of
 from torchweft.autograd.envelopes import recorded_flags
-from torchweft.autograd.failures import operation_of
 from torchweft.autograd.gradients import Gradient
 from torchweft.autograd.graph import LocalPass
-from torchweft.autograd.input_gradients import InputGradients
-from torchweft.autograd.modes import PassMode
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.autograd.roots import Roots, roots_of
+from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
 from torchweft.errors import AutogradError
 from torchweft.protocol import backward as protocol
 from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
 
 Parameters = dict[tuple[int, str], Tensor]
 OnMessage = Callable[[protocol.Driver, protocol.Message], list[protocol.Action]]
+
+
+def flags_of(tensor: Tensor) -> int:
+    """Returns the flags that a receiver needs to record a tensor."""
+    flags = REQUIRES_GRAD if tensor.requires_grad else 0
+    return flags | PARAMETER if isinstance(tensor, torch.nn.Parameter) else flags
 
 
 class World:

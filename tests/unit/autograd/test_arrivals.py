@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torchweft.autograd.arrivals import NO_GRAD, Arrivals
-from torchweft.autograd.outside import OutsideRecords
+from torchweft.autograd.outside import NO_GRAD, Arrivals, OutsideRecords
 from torchweft.errors import AutogradError
 
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchweft.autograd.codec import PassName, decode, decode_head, encode, encode_head
-from torchweft.autograd.modes import PassMode
+from torchweft.autograd.codec import PassMode, PassName, decode, decode_head, encode, encode_head
 from torchweft.errors import ProtocolError
 from torchweft.protocol.backward import (
     Abort,

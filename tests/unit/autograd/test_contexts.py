@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweft.autograd import contexts, placeholders
-from torchweft.autograd.contexts import PARAMETER, REQUIRES_GRAD, Context, Contexts, flags_of
+from tests.unit.autograd.cluster import flags_of
+from torchweft.autograd import contexts
+from torchweft.autograd.contexts import PARAMETER, REQUIRES_GRAD, Context, Contexts
 from torchweft.errors import AutogradError
 from torchweft.ids import worker_of
 
@@ -23,8 +24,8 @@ def receive(context: Context, *tensors: Tensor, message_id: int = 5) -> list[Ten
 @pytest.fixture(params=["torch", "function"])
 def made_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has placeholders made with torch's node, and with the fallback."""
-    make = {"torch": placeholders._by_torch, "function": placeholders._by_function}
-    monkeypatch.setattr(placeholders, "_output", make[request.param])
+    make = {"torch": contexts._by_torch, "function": contexts._by_function}
+    monkeypatch.setattr(contexts, "_output", make[request.param])
 
 
 def test_message_without_gradients_is_not_recorded() -> None:
@@ -151,7 +152,7 @@ def test_released_context_does_not_come_back() -> None:
     context = registry.get(context_id)
     weight = torch.nn.Parameter(torch.ones(2))
     context.record_send([weight * 2], 4)
-    context.accumulate(weight, torch.ones(2))
+    context.gradients.add(weight, torch.ones(2))
     assert registry.release(context_id) == {4}
     assert registry.release(context_id) == frozenset()
     assert (context.sends(), context.get_gradients()) == ([], {})

@@ -13,9 +13,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from torchweft.autograd import ddp
-from torchweft.autograd.averaging import Averaging, find_averaging
 from torchweft.autograd.component import Live
 from torchweft.autograd.contexts import Context
+from torchweft.autograd.ddp import Averaging, find_averaging
 from torchweft.autograd.gradients import Gradients
 from torchweft.autograd.graph import LocalPass
 from torchweft.autograd.walk import Reached

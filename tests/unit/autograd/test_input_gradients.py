@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import REQUIRES_GRAD, Context
 from torchweft.autograd.gradients import Gradients
 from torchweft.autograd.graph import LocalPass
-from torchweft.autograd.input_gradients import (
+from torchweft.autograd.pass_arguments import (
     InputGradients,
     checked_inputs,
     place_of,
     receives_before,
+    roots_of,
 )
-from torchweft.autograd.modes import PassMode
-from torchweft.autograd.roots import roots_of
 from torchweft.errors import ArgumentTypeError, AutogradError
 from torchweft.protocol.backward import ROOTS
 

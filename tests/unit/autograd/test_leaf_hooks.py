@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.graph import LocalPass
-from torchweft.autograd.leaf_hooks import enable_leaf_hooks, has_leaf_hooks
+from torchweft.autograd.local_engine import enable_leaf_hooks, has_leaf_hooks
 
 
 @pytest.fixture

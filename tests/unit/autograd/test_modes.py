@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from torchweft.autograd.modes import (
+from torchweft.autograd.codec import (
     CREATE_GRAPH,
     FOR_INPUTS,
     INTO_GRAD,

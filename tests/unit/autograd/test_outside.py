@@ -17,9 +17,8 @@ from tests.unit.autograd.cluster import (
     assert_equal_gradients,
     expected_gradients,
 )
-from torchweft.autograd.contexts import Context
+from torchweft.autograd.contexts import Context, make_placeholders
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.autograd.placeholders import make_placeholders
 
 
 def received(records: OutsideRecords, message_id: int, *tensors: Tensor) -> list[Tensor]:

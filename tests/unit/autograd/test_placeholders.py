@@ -5,18 +5,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchweft.autograd import placeholders
-from torchweft.autograd.placeholders import is_without_memory, make_placeholders
+from torchweft.autograd import contexts
+from torchweft.autograd.contexts import is_without_memory, make_placeholders
 
 
 @pytest.fixture(autouse=True, params=["by torch", "by a function"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes placeholders in both ways, even if torch has a node for them."""
-    if request.param == "by torch" and placeholders._delayed_error is None:
+    if request.param == "by torch" and contexts._delayed_error is None:
         pytest.skip("this torch has no such node")
     by_torch = request.param == "by torch"
-    way = placeholders._by_torch if by_torch else placeholders._by_function
-    monkeypatch.setattr(placeholders, "_output", way)
+    way = contexts._by_torch if by_torch else contexts._by_function
+    monkeypatch.setattr(contexts, "_output", way)
 
 
 def received(*sizes: int) -> list[Tensor]:

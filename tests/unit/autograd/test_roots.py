@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchweft.autograd.roots import roots_of
+from torchweft.autograd.pass_arguments import roots_of
 from torchweft.errors import ArgumentTypeError, AutogradError
 
 SCALAR = torch.tensor(2.0, requires_grad=True) * 3

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweft.autograd.run_node import run_node
+from torchweft.autograd.local_engine import run_node
 
 LIMIT_S = 20.0
 

@@ -10,8 +10,7 @@ import pytest
 
 from tests.unit.channel.processes import dead_pid
 from torchweft import knobs
-from torchweft.channel.capabilities import Capabilities
-from torchweft.channel.choice import Channels, choose, describe
+from torchweft.channel.choice import Capabilities, Channels, choose, describe
 from torchweft.channel.cma import Nonce, find_obstacle
 from torchweft.channel.table import ChannelKind
 from torchweft.errors import ConfigurationError, ProtocolError

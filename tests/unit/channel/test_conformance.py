@@ -17,15 +17,13 @@ import torch
 
 from tests.unit.channel.processes import forked
 from torchweft import knobs
+from torchweft.channel.buffers import HeldTensors, in_order, prepare, pull_buffers
 from torchweft.channel.choice import Channels, choose, describe
 from torchweft.channel.cma import Nonce
 from torchweft.channel.copying import Copier
 from torchweft.channel.memory import BufferPool
-from torchweft.channel.receiving import in_order, pull_buffers
-from torchweft.channel.sending import HeldTensors, prepare
-from torchweft.channel.shm.lending import Lender
-from torchweft.channel.shm.liveness import process
-from torchweft.channel.shm.pool import SharedPool
+from torchweft.channel.shm.kernel import process
+from torchweft.channel.shm.pool import Lender, SharedPool
 from torchweft.channel.table import FETCHED, ChannelKind, decode_table
 from torchweft.wire.frames import FrameParser, encode_frame
 

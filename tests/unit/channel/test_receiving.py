@@ -4,11 +4,11 @@ import os
 
 import pytest
 
+from torchweft.channel.buffers import in_order, pull_buffers
 from torchweft.channel.choice import Channels
 from torchweft.channel.cma import Nonce, PullError, address_of, find_obstacle
 from torchweft.channel.copying import Copier
 from torchweft.channel.memory import BufferPool
-from torchweft.channel.receiving import in_order, pull_buffers
 from torchweft.channel.table import EMPTY_TABLE, BufferEntry, BufferTable, ChannelKind
 from torchweft.errors import ProtocolError
 

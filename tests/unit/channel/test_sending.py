@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from torchweft import knobs
+from torchweft.channel.buffers import HeldTensors, prepare
 from torchweft.channel.choice import Channels
 from torchweft.channel.cma import address_of
 from torchweft.channel.copying import Copier
-from torchweft.channel.sending import HeldTensors, prepare
-from torchweft.channel.shm.lending import Lender
-from torchweft.channel.shm.liveness import process
-from torchweft.channel.shm.pool import SharedPool
+from torchweft.channel.shm.kernel import process
+from torchweft.channel.shm.pool import Lender, SharedPool
 from torchweft.channel.table import BufferEntry, ChannelKind, decode_table
 
 INLINE, STREAM, CMA, SHM, STRIPED = ChannelKind

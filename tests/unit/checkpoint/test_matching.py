@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from torchweft.checkpoint.manifest import Item, Manifest, Parameter
-from torchweft.checkpoint.matching import (
+from torchweft.checkpoint.reading import (
     Needs,
     assign_parameters,
     compare_parameters,
     compare_paths,
 )
+from torchweft.checkpoint.snapshots import Item, Manifest, Parameter
 
 SAVED = [
     Parameter("a:w", 0, (2,), "first"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchweft.checkpoint.plain import HostCopier, is_plain
+from torchweft.checkpoint.kinds import HostCopier, is_plain
 from torchweft.errors import ArgumentTypeError
 
 PLAIN = [

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchweft.checkpoint import files, random_states
-from torchweft.checkpoint.plain import HostCopier
+from torchweft.checkpoint import files, kinds
+from torchweft.checkpoint.kinds import HostCopier
 
 
 def draw() -> tuple[float, ...]:
@@ -24,11 +24,11 @@ def draw() -> tuple[float, ...]:
 
 def test_all_generators_go_on_from_where_they_were_also_through_a_file(tmp_path: Path) -> None:
     draw()
-    states = random_states.take()
+    states = kinds.take_random()
     drawn = [draw() for _ in range(3)]
     path = str(tmp_path / "part")
     files.write_part(path, HostCopier("random").copy(states))
     for kept in (states, files.read_part(path)):
-        random_states.put(kept)
+        kinds.put_random(kept)
         assert [draw() for _ in range(3)] == drawn
     assert draw() not in drawn

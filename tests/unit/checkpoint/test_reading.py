@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchweft.checkpoint import adapters, files, reading, snapshots
+from torchweft.checkpoint import files, kinds, reading, snapshots
 from torchweft.checkpoint.parts import Owned
 from torchweft.checkpoint.reading import CORRUPT, FOUND, LACKING, Found, Source
 
@@ -25,7 +25,7 @@ def source(tmp_path: Path) -> Source:
     (tmp_path / NAME).mkdir()
     content = {
         "items": {
-            "m": {"kind": "module", "state": adapters.take("m", "module", nn.Linear(2, 1))},
+            "m": {"kind": "module", "state": kinds.take("m", "module", nn.Linear(2, 1))},
             "other": {"kind": "tensor", "state": torch.ones(1)},
         },
         "optimizers": {"o": {"state": {"m:weight": {"x": 1}, "m:bias": {}}, "shared": {"k": 2}}},

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchweft.checkpoint import restore_errors, snapshots
-from torchweft.checkpoint.manifest import Manifest, Part
-from torchweft.checkpoint.matching import Problems
-from torchweft.checkpoint.snapshots import Snapshot
+from torchweft.checkpoint import restoring, snapshots
+from torchweft.checkpoint.reading import Differences
+from torchweft.checkpoint.snapshots import Manifest, Part, Snapshot
 
 SNAPSHOT = Snapshot("/d", "000003-step9-0123abcd", 9)
 FILE = "1-ps.pt"
@@ -17,11 +16,11 @@ def manifest() -> Manifest:
 
 
 def test_who_lacks_what_and_who_wrote_it_is_said() -> None:
-    error = restore_errors.lacking(SNAPSHOT, manifest(), FILE, "trainer", ["driver", "trainer"])
+    error = restoring.lacking(SNAPSHOT, manifest(), FILE, "trainer", ["driver", "trainer"])
     assert (error.worker, error.step, error.directory) == ("trainer", 9, "/d")
     assert "/d/000003-step9-0123abcd/1-ps.pt" in str(error)
     assert "'ps', which wrote it, is not in the group now" in str(error)
-    here = restore_errors.lacking(SNAPSHOT, manifest(), FILE, "trainer", ["ps"])
+    here = restoring.lacking(SNAPSHOT, manifest(), FILE, "trainer", ["ps"])
     assert "is not in the group" not in str(here)
 
 
@@ -32,23 +31,23 @@ def test_the_other_snapshots_are_named_the_last_one_first(tmp_path: Path) -> Non
         (path / snapshots.MANIFEST).touch()
     damaged = snapshots.latest(tmp_path)
     assert damaged is not None
-    error = restore_errors.corrupt(damaged, "/d/x", "ps", "a bit flipped")
+    error = restoring.corrupt(damaged, "/d/x", "ps", "a bit flipped")
     assert error.alternatives == (6, 3)
     assert "there are 6, 3" in str(error)
     assert "a bit flipped" in str(error)
-    alone = restore_errors.corrupt(SNAPSHOT, "/d/x", "ps", "a bit flipped")
+    alone = restoring.corrupt(SNAPSHOT, "/d/x", "ps", "a bit flipped")
     assert "no other snapshot" in str(alone)
 
 
 def test_many_differences_are_cut_short_in_the_text_only() -> None:
     missing = [f"entry{number}" for number in range(20)]
-    error = restore_errors.mismatch(SNAPSHOT, Problems(missing, [], []))
+    error = restoring.mismatch(SNAPSHOT, Differences(missing, [], []))
     assert "entry7 and 12 more" in str(error)
     assert "strict=False" in str(error)
     assert error.missing == tuple(missing)
-    assert "strict=False" not in str(restore_errors.mismatch(SNAPSHOT, Problems([], [], ["a"])))
+    assert "strict=False" not in str(restoring.mismatch(SNAPSHOT, Differences([], [], ["a"])))
 
 
 def test_there_may_be_other_steps() -> None:
-    assert "those of steps 9" in str(restore_errors.not_found("/d", 4, [SNAPSHOT]))
-    assert str(restore_errors.not_found("/d", None, [])) == "there is no snapshot in /d"
+    assert "those of steps 9" in str(restoring.not_found("/d", 4, [SNAPSHOT]))
+    assert str(restoring.not_found("/d", None, [])) == "there is no snapshot in /d"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchweft.checkpoint import retention, snapshots
+from torchweft.checkpoint import snapshots
 
 NAMES = [f"00000{number}-step{number}-0123abcd" for number in range(1, 5)]
 
@@ -29,14 +29,14 @@ def present(directory: Path) -> list[str]:
 
 
 def test_what_did_not_end_is_removed(directory: Path) -> None:
-    retention.remove_unfinished(str(directory))
+    snapshots.remove_unfinished(str(directory))
     assert present(directory) == [NAMES[0], NAMES[1], NAMES[3], "notes"]
 
 
 def test_the_newest_are_kept(directory: Path) -> None:
-    assert retention.names_to_keep(str(directory), 2) == [NAMES[1], NAMES[3]]
-    assert retention.names_to_keep(str(directory), None) == [NAMES[0], NAMES[1], NAMES[3]]
-    retention.keep_only(str(directory), retention.names_to_keep(str(directory), 1))
+    assert snapshots.names_to_keep(str(directory), 2) == [NAMES[1], NAMES[3]]
+    assert snapshots.names_to_keep(str(directory), None) == [NAMES[0], NAMES[1], NAMES[3]]
+    snapshots.keep_only(str(directory), snapshots.names_to_keep(str(directory), 1))
     assert present(directory) == [NAMES[3], "notes"]
 
 
@@ -46,7 +46,7 @@ def test_the_manifest_goes_first(directory: Path, monkeypatch: pytest.MonkeyPatc
         raise PermissionError("not yours")
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    retention.remove(str(directory / NAMES[0]))
+    snapshots.remove(str(directory / NAMES[0]))
     assert snapshots.list_snapshots(directory)[0].name == NAMES[1]
 
 
@@ -58,15 +58,15 @@ def test_what_cannot_be_removed_is_a_warning(
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with caplog.at_level(logging.WARNING, logger="torchweft"):
-        retention.keep_only(str(directory), NAMES[1:])
+        snapshots.keep_only(str(directory), NAMES[1:])
     assert "could not be removed: not yours" in caplog.text
 
 
 def test_what_is_gone_need_not_be_removed(directory: Path) -> None:
-    retention.remove(str(directory / "none"))
-    retention.remove_if_empty(str(directory / "none"))
-    retention.remove_if_empty(str(directory / NAMES[0]))
+    snapshots.remove(str(directory / "none"))
+    snapshots.remove_if_empty(str(directory / "none"))
+    snapshots.remove_if_empty(str(directory / NAMES[0]))
     (directory / "notes").rmdir()
     (directory / "empty").mkdir()
-    retention.remove_if_empty(str(directory / "empty"))
+    snapshots.remove_if_empty(str(directory / "empty"))
     assert present(directory) == NAMES

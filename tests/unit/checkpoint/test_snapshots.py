@@ -51,7 +51,7 @@ def test_a_new_name_sorts_behind_all_even_unfinished_ones(tmp_path: Path) -> Non
     assert first.startswith("1000001-step7-")
     assert first != second
     make(tmp_path, first)
-    assert snapshots.snapshot_names(str(tmp_path))[-1] == first
+    assert snapshots.list_snapshots(tmp_path)[-1].name == first
 
 
 def test_only_files_of_snapshots_have_a_path() -> None:

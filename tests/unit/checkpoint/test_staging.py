@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from torchweft.agent.slots import Slots
-from torchweft.checkpoint import staging
-from torchweft.checkpoint.staging import StagedParts
+from torchweft.agent.agent import Slots
+from torchweft.checkpoint import parts as checkpoint_parts
+from torchweft.checkpoint.parts import StagedParts
 from torchweft.errors import CheckpointError
 
 
@@ -19,21 +19,21 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Any], None]]:
     agent = SimpleNamespace(
         on_lost=callbacks.append, slots=Slots(), info=SimpleNamespace(name="worker0")
     )
-    monkeypatch.setattr(staging, "current", lambda: agent)
+    monkeypatch.setattr(checkpoint_parts, "current", lambda: agent)
     return callbacks
 
 
 def test_a_part_is_taken_out_once(told: Any) -> None:
-    parts = staging.staged_parts()
+    parts = checkpoint_parts.staged_parts()
     parts.keep("ticket", 0, "part")
-    assert staging.staged_parts() is parts
+    assert checkpoint_parts.staged_parts() is parts
     assert parts.take_out("ticket") == "part"
     with pytest.raises(CheckpointError, match="'worker0' holds nothing"):
         parts.take_out("ticket")
 
 
 def test_what_a_lost_driver_had_taken_is_dropped(told: list[Callable[[Any], None]]) -> None:
-    parts: StagedParts = staging.staged_parts()
+    parts: StagedParts = checkpoint_parts.staged_parts()
     for ticket, driver in (("a", 1), ("b", 2), ("c", 1)):
         parts.keep(ticket, driver, ticket)
     (tell,) = told
@@ -43,7 +43,7 @@ def test_what_a_lost_driver_had_taken_is_dropped(told: list[Callable[[Any], None
 
 
 def test_dropping_what_is_not_there_does_nothing(told: Any) -> None:
-    parts = staging.staged_parts()
+    parts = checkpoint_parts.staged_parts()
     parts.keep("a", 1, "part")
     parts.drop("b")
     parts.drop("a")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchweft.autograd import leaf_hooks
+from torchweft.autograd import local_engine
 from torchweft.compat import autograd
 from torchweft.errors import ArgumentTypeError, ConfigurationError, NotInitialized
 
@@ -14,13 +14,13 @@ from torchweft.errors import ArgumentTypeError, ConfigurationError, NotInitializ
 @pytest.fixture(autouse=True)
 def _keep_leaf_hooks() -> Iterator[None]:
     yield
-    leaf_hooks.enable_leaf_hooks(False)
+    local_engine.enable_leaf_hooks(False)
 
 
 def test_preparing_a_worker() -> None:
     autograd._init(0)
     autograd._init((1 << 16) - 1)
-    assert leaf_hooks._is_enabled
+    assert local_engine._calls_leaf_hooks
 
 
 def test_numbers_that_no_worker_has() -> None:
@@ -29,7 +29,7 @@ def test_numbers_that_no_worker_has() -> None:
             autograd._init(number)
     with pytest.raises(ArgumentTypeError):
         autograd._init("worker0")  # type: ignore[arg-type]
-    assert not leaf_hooks._is_enabled
+    assert not local_engine._calls_leaf_hooks
 
 
 def test_without_a_group() -> None:

@@ -16,8 +16,7 @@ import torch.nn.parallel.distributed
 
 import torchweft.compat
 from torchweft.agent import current
-from torchweft.compat import children
-from torchweft.compat.redirecting import MODULES
+from torchweft.compat.installing import FOLDER, MODULES
 from torchweft.errors import AlreadyInitialized
 
 RPC = "torch.distributed.rpc"
@@ -88,7 +87,7 @@ def test_what_is_imported_is_weft() -> None:
 @pytest.mark.parametrize("in_children", [True, False])
 def test_children_are_told_where_they_shall_be(in_children: bool) -> None:
     torchweft.compat.install(in_children=in_children)
-    told = children.FOLDER in os.environ["PYTHONPATH"].split(os.pathsep)
+    told = FOLDER in os.environ["PYTHONPATH"].split(os.pathsep)
     assert told == in_children
     torchweft.compat.uninstall()
     assert os.environ["PYTHONPATH"] == "/some/folder"

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from torchweft.compat.redirecting import MODULES, Redirect
+from torchweft.compat.installing import MODULES, Redirect
 
 STOCK = "torch.distributed.autograd"
 

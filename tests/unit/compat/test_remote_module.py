@@ -17,7 +17,7 @@ from torchweft.compat.remote_module import (
     _SerializedRemoteModule,
 )
 from torchweft.errors import ConfigurationError, SerializationError
-from torchweft.nn.refusals import ALTERNATIVES
+from torchweft.nn.remote_module import ALTERNATIVES
 
 
 class Unbound(RemoteModule):

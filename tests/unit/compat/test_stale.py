@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchweft.compat.stale import MOST_NAMED, describe_holders
+from torchweft.compat.installing import MOST_NAMED, describe_holders
 
 
 def make_module(name: str, **content: Any) -> ModuleType:

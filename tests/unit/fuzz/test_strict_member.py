@@ -15,7 +15,7 @@ from torchweft.serialize import callables, functions
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.keeps("descriptors")]
 INPUTS = 20_000
-"""At most this many; the rarest hole takes about 2,500."""
+"""At most this many; with the seeds below, the rarest hole takes about 200."""
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
@@ -27,28 +27,31 @@ def _followed(names: Any, name: bytes) -> Any:
     return functions.resolve(name) if is_program else names._refuse_name(name)
 
 
-HOLES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "names are followed": (callables.StrictNames, "resolve", _followed),
+HOLES: dict[str, tuple[int, Any, str, Callable[..., Any]]] = {
+    "names are followed": (5, callables.StrictNames, "resolve", _followed),
     "any method is called": (
+        2,
         callables.StrictNames,
         "method_of",
         lambda names, value, name: getattr(value, name),
     ),
     "any module is used": (
+        11,
         owner,
         "_module",
         lambda reference: reference.local_value(),
     ),
-    "forward of any module is called": (owner, "_check_declares_forward", _nothing),
+    "forward of any module is called": (2, owner, "_check_declares_forward", _nothing),
 }
+"""Each with a seed that finds it soon, and the function that a faulty one replaces."""
 
 
 @pytest.mark.parametrize("hole", HOLES)
 def test_a_hole_is_found(hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    home, name, instead = HOLES[hole]
+    seed, home, name, instead = HOLES[hole]
     strict_member.run(strict_member.make(random.Random(0)))
     monkeypatch.setattr(home, name, instead)
-    chance = random.Random(5)
+    chance = random.Random(seed)
     found: list[str] = []
     strict_member.forget()
     try:

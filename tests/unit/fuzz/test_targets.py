@@ -13,7 +13,7 @@ from tests.fuzz.campaign import Plan
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 FOLDER = Path(targets.__file__).parent
-FRAMES = 2500
+FRAMES = 1000
 
 
 def test_every_target_is_listed() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.launch.seeds import check_seed, seed_generators, worker_seed
+from torchweft.launch.worker import check_seed, seed_generators, worker_seed
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from torchweft.agent import current
-from torchweft.agent.members import Members
-from torchweft.protocol.membership import Registration
+from torchweft.agent.peers import Members
+from torchweft.protocol.membership.registration import Registration
 
 
 def join(patch: pytest.MonkeyPatch, size: int, rank: int = 0) -> Members:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.unit.mapreduce.fake_group import join, stay_outside
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.mapreduce.dimension import (
+from torchweft.mapreduce.partitioners import (
     TensorDimensionPartitioner,
     batch_partitioner,
     dim_partitioner,

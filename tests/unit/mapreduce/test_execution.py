@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.unit.mapreduce.fake_calls import HEAVY, Map, Sent, lose
+from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import current_id, enter
 from torchweft.errors import (
     CallCancelled,
@@ -21,6 +22,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.mapreduce import execution
+from torchweft.mapreduce.execution import Surroundings, surroundings
 from torchweft.mapreduce.observers import observers
 from torchweft.mapreduce.schedule import Moved
 
@@ -577,3 +579,52 @@ def test_who_raises_hurts_no_map(make: Begin, caplog: pytest.LogCaptureFixture) 
     assert one.results == [0, 10]
     assert not observers.remove(failing)
     assert len(caplog.records) == 1
+
+
+CALL: Any = object()
+NOTHING = Surroundings(0, True, None)
+
+
+def test_they_are_those_of_the_thread() -> None:
+    assert surroundings() == NOTHING
+    token = current_call.set(CALL)
+    with enter(5), torch.no_grad():
+        assert surroundings() == Surroundings(5, False, CALL)
+    current_call.reset(token)
+    assert surroundings() == NOTHING
+
+
+@pytest.mark.parametrize("context_id", [0, 5])
+@pytest.mark.parametrize("is_grad_enabled", [False, True])
+def test_another_thread_may_be_in_them(context_id: int, is_grad_enabled: bool) -> None:
+    wanted = Surroundings(context_id, is_grad_enabled, CALL)
+
+    def enter_and_leave() -> list[Surroundings]:
+        with wanted.entered():
+            within = surroundings()
+            with NOTHING.entered():
+                nested = surroundings()
+            again = surroundings()
+        return [within, nested, again, surroundings()]
+
+    with ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(enter_and_leave).result(20.0)
+    assert seen == [wanted, NOTHING, wanted, NOTHING]
+    assert surroundings() == NOTHING
+
+
+def test_who_raises_leaves_them() -> None:
+    with pytest.raises(KeyError), Surroundings(5, False, CALL).entered():
+        raise KeyError
+    assert surroundings() == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("context_id", "is_grad_enabled", "is_recorded"),
+    [(0, True, False), (5, False, False), (5, True, True)],
+)
+def test_what_is_recorded(context_id: int, is_grad_enabled: bool, is_recorded: bool) -> None:
+    made = Surroundings(context_id, is_grad_enabled, None)
+    assert made.is_recorded is is_recorded
+    with made.entered():
+        assert current_id() == context_id

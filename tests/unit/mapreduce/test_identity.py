@@ -6,11 +6,11 @@ import pytest
 
 from tests.unit.agent.group import Member, group_of
 from torchweft.agent import current
-from torchweft.agent.connector import HOST
 from torchweft.errors import ConfigurationError, NotInitialized, UnknownWorker
 from torchweft.ids import WorkerInfo
-from torchweft.mapreduce import identity
-from torchweft.mapreduce.identity import WorldInfo
+from torchweft.mapreduce import world
+from torchweft.mapreduce.world import WorldInfo
+from torchweft.protocol.membership.registration import HOST
 
 PLACE = {"RANK": "3", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
@@ -40,33 +40,33 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Member]]:
 
 def asked_one_by_one() -> tuple[int, int, int, int]:
     return (
-        identity.get_world_rank(),
-        identity.get_world_size(),
-        identity.get_local_rank(),
-        identity.get_local_world_size(),
+        world.get_world_rank(),
+        world.get_world_size(),
+        world.get_local_rank(),
+        world.get_local_world_size(),
     )
 
 
 def test_without_a_launcher_a_process_is_alone() -> None:
-    assert identity.get_world_info() == asked_one_by_one() == (0, 1, 0, 1)
-    assert identity.get_world_info().worker_name == "worker0"
+    assert world.get_world_info() == asked_one_by_one() == (0, 1, 0, 1)
+    assert world.get_world_info().worker_name == "worker0"
 
 
 @pytest.mark.usefixtures("launched")
 def test_what_a_launcher_says_counts_from_when_it_says_so() -> None:
-    info = identity.get_world_info()
+    info = world.get_world_info()
     assert info == asked_one_by_one() == (3, 12, 1, 2)
     assert (info.rank, info.worker_name) == (3, "worker03")
 
 
 def test_rank_has_two_names() -> None:
-    assert identity.get_rank is identity.get_world_rank
+    assert world.get_rank is world.get_world_rank
 
 
 @pytest.mark.usefixtures("launched")
 def test_the_name_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_WORKER_NAME", "trainer")
-    assert identity.get_world_info().worker_name == "trainer"
+    assert world.get_world_info().worker_name == "trainer"
 
 
 @pytest.mark.parametrize("variable", PLACE)
@@ -77,12 +77,12 @@ def test_what_is_no_number_is_named(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigurationError, match=f"{variable} is {value!r}, which is no number"):
-        identity.get_world_info()
+        world.get_world_info()
 
 
 @pytest.mark.usefixtures("members", "launched")
 def test_a_worker_goes_by_its_group() -> None:
-    info = identity.get_world_info()
+    info = world.get_world_info()
     assert info == asked_one_by_one() == (2, 4, 1, 3)
     assert info.worker_name == "worker2"
     assert info._replace(world_rank=1).worker_name == "worker1"
@@ -97,28 +97,28 @@ def test_a_launcher_knows_which_worker_of_its_group_is_where(
     places = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for variable, value in places.items():
         monkeypatch.setenv(variable, value)
-    assert identity.get_world_info() == asked_one_by_one() == (2, 4, 0, 2)
+    assert world.get_world_info() == asked_one_by_one() == (2, 4, 0, 2)
 
 
 @pytest.mark.usefixtures("members")
 def test_the_rank_of_a_worker_by_its_name() -> None:
-    assert identity.get_worker_id() == identity.get_worker_id(id=None) == 2
-    assert identity.get_worker_id("worker3") == 3
-    assert identity.get_worker_id(WorkerInfo("worker1", 1)) == 1
-    assert identity.get_worker_id(77) == 77  # unchanged
+    assert world.get_worker_id() == world.get_worker_id(id=None) == 2
+    assert world.get_worker_id("worker3") == 3
+    assert world.get_worker_id(WorkerInfo("worker1", 1)) == 1
+    assert world.get_worker_id(77) == 77  # unchanged
     with pytest.raises(UnknownWorker, match=r"'nobody'.*worker0"):
-        identity.get_worker_id("nobody")
+        world.get_worker_id("nobody")
 
 
 @pytest.mark.usefixtures("launched")
 def test_names_mean_nothing_without_a_group() -> None:
-    assert identity.get_worker_id() == 3
-    assert identity.get_worker_id(5) == 5
+    assert world.get_worker_id() == 3
+    assert world.get_worker_id(5) == 5
     with pytest.raises(NotInitialized):
-        identity.get_worker_id("worker0")
+        world.get_worker_id("worker0")
 
 
 def test_default_names_sort_by_rank() -> None:
-    names = [identity.default_worker_name_format(rank, 12, 0, 1) for rank in range(12)]
+    names = [world.default_worker_name_format(rank, 12, 0, 1) for rank in range(12)]
     assert names == sorted(names)
-    assert names[3] == identity.default_worker_name_format(*WorldInfo(3, 12, 0, 1)) == "worker03"
+    assert names[3] == world.default_worker_name_format(*WorldInfo(3, 12, 0, 1)) == "worker03"

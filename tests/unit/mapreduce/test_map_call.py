@@ -17,8 +17,7 @@ from torchweft import mapreduce, rpc
 from torchweft.agent.current import current
 from torchweft.errors import CallCancelled, NotInitialized, ReduceError
 from torchweft.mapreduce import map_call, shared
-from torchweft.mapreduce.map_call import MapCall
-from torchweft.mapreduce.map_future import MapFuture
+from torchweft.mapreduce.map_call import MapCall, MapFuture
 from torchweft.mapreduce.parts import Cut, Part
 from torchweft.mapreduce.plan import Manner, Plan
 from torchweft.rpc.worker import current_worker

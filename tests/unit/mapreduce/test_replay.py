@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import REQUIRES_GRAD, Context
-from torchweft.autograd.input_gradients import place_of
-from torchweft.autograd.modes import PassMode
-from torchweft.autograd.roots import roots_of
+from torchweft.autograd.pass_arguments import place_of, roots_of
 from torchweft.errors import AutogradError, WorkerLost
 from torchweft.mapreduce.replay import Replay, Results
 

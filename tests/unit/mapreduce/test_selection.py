@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.mapreduce.selection import (
+from torchweft.mapreduce.world import (
     not_on_rank,
     on_rank,
     rank_all,

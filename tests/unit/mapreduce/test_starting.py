@@ -13,8 +13,7 @@ from torchweft import rpc
 from torchweft.agent import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from torchweft.mapreduce import ending
-from torchweft.mapreduce.identity import get_world_info
-from torchweft.mapreduce.starting import auto_init_rpc, barrier
+from torchweft.mapreduce.world import auto_init_rpc, barrier, get_world_info
 
 VARIABLES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 WEFT_VARIABLES = "WEFT_WORKER_NAME WEFT_INIT_METHOD TORCHELASTIC_RUN_ID".split()

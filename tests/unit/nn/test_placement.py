@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.nn.placement import Placement, read_placement
+from torchweft.nn.remote_module import Placement, read_placement
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch import nn
 
 from torchweft.errors import ConfigurationError
 from torchweft.nn import RemoteModule
-from torchweft.nn.refusals import ALTERNATIVES
+from torchweft.nn.remote_module import ALTERNATIVES
 
 
 class Unbound(RemoteModule):

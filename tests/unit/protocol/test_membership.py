@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchweft.errors import ProtocolError
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.membership import (
+from torchweft.protocol.membership.registration import (
     Directory,
     Registration,
     assemble,

@@ -6,6 +6,7 @@ import pytest
 
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
+from torchweft.protocol.numbers import SeenNumbers
 from torchweft.protocol.references import (
     NO_TOKEN,
     Action,
@@ -18,7 +19,6 @@ from torchweft.protocol.references import (
     Send,
     ValueGone,
 )
-from torchweft.protocol.references.seen import SeenNumbers
 from torchweft.wire.references import (
     Drop,
     DropAck,

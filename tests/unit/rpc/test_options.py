@@ -1,14 +1,32 @@
 from __future__ import annotations
 
+import copy
+import datetime
+import inspect
 import math
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch.distributed import HashStore
 
-from torchweft import knobs
-from torchweft.errors import ConfigurationError
-from torchweft.rpc.options import RpcBackendOptions
+from torchweft import knobs, rpc
+from torchweft.agent.current import current, is_set
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.rpc import options as options_module
+from torchweft.rpc.options import (
+    BackendOptions,
+    IgnoredOptionWarning,
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    from_tensorpipe,
+    warn_of_ignored,
+)
 
 
 def test_defaults_are_the_knobs_and_can_work() -> None:
@@ -67,3 +85,255 @@ def test_allowed_modules_can_be_given_from_outside(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigurationError, match="WEFT_ALLOWED_MODULES"):
         RpcBackendOptions(strict=True).check()
     RpcBackendOptions(strict=True, allowed_modules=None, callables=(math.sqrt,)).check()
+
+
+CUDA = [torch.device("cuda", index) for index in range(3)]
+
+
+def test_defaults() -> None:
+    made = TensorPipeRpcBackendOptions()
+    assert (made.num_worker_threads, made.rpc_timeout, made.init_method) == (16, 60.0, "env://")
+    assert (made.device_maps, made.devices) == ({}, [])
+    assert isinstance(made, BackendOptions)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("rpc_timeout", 5, 5.0),
+        ("rpc_timeout", 0, 0.0),
+        ("rpc_timeout", np.float32(1.5), 1.5),
+        ("rpc_timeout", float("inf"), float("inf")),
+        ("num_worker_threads", np.int64(3), 3),
+        ("init_method", "tcp://localhost:1", "tcp://localhost:1"),
+    ],
+)
+def test_values_are_kept_however_they_are_set(name: str, value: Any, kept: Any) -> None:
+    by_name = TensorPipeRpcBackendOptions(**{name: value})
+    later = TensorPipeRpcBackendOptions()
+    setattr(later, name, value)
+    for made in (by_name, later):
+        assert getattr(made, name) == kept
+        assert type(getattr(made, name)) is type(kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rpc_timeout", datetime.timedelta(seconds=1)),
+        ("rpc_timeout", "1"),
+        ("rpc_timeout", None),
+        ("num_worker_threads", 1.5),
+        ("num_worker_threads", "16"),
+        ("num_worker_threads", None),
+        ("init_method", 3),
+        ("init_method", None),
+    ],
+)
+def test_a_value_of_a_wrong_type(name: str, value: Any) -> None:
+    pattern = f"incompatible constructor arguments of TensorPipeRpcBackendOptions: {name} is"
+    with pytest.raises(TypeError, match=pattern) as caught:
+        TensorPipeRpcBackendOptions(**{name: value})
+    assert isinstance(caught.value, ArgumentTypeError)
+    made = TensorPipeRpcBackendOptions()
+    before = getattr(made, name)
+    with pytest.raises(TypeError, match=f"^{name} is"):
+        setattr(made, name, value)
+    assert getattr(made, name) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("rpc_timeout", -1, "must be non-negative, got -1"),
+        ("rpc_timeout", float("nan"), "must be non-negative, got nan"),
+        ("num_worker_threads", 0, "must be positive, got 0"),
+        ("num_worker_threads", -2, "must be positive, got -2"),
+    ],
+)
+def test_a_value_that_cannot_work(name: str, value: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        TensorPipeRpcBackendOptions(**{name: value})
+
+
+def test_arguments_go_by_name_only() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        TensorPipeRpcBackendOptions(16)  # type: ignore[misc]
+
+
+def test_a_class_of_a_program_need_not_call_super() -> None:
+    class Options(BackendOptions):
+        def __init__(self, init_method: str) -> None:
+            BackendOptions.__init__(self)
+            self.init_method = init_method
+
+    made = Options("file:///somewhere")
+    assert (made.rpc_timeout, made.init_method) == (60.0, "file:///somewhere")
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_options_can_be_copied(duplicate: Callable[[Any], Any]) -> None:
+    made = TensorPipeRpcBackendOptions(rpc_timeout=7, device_maps={"w": {"cuda:0": "cuda:1"}})
+    other = duplicate(made)
+    other = pickle.loads(other) if isinstance(other, bytes) else other
+    assert vars(other) == vars(made)
+
+
+# Devices
+
+
+def test_device_maps_are_added_up() -> None:
+    made = TensorPipeRpcBackendOptions(device_maps={"a": {"cuda:0": "cuda:1"}})
+    made.set_device_map("a", {CUDA[1]: "cuda:2"})
+    made.set_device_map("a", {"cuda:0": CUDA[1]})
+    made.set_device_map("b", {"cpu": "cuda:0"})
+    assert made.device_maps == {
+        "a": {CUDA[0]: CUDA[1], CUDA[1]: CUDA[2]},
+        "b": {torch.device("cpu"): CUDA[0]},
+    }
+
+
+def test_a_device_has_one_counterpart() -> None:
+    made = TensorPipeRpcBackendOptions()
+    made.set_device_map("a", {"cuda:0": "cuda:1"})
+    with pytest.raises(ValueError, match=r"`set_device_map` only supports 1-to-1 mapping.*cuda:2"):
+        made.set_device_map("a", {"cuda:0": "cuda:2"})
+    assert made.device_maps == {"a": {CUDA[0]: CUDA[1]}}
+    with pytest.raises(ValueError, match=r"`device_map` only supports 1-to-1 mapping.*to cuda:2"):
+        made.set_device_map("b", {"cuda:0": "cuda:2", "cuda:1": "cuda:2"})
+    with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping"):
+        TensorPipeRpcBackendOptions(device_maps={"c": {"cuda:0": "cuda:2", "cuda:1": "cuda:2"}})
+
+
+def test_devices() -> None:
+    made = TensorPipeRpcBackendOptions(devices=["cuda:1"])
+    assert made.devices == [CUDA[1]]
+    made.set_devices(["cuda:0", CUDA[2]])
+    assert made.devices == [CUDA[0], CUDA[2]]
+    with pytest.raises(ValueError, match="expect a list of CUDA devices, but got cpu"):
+        made.set_devices(["cpu"])
+
+
+def test_device_maps_are_checked_against_the_group() -> None:
+    made = TensorPipeRpcBackendOptions()
+    made.set_device_map("a", {"cuda:0": "cuda:1"})
+    made.check_device_maps("me", ["me", "a"])
+    made.set_device_map("nobody", {"cuda:0": "cuda:1"})
+    with pytest.raises(
+        ValueError, match=r"me has invalid target node names.*'nobody'; .*'a', 'me'"
+    ):
+        made.check_device_maps("me", ["me", "a"])
+    made.check_device_maps("me", None)
+    made = TensorPipeRpcBackendOptions()
+    made.set_device_map("a", {"cuda:1": "cuda:0"})
+    made.set_device_map("a", {"cuda:0": "cuda:0"})
+    with pytest.raises(
+        ConfigurationError, match="duplicated target devices in its device map for a"
+    ):
+        made.check_device_maps("me", ["me", "a"])
+
+
+# Options without effect
+
+
+@pytest.fixture
+def _unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options_module, "_has_warned", False)
+
+
+@pytest.mark.usefixtures("_unwarned")
+def test_what_has_no_effect_is_said_once() -> None:
+    made = TensorPipeRpcBackendOptions(
+        devices=["cuda:0"],
+        device_maps={"a": {"cuda:0": "cuda:1"}},
+        _transports=["uv"],
+        _channels=["basic"],
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_ignored(made, stacklevel=1)
+        warn_of_ignored(made, stacklevel=1)
+    (warning,) = caught
+    assert warning.category is IgnoredOptionWarning
+    for name in ("_transports", "_channels", "devices", "device_maps"):
+        assert name in str(warning.message)
+
+
+@pytest.mark.usefixtures("_unwarned")
+@pytest.mark.parametrize(
+    "made",
+    [
+        TensorPipeRpcBackendOptions(),
+        TensorPipeRpcBackendOptions(_transports=None, _channels=None, devices=None),
+        TensorPipeRpcBackendOptions(num_worker_threads=2, rpc_timeout=3),
+        TensorPipeRpcBackendOptions(device_maps={"a": {"cuda:0": "cuda:0"}}),
+    ],
+    ids=["defaults", "none", "others", "same device"],
+)
+def test_what_has_an_effect_is_not_said(made: TensorPipeRpcBackendOptions) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_ignored(made, stacklevel=1)
+    assert not caught
+
+
+def test_the_warning_names_the_line_that_joins() -> None:
+    def joining() -> None:
+        warn_of_ignored(TensorPipeRpcBackendOptions(_channels=["basic"]), stacklevel=2)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(options_module, "_has_warned", False)
+        with pytest.warns(IgnoredOptionWarning) as caught:
+            joining()
+    line = inspect.getsourcelines(test_the_warning_names_the_line_that_joins)[1] + 7
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line)
+
+
+# Options in a group
+
+
+def test_pytorchs_options_are_taken_by_init_rpc(tmp_path: Path) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=3,
+        rpc_timeout=7.5,
+        init_method=f"file://{tmp_path / 'store'}",
+        device_maps={"alone": {"cpu": "cpu"}},
+    )
+    rpc.init_rpc(
+        "alone",
+        backend=rpc.BackendType.TENSORPIPE,
+        rank=0,
+        world_size=1,
+        rpc_backend_options=options,
+    )
+    try:
+        assert rpc.get_rpc_timeout() == 7.5
+        assert current().reactor.limit == 3
+    finally:
+        rpc.shutdown()
+
+
+def test_a_device_map_for_nobody_ends_the_joining(tmp_path: Path) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{tmp_path / 'store'}", device_maps={"nobody": {"cpu": "cpu"}}
+    )
+    with pytest.raises(ConfigurationError, match=r"invalid target node names.*'nobody'"):
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    assert not is_set()
+    # The same map is valid in a group that other workers may join.
+    rpc.init_rpc("alone", rank=0, rpc_backend_options=_elsewhere(options, tmp_path))
+    rpc.shutdown()
+
+
+def _elsewhere(options: TensorPipeRpcBackendOptions, folder: Path) -> TensorPipeRpcBackendOptions:
+    options.init_method = f"file://{folder / 'another'}"
+    return options
+
+
+def test_the_default_method_leaves_the_choice_to_the_launcher() -> None:
+    assert from_tensorpipe(TensorPipeRpcBackendOptions()).init_method is None
+    given = TensorPipeRpcBackendOptions(init_method="tcp://localhost:1", rpc_timeout=0)
+    assert from_tensorpipe(given).init_method == "tcp://localhost:1"
+    assert from_tensorpipe(given).default_timeout_s == math.inf
+    store = HashStore()
+    assert from_tensorpipe(given, store=store).init_method is None

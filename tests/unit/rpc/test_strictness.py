@@ -23,7 +23,7 @@ from torchweft.optim import clipping, local
 from torchweft.optim.groups import GroupPart
 from torchweft.optim.local import Saved
 from torchweft.rpc import RRef, collective
-from torchweft.rpc.gathering import Key, following
+from torchweft.rpc.gathering import Key
 from torchweft.serialize.objects import pack_plain
 from torchweft.serialize.tensors import as_memory, describe
 from torchweft.wire.frames import Frame
@@ -195,7 +195,7 @@ def test_a_worker_comes_to_a_gathering_by_itself_and_hears_of_it_from_its_leader
 ) -> None:
     key = Key((0, 1), "barrier", 0)
     collective.bring(key, "sender", None)
-    following.withdrawn(Key((0, 1, 2), "barrier", 0), "sender", CallError("no"))
+    collective.withdrawn(Key((0, 1, 2), "barrier", 0), "sender", CallError("no"))
     raised = refusals(
         {
             "another": lambda: collective.bring(key, "other", None),
@@ -205,7 +205,7 @@ def test_a_worker_comes_to_a_gathering_by_itself_and_hears_of_it_from_its_leader
             "order": lambda: collective.bring(Key((1, 0), "barrier", 0), "sender", None),
             "empty": lambda: collective.bring(Key((), "barrier", 0), "sender", None),
             "told by no leader": lambda: collective.tell(key, {}),
-            "failed by no leader": lambda: following.failed(key, CallError("no")),
+            "failed by no leader": lambda: collective.failed(key, CallError("no")),
             "not me": lambda: collective.tell(Key((1, OTHER), "barrier", 0), {}),
         }
     )
@@ -214,7 +214,7 @@ def test_a_worker_comes_to_a_gathering_by_itself_and_hears_of_it_from_its_leader
         with pytest.raises(ArgumentTypeError):
             collective.bring(*wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentTypeError):
-        following.withdrawn(key, "sender", "no error")  # type: ignore[arg-type]
+        collective.withdrawn(key, "sender", "no error")  # type: ignore[arg-type]
 
 
 # Whole calls

@@ -323,7 +323,7 @@ def test_a_log_that_raises_harms_nobody(
     def cannot_log(*_: object, **__: object) -> None:
         raise SystemExit("in a handler of the log")
 
-    monkeypatch.setattr("torchweft.runtime.exception_log._log.exception", cannot_log)
+    monkeypatch.setattr("torchweft.runtime.reports._log.exception", cannot_log)
     for _ in range(TIMES):
         pair.callee.agent.reactor.submit_task(fail)
     pair.check_serves(THREADS)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from torchweft import knobs
-from torchweft.runtime.long_waits import LongWaits, Notice, OpenWait, names_of
+from torchweft.runtime.reports import LongWaits, Notice, OpenWait, names_of
 
 
 def test_a_long_wait_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

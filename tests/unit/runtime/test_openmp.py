@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torchweft.runtime import openmp
-from torchweft.runtime.openmp import SpinLimit
+from torchweft.runtime import contention
+from torchweft.runtime.contention import SpinLimit
 
 NAME = "weft-test-openmp"
 
@@ -58,7 +58,7 @@ def looks(limit: SpinLimit, count: int) -> None:
         assert limit.tick(float(number)) == number + 1.0
 
 
-@pytest.mark.skipif(openmp._loaded_library() is None, reason="this torch has another OpenMP")
+@pytest.mark.skipif(contention._loaded_library() is None, reason="this torch has another OpenMP")
 def test_a_team_while_the_host_is_busy(limit: SpinLimit, host: Host) -> None:
     threads_before = count_threads()
     looks(limit, 1)
@@ -106,7 +106,7 @@ def test_not_where_the_user_has_decided(monkeypatch: pytest.MonkeyPatch, host: H
 
 
 def test_not_with_another_library(monkeypatch: pytest.MonkeyPatch, limit: SpinLimit) -> None:
-    monkeypatch.setattr(openmp, "_loaded_library", lambda: None)
+    monkeypatch.setattr(contention, "_loaded_library", lambda: None)
     looks(limit, 2)
     assert not has_team()
     assert limit.tick(2.0) == math.inf

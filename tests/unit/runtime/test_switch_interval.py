@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from torchweft import knobs
-from torchweft.runtime.switch_interval import ShortSwitches
+from torchweft.runtime.contention import ShortSwitches
 
 
 @pytest.fixture(autouse=True)

@@ -115,7 +115,7 @@ def test_what_only_passes_through_an_allowed_module_is_refused(
         b"torchweft.serialize.functions:resolve",
         b"torchweft.serialize.reducers:_load_script",
         b"torchweft.errors:_rebuild_with_fields",
-        b"torchweft.compat.rpc.pickled_calls:run_pickled",
+        b"torchweft.compat.rpc.internal:run_pickled",
         b"torchweft.rpc.joining:shutdown",
         f"{MODULE}x:add".encode(),
         b"tests.unit.serialize:admitted",

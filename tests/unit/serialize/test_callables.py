@@ -126,7 +126,7 @@ def test_entry_points_of_weft_are_called_and_are_no_values() -> None:
     with pytest.raises(NotAllowed):
         NAMES.resolve_value(name)
     with pytest.raises(NotAllowed):
-        NAMES.resolve(b"torchweft.compat.rpc.owners:when_made")
+        NAMES.resolve(b"torchweft.compat.rpc.references:when_made")
 
 
 def test_a_new_definition_takes_the_place_of_the_old_one() -> None:

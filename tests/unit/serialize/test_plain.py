@@ -32,8 +32,8 @@ from torchweft.errors import (
 from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.optim.groups import GroupPart
 from torchweft.serialize import plain, reducers
+from torchweft.serialize import plain as tags
 from torchweft.serialize.objects import pack, pack_plain
-from torchweft.serialize.plain import tags
 
 
 def trip(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import pkgutil
 import subprocess
@@ -12,6 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import pytest
+import torch
 
 import torchweft
 from tests.marked import names_of
@@ -51,15 +53,17 @@ def modules() -> Iterator[Any]:
             yield importlib.import_module(found.name)
 
 
-def functions_sent() -> Iterator[tuple[str, str]]:
-    """Yields the functions that Weft's code has other workers call, with the file of the call."""
+@functools.cache
+def functions_sent() -> list[tuple[str, str]]:
+    """Returns the functions that Weft's code has other workers call, with the file of the call."""
+    sent = []
     for module in modules():
         path = module.__file__
         with open(path, encoding="utf-8") as file:
             tree = ast.parse(file.read())
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and _is_own_name(node.value):
-                yield node.value.decode(), path
+                sent.append((node.value.decode(), path))
             if not isinstance(node, ast.Call):
                 continue
             caller = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
@@ -68,7 +72,8 @@ def functions_sent() -> Iterator[tuple[str, str]]:
             for argument in node.args:
                 found = value_of(argument, module)
                 if isinstance(found, FunctionType) and found.__module__.startswith("torchweft."):
-                    yield f"{found.__module__}:{found.__qualname__}", path
+                    sent.append((f"{found.__module__}:{found.__qualname__}", path))
+    return sent
 
 
 def _is_own_name(value: object) -> bool:
@@ -153,7 +158,7 @@ def loaded():
 
 before = loaded()
 unmarked = ("torchweft.checkpoint.owner:write", "torchweft.rpc.joining:shutdown", "os:system")
-for name in ("torchweft.compat.rpc.owners:when_made", *unmarked):
+for name in ("torchweft.compat.rpc.references:when_made", *unmarked):
     assert not remotely_callable.has(name)
     assert not rebuilds_plain.has(name)
 assert loaded() == before
@@ -167,3 +172,37 @@ assert not any(name.startswith("torchweft.compat") for name in loaded())
 
 def test_a_name_has_only_the_modules_of_its_mark_imported() -> None:
     subprocess.run([sys.executable, "-c", _ASK_IN_A_FRESH_PROCESS], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", sorted(registry.SAFE))
+def test_every_safe_name_is_a_class_or_makes_a_value(name: str) -> None:
+    found = resolve(name.encode())
+    assert isinstance(found, type) or found in (Ellipsis, NotImplemented)
+
+
+@pytest.mark.parametrize(
+    "name", ["eval", "exec", "open", "getattr", "setattr", "__import__", "compile", "type", "print"]
+)
+def test_what_does_more_than_make_a_value_is_not_safe(name: str) -> None:
+    assert f"builtins:{name}" not in registry.SAFE
+    assert not registry.is_error(f"builtins:{name}")
+
+
+def test_errors_are_the_built_in_ones_that_do_not_end_a_process() -> None:
+    assert registry.is_error("builtins:ValueError")
+    assert not registry.is_error("builtins:SystemExit")
+    assert not registry.is_error("builtins:KeyboardInterrupt")
+    assert not registry.is_error("my_program:ValueError")
+
+
+def test_operators_are_what_computes() -> None:
+    assert registry.is_operator(torch.add)
+    assert registry.is_operator(torch.conv2d)
+    for other in (torch.load, torch.save, torch.from_file, torch.compile, torch.set_num_threads):
+        assert not registry.is_operator(other)
+
+
+def test_only_names_of_operators_and_calls_may_have_two_underscores() -> None:
+    assert {"__call__", "__getitem__", "__len__", "__iadd__"} <= registry.USUAL_DUNDERS
+    for name in ("reduce", "class", "dict", "getattribute", "setattr", "init", "subclasses"):
+        assert f"__{name}__" not in registry.USUAL_DUNDERS

@@ -12,12 +12,9 @@ from torch.nn import Parameter
 
 from tests.unit.serialize.trips import copies, raw, tensor_trip
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize import received
 from torchweft.serialize import tensors as tensors_module
-from torchweft.serialize.devices import device_code
-from torchweft.serialize.dtypes import CODES
 from torchweft.serialize.extents import UNION_FLOOR_BYTES
-from torchweft.serialize.table import HEADER, SOME_COMPUTED
+from torchweft.serialize.table import CODES, HEADER, SOME_COMPUTED, device_code
 from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild, some_require_grad
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* support is experimental")
@@ -370,7 +367,9 @@ def say_that_tensors_are_on(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("shared", [True, False])
 def test_tensors_on_a_device_are_put_there(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     # The CPU under another name, to test the round trip.
-    monkeypatch.setattr(received, "device_of", lambda code, index, worker: torch.device("cpu", 0))
+    monkeypatch.setattr(
+        tensors_module, "device_of", lambda code, index, worker: torch.device("cpu", 0)
+    )
     base = torch.arange(12.0).view(3, 4)
     tensors = [base.t(), base[1] if shared else torch.ones(4), torch.ones(0)]
     say_that_tensors_are_on("cuda:0", monkeypatch)

@@ -7,11 +7,8 @@ the slab as free in the same memory; it sends no message.
 
 ======== ================================================================================
 layout   the layout of the memory, and its mapping on either side
-extents  the free ranges of the memory
 pool     the sender's side: slabs, loans, and their limits
-lending  the sender's side towards one peer
 borrowed the receiver's side
-headroom how much memory the machine, or a container's limit, has left
-liveness whether a process that borrowed is dead for certain
+kernel   how much memory is left, and whether a process that borrowed is dead for certain
 ======== ================================================================================
 """

@@ -18,7 +18,8 @@ import os
 import threading
 import weakref
 
-from torchweft.channel.shm.layout import SLABS_OFFSET, TICKET_MASK, Area, Bytes, Words
+from torchweft.channel.memory import Bytes
+from torchweft.channel.shm.layout import SLABS_OFFSET, TICKET_MASK, Area, Words
 from torchweft.channel.table import BufferEntry
 from torchweft.errors import ProtocolError
 

@@ -27,7 +27,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from torchweft.channel.memory import MADV_POPULATE_WRITE, Bytes, madvise
+
 Words = npt.NDArray[np.uint64]
 
 NONCE_BYTES = 16
@@ -39,16 +40,13 @@ SLABS_OFFSET = 2 << 20
 
 _MADV_REMOVE = 9
 _MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23
 _SEALS = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW
 _F_GET_SEALS = 1034
 _F_ADD_SEALS = 1033
 _MFD_CLOEXEC = 1
 _MFD_ALLOW_SEALING = 2
 
-# Not mmap.madvise, which holds the interpreter lock for the milliseconds that the call takes.
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -112,7 +110,7 @@ class Area:
         Raises:
             MemoryError: No pages are left.
         """
-        code = self._advise(offset, size_bytes, _MADV_POPULATE_WRITE)
+        code = self._advise(offset, size_bytes, MADV_POPULATE_WRITE)
         if code == errno.EINVAL:  # a kernel before 5.14
             self.memory[offset : offset + size_bytes : mmap.PAGESIZE] = 0
         elif code:
@@ -127,8 +125,7 @@ class Area:
         self._advise(offset, size_bytes, _MADV_REMOVE)
 
     def _advise(self, offset: int, size_bytes: int, advice: int) -> int:
-        code = _libc.madvise(self.address + offset, size_bytes, advice)
-        return ctypes.get_errno() if code else 0
+        return madvise(self.address + offset, size_bytes, advice)
 
 
 def create(size_bytes: int) -> tuple[int, Area]:

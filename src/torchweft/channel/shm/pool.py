@@ -22,6 +22,7 @@ callback of a weak reference only appends to a deque.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import os
 import threading
@@ -32,24 +33,62 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchweft.channel.memory import slab_size
-from torchweft.channel.shm.extents import Extents
-from torchweft.channel.shm.headroom import available_bytes
+from torchweft.channel.cma import address_of
+from torchweft.channel.copying import Copier
+from torchweft.channel.memory import Bytes, slab_size
+from torchweft.channel.shm.kernel import Process, available_bytes
 from torchweft.channel.shm.layout import (
     SLABS_OFFSET,
     TICKET_BITS,
     TICKET_COUNT,
     TICKET_MASK,
-    Bytes,
     create,
 )
-from torchweft.channel.shm.liveness import Process
+from torchweft.channel.table import SHM, BufferEntry
 from torchweft.errors import ConfigurationError
-from torchweft.serialize import shared
+from torchweft.serialize.compact import shared_ranges
 
 _FEW_LOANS = 16  # Up to this number, checking them one by one is faster.
 AT_ONCE_BYTES = 1 << 20
 """Slabs up to this size are made at the first request."""
+
+
+class Extents:
+    """The free ranges within ``start`` to ``end``, in bytes. Not thread-safe.
+
+    The first range that is long enough is taken; free neighbours are joined.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        self._starts = [start]
+        self._ends = [end]
+
+    def take(self, size_bytes: int) -> int | None:
+        """Takes a range and returns its start; None if no free range is long enough."""
+        for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            if end - start >= size_bytes:
+                self._starts[index] += size_bytes
+                if self._starts[index] == end:
+                    del self._starts[index], self._ends[index]
+                return start
+        return None
+
+    def give_back(self, start: int, size_bytes: int) -> None:
+        """Frees a range that ``take`` returned, or any part of it."""
+        end = start + size_bytes
+        index = bisect.bisect(self._starts, start)
+        if index < len(self._starts) and self._starts[index] == end:
+            end = self._ends[index]
+            del self._starts[index], self._ends[index]
+        if index and self._ends[index - 1] == start:
+            self._ends[index - 1] = end
+        else:
+            self._starts.insert(index, start)
+            self._ends.insert(index, end)
+
+    def free_bytes(self) -> int:
+        """Returns the total of free bytes."""
+        return sum(self._ends) - sum(self._starts)
 
 
 class SharedStatistics(NamedTuple):
@@ -237,7 +276,7 @@ class SharedPool:
             slab.is_owned = True
             self._owned[id(owned)] = owned
             self._shared[slab.offset] = slab
-        shared.ranges[self.area.address] = self.area.address + self.area.size_bytes
+        shared_ranges[self.area.address] = self.area.address + self.area.size_bytes
         return exporter.data
 
     # Growing and shrinking
@@ -282,7 +321,7 @@ class SharedPool:
                 return
             self._is_closed = True
         self.trim()
-        shared.ranges.pop(self.area.address, None)
+        shared_ranges.pop(self.area.address, None)
         os.close(self.descriptor)
 
     def _grow(self, slab_bytes: int) -> _Slab | None:
@@ -384,21 +423,68 @@ class SharedPool:
         slabs.append(slab)
 
 
-def default_limit_bytes() -> int:
-    """Returns a quarter of the memory that is left now, at most 4 GiB."""
-    return min(4 << 30, available_bytes() // 4) // SLABS_OFFSET * SLABS_OFFSET
-
-
 def make_pool(limit_bytes: int) -> SharedPool | None:
-    """Makes a pool with the knob's limit; a negative one is the default.
+    """Makes a pool with the knob's limit.
+
+    A negative limit stands for a quarter of the memory that is left now, at most 4 GiB.
 
     Returns None if the limit is less than one slab, or the system has no such memory.
     """
     if limit_bytes < 0:
-        limit_bytes = default_limit_bytes()
+        limit_bytes = min(4 << 30, available_bytes() // 4) // SLABS_OFFSET * SLABS_OFFSET
     if limit_bytes >= 1 << 46:
         raise ConfigurationError(f"{limit_bytes} bytes of shared memory are beyond any machine's")
     try:
         return SharedPool(limit_bytes) if limit_bytes >= SLABS_OFFSET else None
     except (OSError, ValueError):
         return None
+
+
+class Lender:
+    """Puts buffers for one peer into shared memory. Thread-safe.
+
+    Args:
+        pool: This worker's memory, which the peer has mapped.
+        process: The peer's process.
+    """
+
+    def __init__(self, pool: SharedPool, process: Process) -> None:
+        self._pool = pool
+        self._borrower = Borrower(process)
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether the user shares any memory."""
+        return self._pool.has_shared
+
+    def put(self, buffer: memoryview, copier: Copier) -> BufferEntry | None:
+        """Copies a buffer into a slab for the peer; returns None if there is no slab for it."""
+        loan = self._pool.lend(buffer.nbytes, self._borrower)
+        if loan is None:
+            return None
+        slab = self._pool.area.memory[loan.offset : loan.offset + buffer.nbytes]
+        try:
+            copier.copy(buffer, slab.data)
+        except BaseException:
+            self._pool.take_back(loan.tag)
+            raise
+        return _entry(loan, buffer)
+
+    def pass_on(self, buffer: memoryview) -> BufferEntry | None:
+        """Lends a buffer that the user shares, without a copy; returns None for other buffers."""
+        if not buffer.nbytes or not self._pool.has_shared:
+            return None
+        loan = self._pool.lend_shared(address_of(buffer), buffer.nbytes, self._borrower)
+        return None if loan is None else _entry(loan, buffer)
+
+    def take_back(self, entry: BufferEntry) -> None:
+        """Ends the loan of an entry that was never sent to the peer."""
+        self._pool.take_back(entry.tag)
+
+    def lose(self) -> None:
+        """Takes back the peer's loans as soon as the peer can no longer use them."""
+        self._pool.lose(self._borrower)
+
+
+def _entry(loan: Loan, buffer: memoryview) -> BufferEntry:
+    return BufferEntry(SHM, buffer.nbytes, loan.offset, loan.tag)

@@ -18,10 +18,9 @@ from torchweft.agent import current as current_agent
 from torchweft.compat.rpc import agents, profiling
 from torchweft.compat.rpc.agents import RpcAgent
 from torchweft.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from torchweft.compat.rpc.internal import _internal_rpc_pickler
-from torchweft.compat.rpc.pickled_calls import pickled_call
+from torchweft.compat.rpc.internal import _internal_rpc_pickler, pickled_call
 from torchweft.compat.rpc.references import PyRRef, RRef
-from torchweft.compat.rpc.wait_all import _thread_local_var, _wait_all, note_future
+from torchweft.compat.waiting import _thread_local_var, _wait_all, note_future
 from torchweft.errors import (
     CallError,
     ConfigurationError,
@@ -30,10 +29,9 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.collective import members
+from torchweft.rpc.collective import current_gatherings, members
 from torchweft.rpc.futures import Future, fail
 from torchweft.rpc.gathering import Gathering, Limits, Ways
-from torchweft.rpc.gathering.following import current_gatherings
 from torchweft.serialize.registry import remotely_callable_unless_strict
 
 __all__ = [

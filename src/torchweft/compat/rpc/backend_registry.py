@@ -16,11 +16,9 @@ from torchweft.compat.rpc.options import TensorPipeRpcBackendOptions
 from torchweft.compat.rpc.references import RRef
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
 from torchweft.rpc.joining import check_device_maps, join_group
-from torchweft.rpc.options import from_tensorpipe
-from torchweft.rpc.tensorpipe import warn_of_ignored
+from torchweft.rpc.options import from_tensorpipe, warn_of_ignored
 from torchweft.rpc.worker import current_worker
-from torchweft.serialize.exceptions import chain
-from torchweft.serialize.runtime_errors import as_runtime_error
+from torchweft.serialize.exceptions import as_runtime_error, chain
 from torchweft.serialize.tracebacks import places_of, shorten
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Options of a worker under PyTorch's names."""
 
-from torchweft.rpc.tensorpipe import BackendOptions as RpcBackendOptions
-from torchweft.rpc.tensorpipe import (
+from torchweft.rpc.options import BackendOptions as RpcBackendOptions
+from torchweft.rpc.options import (
     TensorPipeRpcBackendOptions,
     _to_device,
     _to_device_list,

@@ -18,7 +18,6 @@ import torchweft.rpc
 from torchweft.agent import current as current_agent
 from torchweft.agent.agent import Agent
 from torchweft.agent.references import ReferenceKeeper
-from torchweft.compat.rpc import owners
 from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.compat.rpc.rref_proxy import RRefProxy
 from torchweft.errors import (
@@ -30,7 +29,11 @@ from torchweft.errors import (
     SerializationError,
 )
 from torchweft.ids import ReferenceId, WorkerInfo
+from torchweft.rpc.completion import WhenReady
+from torchweft.rpc.functions import async_execution
 from torchweft.rpc.futures import fail
+from torchweft.rpc.worker import current_worker
+from torchweft.serialize.registry import remotely_callable_unless_strict
 
 __all__ = ["PyRRef", "RRef"]
 
@@ -136,7 +139,7 @@ class RRef(torchweft.rpc.RRef[T]):
     def _watch_creation(self, timeout: float) -> None:
         """Asks the owner to report when the value is made."""
         self._created = torchweft.rpc.rpc_async(
-            self.owner(), owners.when_made, ((*self.id,),), None, timeout
+            self.owner(), when_made, ((*self.id,),), None, timeout
         )
 
     def _check_created(self) -> None:
@@ -183,7 +186,9 @@ class RRef(torchweft.rpc.RRef[T]):
 
     def _ask_type(self, timeout: float) -> AnyFuture:
         if not self.is_owner():
-            return owners.ask_type(self, timeout)
+            return torchweft.rpc.rpc_async(
+                self.owner(), _rref_typeof_on_owner, (self,), None, timeout
+            )
         # A class of this process must not go through a pickle, which may copy it.
         future: AnyFuture = torch.futures.Future()
         limit_s = self.agent().default_timeout_s if timeout < 0 else timeout or math.inf
@@ -268,3 +273,23 @@ def _has_failed(future: AnyFuture) -> bool:
     except Exception:
         return True
     return False
+
+
+# Requests to the workers that own the values
+
+
+@remotely_callable_unless_strict
+@async_execution
+def when_made(reference: tuple[int, int, int]) -> torch.futures.Future[None]:
+    """Returns a future that is done when a value of this worker has been made, or cannot be."""
+    made: torch.futures.Future[None] = torch.futures.Future()
+    owned = current_worker().references.value_of(ReferenceId(*reference), is_use=False)
+    owned.when_ready(lambda _: made.set_result(None))
+    return made
+
+
+@remotely_callable_unless_strict
+def _rref_typeof_on_owner(reference: torchweft.rpc.RRef[Any]) -> Any:
+    """Returns the type of a value of this worker, when the value has been made."""
+    owned = current_worker().references.value_of(reference.id)
+    return WhenReady(owned, lambda value: (_rref_typeof_on_owner, type(value)), reference)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
-from torchweft.compat.rpc.wait_all import note_future
+from torchweft.compat.waiting import note_future
 from torchweft.errors import SerializationError
 from torchweft.rpc.rref import Proxy
 

@@ -11,8 +11,9 @@ recognizes a repeated offer by this name, and a stale one by its attempt number.
 ``HELLO`` on, the offer of the worker with the higher id stands until it is answered.
 
 ``machine`` is the shell's interface; ``first_dial`` has the retry policy of first connections,
-``contact`` the failure detector of sessions; ``reaching`` classifies failed addresses, ``hello``
-is the greeting. ``docs/protocols/connecting.md`` has the states, events and actions.
+``contact`` the failure detector of sessions; ``reaching`` chooses addresses and
+classifies their failures, ``hello`` is the greeting, ``unsent`` keeps messages for the first
+connection. ``docs/protocols/connecting.md`` has the states, events and actions.
 """
 
 from torchweft.protocol.connecting.actions import (
@@ -35,7 +36,8 @@ from torchweft.protocol.connecting.actions import (
 )
 from torchweft.protocol.connecting.hello import Hello, Purpose
 from torchweft.protocol.connecting.machine import Connecting
-from torchweft.protocol.connecting.reaching import Outcome, Reaching
+from torchweft.protocol.connecting.reaching import Means, Outcome, Reaching
+from torchweft.protocol.connecting.unsent import Keeping, Outgoing, Unsent, UnsentMessages
 
 __all__ = [
     "Connecting",
@@ -57,6 +59,11 @@ __all__ = [
     "Purpose",
     "Answer",
     "Verdict",
+    "Means",
     "Outcome",
     "Reaching",
+    "Unsent",
+    "UnsentMessages",
+    "Keeping",
+    "Outgoing",
 ]

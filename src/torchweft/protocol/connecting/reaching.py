@@ -1,12 +1,19 @@
-"""Classifies the failure to connect to any address of a worker."""
+"""Decides which addresses of a worker to dial, and what it means that none answers."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from torchweft import knobs
 from torchweft.protocol.connecting.actions import Failure
+from torchweft.protocol.membership.registration import HOST, NETWORK
 
-_LOCAL = "unix:"
+_NO_SECRET = (
+    "without a secret, a worker connects to others of its own machine only; give all of them the "
+    f"same: {knobs.SECRET_FILE.variable}=FILE, or secret=..."
+)
 
 
 class Outcome(enum.Enum):
@@ -20,16 +27,59 @@ class Outcome(enum.Enum):
     """The network does not reach the address now."""
 
 
-class Reaching:
-    """Collects the outcome for each address.
+class Means(NamedTuple):
+    """The connections that one worker can make.
 
-    Args:
-        is_here: Whether the worker shares this network stack, so that a refusal shows its death.
+    Attributes:
+        has_secret: Whether it can prove that it belongs to the group.
+        has_tls: Whether it secures connections over TCP.
+        uses_unix: Whether it dials Unix sockets.
     """
 
-    def __init__(self, *, is_here: bool) -> None:
-        self._is_here = is_here
+    has_secret: bool
+    has_tls: bool
+    uses_unix: bool
+
+
+class Reaching:
+    """One attempt to reach any address of a worker; collects the outcome for each address.
+
+    Args:
+        own: What this worker registered about its host and network.
+        others: What the other worker registered.
+        means: The connections that this worker can make.
+    """
+
+    def __init__(self, own: Mapping[str, Any], others: Mapping[str, Any], means: Means) -> None:
+        self._host, self._own_host = others.get(HOST), own.get(HOST)
+        network = own.get(NETWORK)
+        # In the same network stack, a refusal shows the worker's death.
+        self._is_here = bool(network) and others.get(NETWORK) == network
+        self._means = means
         self._tried: list[tuple[str, Outcome, str]] = []
+
+    def may_dial(self, address: str, is_secure: bool | None, *, is_far: bool) -> bool:
+        """Returns whether to dial an address; if not, notes why.
+
+        Args:
+            address: The address.
+            is_secure: Whether TLS is spoken there; None for a Unix socket.
+            is_far: Whether other machines can reach the address.
+        """
+        means = self._means
+        if is_secure is None:
+            return means.uses_unix
+        if is_secure != means.has_tls:
+            here, there = ("with", "without") if means.has_tls else ("without", "with")
+            reason = (
+                f"it is a worker {there} TLS, this one is {here}; give all the same tls options"
+            )
+        elif is_far and not means.has_secret:
+            reason = _NO_SECRET
+        else:
+            return True
+        self.failed(address, Outcome.UNSUITABLE, reason)
+        return False
 
     def failed(self, address: str, outcome: Outcome, reason: str) -> None:
         """Notes that connecting to one address failed."""
@@ -47,10 +97,21 @@ class Reaching:
 
     @property
     def cause(self) -> str:
-        """The combined failure as a text."""
+        """The combined failure as a text, with advice for a worker on another host."""
         if self.failure is Failure.GONE:
             return "its process has ended: nothing listens at its address any more"
         # Another host's Unix sockets do not exist here: only its other addresses are informative.
-        far = [each for each in self._tried if not each[0].startswith(_LOCAL)]
+        far = [each for each in self._tried if not each[0].startswith("unix:")]
         reasons = [f"{address}: {reason}" for address, _, reason in far or self._tried]
-        return "; ".join(reasons) or "none of its addresses can be reached from here"
+        return ("; ".join(reasons) or "none of its addresses can be reached from here") + self._hint
+
+    @property
+    def _hint(self) -> str:
+        if not self._host or self._host == self._own_host:
+            return ""
+        return (
+            f"; it is on host {self._host!r}, this worker on {self._own_host!r}: on each, set the "
+            f"variable {knobs.LISTEN.variable} to the host's address and "
+            f"{knobs.SECRET_FILE.variable} to a file with the group's secret, and see that nothing "
+            "is blocked"
+        )

@@ -5,11 +5,10 @@ An *open* group has neither: workers come and go one by one. Both kinds share th
 as possible:
 
 ``registration``
-    A worker's description of itself, and whether workers fit together.
+    A worker's description of itself, and whether workers fit together; the lives that a worker
+    knows, and the names by which programs find them.
 ``joining``
     The order in which a worker writes, reads and waits for keys of the rendezvous store.
-``roster``
-    The lives that a worker knows, and the names by which programs find them.
 ``leaving``
     When a worker may go: alone, or as one of a closed group.
 ``leader``
@@ -17,41 +16,3 @@ as possible:
 
 ``docs/protocols/membership.md`` has the messages, the guarantees and the scenarios.
 """
-
-from torchweft.protocol.membership.registration import (
-    FIRST_LATER_ID,
-    HAS_SECRET,
-    HOST,
-    ID_LIMIT,
-    IS_FAR,
-    NETWORK,
-    PYTHON,
-    STRICT,
-    VERSIONS,
-    Directory,
-    Registration,
-    assemble,
-    differences,
-    versions_of,
-    why_apart,
-    why_not_by_value,
-)
-
-__all__ = [
-    "Registration",
-    "Directory",
-    "assemble",
-    "why_apart",
-    "differences",
-    "versions_of",
-    "why_not_by_value",
-    "FIRST_LATER_ID",
-    "ID_LIMIT",
-    "STRICT",
-    "HOST",
-    "NETWORK",
-    "IS_FAR",
-    "HAS_SECRET",
-    "VERSIONS",
-    "PYTHON",
-]

@@ -1,13 +1,13 @@
-"""The registrations of a group's workers, checked and assembled."""
+"""The workers of a group: registrations, checked and assembled, and the lives that each knows."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from torchweft.errors import ProtocolError
+from torchweft.errors import DuplicateName, ProtocolError
 from torchweft.ids import WorkerInfo
 
 LEADER = 0
@@ -26,6 +26,8 @@ whether other hosts can reach the worker; and whether it has a secret."""
 VERSIONS, PYTHON = "versions", "Python"
 """Fact: the versions that a worker runs; and in it, the version of Python, like 3.11."""
 
+ENDED_LIMIT = 256
+"""How many lives that are over a worker of an open group remembers in full."""
 _VERSION_LIMIT = 32
 _NAMED = 8
 """How many workers an error names."""
@@ -258,3 +260,155 @@ def _placed(registration: Registration) -> str:
 def _ranks(ranks: tuple[int, ...]) -> str:
     listed = ", ".join(str(rank) for rank in ranks[:16]) + (", ..." if len(ranks) > 16 else "")
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+# The lives that one worker knows, and the names that programs use.
+
+
+class Life(Protocol):
+    """The part of a worker that the roster needs."""
+
+    @property
+    def registration(self) -> Registration:
+        """The worker's registration."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the worker is lost or has left."""
+
+
+L = TypeVar("L", bound=Life)
+
+
+class _Lives(dict[int, L]):
+    """Lives by id; ``recall`` makes those that are missing."""
+
+    def __init__(self, recall: Callable[[int], L]) -> None:
+        self._recall = recall
+
+    def __missing__(self, worker: int) -> L:
+        return self._recall(worker)
+
+
+class Roster(Generic[L]):
+    """The members of a group by id, which names one life, and by the names that programs use.
+
+    Lost workers are still found by name, so that calls to them raise WorkerLost, until another life
+    takes the name. Departed workers are not. Of lives that are over and have no name any more, the
+    latest ``ENDED_LIMIT`` stay in the table, and of earlier ones the ids: a group may live long.
+    Lookups in the tables are thread-safe; all other methods are not.
+
+    Args:
+        me: This worker.
+        others: All other workers known so far.
+        recall: Makes an ended life for an id that is not in ``by_id``.
+        is_open: Whether workers may join and leave later.
+
+    Attributes:
+        by_id: The lives that this worker knows, also the latest of those that are over.
+        by_name: The lives that programs find by name.
+        by_rank: The lives that programs find by rank.
+    """
+
+    def __init__(
+        self, me: L, others: Iterable[L], recall: Callable[[int], L], *, is_open: bool
+    ) -> None:
+        self.is_open = is_open
+        self.by_id: dict[int, L] = _Lives(recall)
+        self.by_name: dict[str, L] = {}
+        self.by_rank: dict[int, L] = {}
+        self._me = me
+        self._introduced: set[int] = set()
+        self._ended: dict[int, L] = {}
+        self._forgotten: set[int] = set()
+        for life in (me, *others):
+            self.admit(life)
+
+    def arrival(self, registration: Registration) -> tuple[L | None, tuple[L, ...]]:
+        """Looks up the life of a registration; a new life is to be given to ``admit``.
+
+        Returns:
+            The known life with this id, or None for a new life; and the former lives with the name
+            or rank of a new life, which are over.
+
+        Raises:
+            ProtocolError: The group is closed, or there is no such id.
+            DuplicateName: The registration has the name or rank of this worker.
+        """
+        known = self.by_id.get(registration.id)
+        if known is not None:
+            return known, ()
+        if not self.is_open or not 0 <= registration.id < ID_LIMIT:
+            raise ProtocolError(f"there is no worker of id {registration.id}")
+        former = self._namesakes(registration)
+        if self._me in former:
+            me = self._me.registration
+            raise DuplicateName(f"worker {me.name!r} (rank {me.rank}) lives")
+        return None, former
+
+    def _namesakes(self, registration: Registration) -> tuple[L, ...]:
+        of_name = self.by_name.get(registration.name)
+        of_rank = self.by_rank.get(registration.rank)
+        found = (of_name,) if of_name is of_rank else (of_name, of_rank)
+        return tuple(life for life in found if life is not None)
+
+    def is_replaced(self, registration: Registration) -> bool:
+        """Returns whether a later life of its name or rank has introduced itself meanwhile.
+
+        For registrations read from the store: the life is then over, since the later life asked it
+        and got no answer.
+        """
+        return any(
+            life.registration.id in self._introduced
+            for life in self._namesakes(registration)
+            if life.registration.id != registration.id
+        )
+
+    def admit(self, life: L, *, is_introduced: bool = False) -> None:
+        """Adds a new life in place of former lives of its name or rank.
+
+        Args:
+            life: The life.
+            is_introduced: Whether the life itself said that it has joined.
+        """
+        registration = life.registration
+        if is_introduced:
+            self._introduced.add(registration.id)
+        for former in self._namesakes(registration):
+            self.retire(former)
+        self.by_id[registration.id] = life
+        self.by_name[registration.name] = life
+        self.by_rank[registration.rank] = life
+
+    def may_have_been(self, worker: int) -> bool:
+        """Returns whether an id may be of a life that this worker never knew."""
+        return self.is_open and 0 <= worker < ID_LIMIT
+
+    def retire(self, life: L) -> None:
+        """Stops a life that leaves, or is over, from being found by name or rank."""
+        registration = life.registration
+        self._introduced.discard(registration.id)
+        if self.by_name.get(registration.name) is life:
+            del self.by_name[registration.name]
+        if self.by_rank.get(registration.rank) is life:
+            del self.by_rank[registration.rank]
+        self._ended[registration.id] = life
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        while len(self._ended) > ENDED_LIMIT:
+            worker, life = next(iter(self._ended.items()))
+            if not life.is_over:
+                return
+            del self._ended[worker]
+            self.by_id.pop(worker, None)
+            self._forgotten.add(worker)
+
+    def remember(self, life: L) -> None:
+        """Adds a life that is over, so that it is found by its id."""
+        self.by_id[life.registration.id] = self._ended[life.registration.id] = life
+        self._forget_ended()
+
+    def is_forgotten(self, worker: int) -> bool:
+        """Returns whether an id is of a life that is over and not in the tables any more."""
+        return worker in self._forgotten and worker not in self.by_id

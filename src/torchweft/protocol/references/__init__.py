@@ -16,11 +16,11 @@ lost, the owner drops its holds, and users of values that it owned are told; **G
 shutdown leaves no references, and reports any that are left.
 
 The rules of this folder: ``machine`` is the shell's interface, made of the owner's half, the user's
-half and the handovers; every request is repeated until answered (``outbox``); received numbers
-take little memory (``seen``). ``docs/protocols/references.md`` has the scenarios.
+half and the handovers; every request is repeated until answered (``delivery``); received numbers
+take little memory (``protocol.numbers``). ``docs/protocols/references.md`` has the scenarios.
 """
 
-from torchweft.protocol.references.actions import (
+from torchweft.protocol.references.delivery import (
     Action,
     Census,
     Confirmed,
@@ -31,7 +31,7 @@ from torchweft.protocol.references.actions import (
     ValueGone,
 )
 from torchweft.protocol.references.machine import References
-from torchweft.wire.references import NO_TOKEN, Message
+from torchweft.wire.references import NO_TOKEN
 
 __all__ = [
     "References",
@@ -43,6 +43,5 @@ __all__ = [
     "OwnerLost",
     "Census",
     "Leak",
-    "Message",
     "NO_TOKEN",
 ]

@@ -7,9 +7,7 @@ from typing import Any
 
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
-from torchweft.protocol.references.actions import Action, Census, Leak
-from torchweft.protocol.references.handovers import Handovers
-from torchweft.protocol.references.outbox import Outbox
+from torchweft.protocol.references.delivery import Action, Census, Handovers, Leak, Outbox
 from torchweft.protocol.references.owner import OwnedValues
 from torchweft.protocol.references.user import HeldReferences
 from torchweft.wire.references import (
@@ -221,7 +219,7 @@ class References:
 
     def is_settled(self) -> bool:
         """Returns whether no request waits for an answer and no handover is under way."""
-        return self._outbox.is_answered() and not self._handovers
+        return not self._outbox and not self._handovers
 
     def leaks(self) -> list[Leak]:
         """Returns the references that this worker holds, and its own that any worker holds."""

@@ -6,9 +6,8 @@ import enum
 from dataclasses import dataclass, field
 
 from torchweft.ids import ReferenceId
-from torchweft.protocol.references.actions import Leak, ReleaseValue, ValueGone
-from torchweft.protocol.references.outbox import Outbox
-from torchweft.protocol.references.seen import SeenNumbers
+from torchweft.protocol.numbers import SeenNumbers
+from torchweft.protocol.references.delivery import Leak, Outbox, ReleaseValue, ValueGone
 from torchweft.wire.references import Drop, DropAck, Gone, Hold, HoldAck, NotCreated
 
 
@@ -167,15 +166,9 @@ class OwnedValues:
     def _find_or_await(self, reference: ReferenceId) -> Owned | None:
         """Returns the entry, a new one if the creation may still come; None if it is gone."""
         entry = self._entries.get(reference)
-        if entry is None and self._may_come(reference):
+        if entry is None and self.is_awaited(reference):
             entry = self._entries[reference] = Owned(Stage.AWAITED)
         return entry
-
-    def _may_come(self, reference: ReferenceId) -> bool:
-        creator = reference.creator
-        if creator == self._worker or creator in self._outbox.lost:
-            return False
-        return reference.number not in self._numbers_of(creator)
 
     def _will_not_come(self, reference: ReferenceId) -> None:
         # Also without a handle here: a thread may be waiting for the value to be made.

@@ -6,8 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from torchweft.ids import ReferenceId
-from torchweft.protocol.references.actions import Confirmed, Leak, OwnerLost, ValueGone
-from torchweft.protocol.references.outbox import Outbox
+from torchweft.protocol.references.delivery import Confirmed, Leak, Outbox, OwnerLost, ValueGone
 from torchweft.wire.references import (
     NO_TOKEN,
     Drop,

@@ -13,12 +13,10 @@ Rules of this folder:
   never an end of file, so that an attacker on the path cannot truncate a stream unnoticed.
 
 ========== ===================================================================
-options    a worker's TLS options: files, whether mutual, which name
-contexts   the OpenSSL contexts made from them, remade when the files change
-stream     one TLS connection without a socket: bytes in, bytes out
+options    a worker's TLS options, and the OpenSSL contexts made from them
+stream     one TLS connection without a socket: bytes in, bytes out; readable failures
 connection a stream and its socket
 handshake  the TLS handshake, within a time limit
-refusals   TLS failures as readable messages
 ========== ===================================================================
 """
 

@@ -16,11 +16,14 @@ from typing import cast
 
 from torchweft.errors import TlsError
 from torchweft.transport.secure.connection import SecureConnection
-from torchweft.transport.secure.contexts import PROTOCOL
-from torchweft.transport.secure.names import check_name
-from torchweft.transport.secure.options import TlsOptions
-from torchweft.transport.secure.refusals import BOTH_SIDES, SAME_AUTHORITY, refusal, tls_error
-from torchweft.transport.secure.stream import TlsStream
+from torchweft.transport.secure.options import PROTOCOL, TlsOptions, check_name
+from torchweft.transport.secure.stream import (
+    BOTH_SIDES,
+    SAME_AUTHORITY,
+    TlsStream,
+    refusal,
+    tls_error,
+)
 
 _RECEIVE_BYTES = 16 << 10
 _HANDSHAKE_RECORD = 22

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 
 from torchweft.channel.cma import address_of
 from torchweft.channel.shm.borrowed import Borrowed
+from torchweft.channel.shm.kernel import Process
 from torchweft.channel.shm.layout import attach
-from torchweft.channel.shm.liveness import Process
 from torchweft.channel.shm.pool import Borrower, SharedPool
 from torchweft.channel.table import SHM, BufferEntry
 

@@ -14,12 +14,12 @@ from torchweft.channel.cma import address_of
 from torchweft.channel.memory import slab_size
 from torchweft.channel.shm import pool as pool_module
 from torchweft.channel.shm.borrowed import Borrowed
+from torchweft.channel.shm.kernel import Process
 from torchweft.channel.shm.layout import TICKET_COUNT, attach
-from torchweft.channel.shm.liveness import Process
 from torchweft.channel.shm.pool import AT_ONCE_BYTES, Borrower, Loan, SharedPool, make_pool
 from torchweft.channel.table import SHM, BufferEntry
 from torchweft.errors import ConfigurationError
-from torchweft.serialize import shared
+from torchweft.serialize.compact import may_be_shared, shared_ranges
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -289,12 +289,12 @@ def test_memory_of_others_is_not_lent_as_shared(pool: SharedPool, borrower: Borr
 def test_memory_that_may_be_shared_is_known_below(pool: SharedPool) -> None:
     private = np.zeros(KIB, dtype=np.uint8)
     memory = pool.share(KIB)
-    assert shared.holds(address_of(memory))
-    assert shared.holds(address_of(memory[5:]))
-    assert not shared.holds(private.ctypes.data)
+    assert may_be_shared(address_of(memory))
+    assert may_be_shared(address_of(memory[5:]))
+    assert not may_be_shared(private.ctypes.data)
     del memory
     pool.close()
-    assert not shared.ranges
+    assert not shared_ranges
 
 
 def test_a_pool_as_the_knob_has_it() -> None:

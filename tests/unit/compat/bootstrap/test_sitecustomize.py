@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchweft.compat.children import FOLDER
+from torchweft.compat.installing import FOLDER
 
 FILES = {
     "torch/__init__.py": "import torch.part\nprint('torch', end=' ')\n",

@@ -13,7 +13,6 @@ import pytest
 
 import torchweft.compat
 from torchweft.compat import rpc
-from torchweft.compat.rpc import absent
 from torchweft.compat.rpc.backend_registry import register_backend
 from torchweft.errors import NotSupported
 
@@ -178,7 +177,7 @@ def test_the_enumeration_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rpc.BackendType.NEWEST.name == "NEWEST"
 
 
-@pytest.mark.parametrize("name", absent.FUNCTIONS)
+@pytest.mark.parametrize("name", rpc._ABSENT)
 def test_what_has_no_meaning_says_so_when_it_is_called(name: str) -> None:
     function: Any = getattr(rpc, name)
     with pytest.raises(NotSupported, match=f"Weft has no {name}: ") as caught:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.conformance.shims.autograd import DistAutogradContext, GraphNode
-from torchweft.autograd.contexts import Context, flags_of
+from tests.unit.autograd.cluster import flags_of
+from torchweft.autograd.contexts import Context
 from torchweft.serialize.objects import pack, unpack
 
 RECEIVE = "torch::distributed::autograd::RecvRpcBackward"

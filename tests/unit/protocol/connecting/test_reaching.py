@@ -1,38 +1,89 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from torchweft.protocol.connecting import Failure, Outcome, Reaching
+from torchweft.protocol.connecting import Failure, Means, Outcome, Reaching
+from torchweft.protocol.membership.registration import HOST, NETWORK
+
+HERE = {HOST: "one", NETWORK: "net:1"}
+ELSEWHERE = {HOST: "two", NETWORK: "net:2"}
+ALL = Means(has_secret=True, has_tls=False, uses_unix=True)
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "is_here", "failure"),
+    ("outcomes", "others", "failure"),
     [
-        ([], True, Failure.REFUSED),
-        ([Outcome.REFUSED], True, Failure.GONE),
-        ([Outcome.REFUSED, Outcome.REFUSED], True, Failure.GONE),
-        ([Outcome.REFUSED], False, Failure.REFUSED),
-        ([Outcome.REFUSED, Outcome.UNSUITABLE], True, Failure.REFUSED),
-        ([Outcome.UNSUITABLE], True, Failure.REFUSED),
-        ([Outcome.REFUSED, Outcome.UNANSWERED], True, Failure.BROKEN),
+        ([], HERE, Failure.REFUSED),
+        ([Outcome.REFUSED], HERE, Failure.GONE),
+        ([Outcome.REFUSED, Outcome.REFUSED], HERE, Failure.GONE),
+        ([Outcome.REFUSED], ELSEWHERE, Failure.REFUSED),
+        ([Outcome.REFUSED], {}, Failure.REFUSED),
+        ([Outcome.REFUSED, Outcome.UNSUITABLE], HERE, Failure.REFUSED),
+        ([Outcome.UNSUITABLE], HERE, Failure.REFUSED),
+        ([Outcome.REFUSED, Outcome.UNANSWERED], HERE, Failure.BROKEN),
     ],
 )
 def test_what_failed_addresses_mean(
-    outcomes: list[Outcome], is_here: bool, failure: Failure
+    outcomes: list[Outcome], others: dict[str, Any], failure: Failure
 ) -> None:
-    reaching = Reaching(is_here=is_here)
+    reaching = Reaching(HERE, others, ALL)
     for outcome in outcomes:
         reaching.failed("tcp:x:1", outcome, "why")
     assert reaching.failure is failure
 
 
+def test_nothing_is_known_of_a_network_that_has_no_name() -> None:
+    reaching = Reaching({}, {}, ALL)
+    reaching.failed("tcp:x:1", Outcome.REFUSED, "why")
+    assert reaching.failure is Failure.REFUSED
+
+
 def test_the_cause_names_the_addresses_that_tell_anything() -> None:
-    reaching = Reaching(is_here=False)
+    reaching = Reaching({}, {}, ALL)
     assert reaching.cause == "none of its addresses can be reached from here"
     reaching.failed("unix:@a", Outcome.REFUSED, "refused")
     assert reaching.cause == "unix:@a: refused"
     reaching.failed("tcp:x:1", Outcome.UNANSWERED, "no route")
     assert reaching.cause == "tcp:x:1: no route"
-    gone = Reaching(is_here=True)
+    gone = Reaching(HERE, HERE, ALL)
     gone.failed("unix:@a", Outcome.REFUSED, "refused")
     assert "its process has ended" in gone.cause
+
+
+def test_the_cause_advises_what_makes_another_host_reachable() -> None:
+    reaching = Reaching(HERE, ELSEWHERE, ALL)
+    reaching.failed("tcp:x:1", Outcome.UNANSWERED, "no route")
+    assert "on host 'two', this worker on 'one': on each, set the variable" in reaching.cause
+    assert "WEFT_LISTEN" in reaching.cause
+    near = Reaching(HERE, HERE, ALL)
+    near.failed("tcp:x:1", Outcome.UNANSWERED, "no route")
+    assert near.cause == "tcp:x:1: no route"
+
+
+@pytest.mark.parametrize(
+    ("means", "is_secure", "is_far", "reason"),
+    [
+        (ALL, None, False, None),
+        (ALL._replace(uses_unix=False), None, False, ""),
+        (ALL, False, True, None),
+        (ALL, True, True, "it is a worker with TLS, this one is without"),
+        (ALL._replace(has_tls=True), True, True, None),
+        (ALL._replace(has_tls=True), False, False, "it is a worker without TLS, this one is with"),
+        (ALL._replace(has_tls=True), None, False, None),
+        (ALL._replace(has_secret=False), False, False, None),
+        (ALL._replace(has_secret=False), False, True, "without a secret, a worker connects to"),
+        (ALL._replace(has_secret=False), None, False, None),
+    ],
+)
+def test_which_addresses_are_dialled(
+    means: Means, is_secure: bool | None, is_far: bool, reason: str | None
+) -> None:
+    reaching = Reaching({}, {}, means)
+    assert reaching.may_dial("tcp:x:1", is_secure, is_far=is_far) is (reason is None)
+    if reason:
+        assert reaching.failure is Failure.REFUSED
+        assert reaching.cause.startswith(f"tcp:x:1: {reason}")
+    else:  # A Unix socket that is not used is passed over in silence.
+        assert reaching.cause == "none of its addresses can be reached from here"

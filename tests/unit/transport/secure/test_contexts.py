@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import serialization
 
 from tests.certificates import Authority
 from torchweft.errors import ConfigurationError
-from torchweft.transport.secure.contexts import ContextPair, Contexts, Files
+from torchweft.transport.secure.options import ContextPair, Contexts, Files
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchweft.transport.secure.names import check_name
+from torchweft.transport.secure.options import check_name
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import ssl
 
 import pytest
 
-from torchweft.transport.secure.refusals import broken, refusal
+from torchweft.transport.secure.stream import broken, refusal
 
 
 def ssl_error(reason: str) -> ssl.SSLError:

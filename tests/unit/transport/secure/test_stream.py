@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.certificates import Authority
-from torchweft.transport.secure.contexts import PROTOCOL
+from torchweft.transport.secure.options import PROTOCOL
 from torchweft.transport.secure.stream import TlsStream
 
 

@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.runtime.transfer_loop import NOTHING, READABLE
-from torchweft.transport.striped.arriving import Arrivals, NotComing, ReceivingConnection
-from torchweft.transport.striped.stripes import Stripe, TransferKey
+from torchweft.transport.striped import (
+    Arrivals,
+    NotComing,
+    ReceivingConnection,
+    Stripe,
+    TransferKey,
+)
 
 LIMIT_S = 20.0
 LIMIT_BYTES = 1 << 24

@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 
 from torchweft.runtime.transfer_loop import NOTHING, WRITABLE
-from torchweft.transport.striped.outgoing import Outbox, SendingConnection
-from torchweft.transport.striped.stripes import HEADER_BYTES, Stripe, decode_stripe
+from torchweft.transport.striped import (
+    HEADER_BYTES,
+    Outbox,
+    SendingConnection,
+    Stripe,
+    decode_stripe,
+)
 from torchweft.wire.frames import Buffer
 
 LIMIT_S = 20.0

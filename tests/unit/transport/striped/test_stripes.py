@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft.errors import ProtocolError
-from torchweft.transport.striped.stripes import HEADER_BYTES, Stripe, TransferKey, decode_stripe
+from torchweft.transport.striped import HEADER_BYTES, Stripe, TransferKey, decode_stripe
 
 LIMIT_BYTES = 1 << 40
 u64 = st.integers(0, (1 << 64) - 1)

@@ -1,0 +1,318 @@
+"""The rendezvous stores of Weft's own: around those of PyTorch, and in place of them.
+
+PyTorch's stores wait without a limit if their host accepts a connection but never answers: the host
+is stopped or hangs, or another program listens there. Such an operation cannot be aborted. So each
+operation of a ``BoundedStore`` runs in a thread of its own, which is abandoned when the time is up.
+After that the store is not asked again.
+
+PyTorch's stores accept every client. A malicious client could direct the workers to a man in the
+middle, which relays the proofs of both sides. So each worker signs its values, along with their
+keys, with the secret, and reads only signed values: see ``SignedStore``. The reader must check that
+a value belongs to *this* run. Counters, and the presence of keys, are not protected: an attacker
+can use them to keep workers from finding each other, and no more.
+
+A store in a worker ends with that worker. PyTorch's file store has a flaw if processes are killed:
+a half-written record makes every later reader spin, without a time limit. So for workers which join
+and leave, the launcher keeps the keys, see ``torchweft.launch.meeting`` and ``LauncherStore``.
+Each operation is one request datagram and one reply datagram, which are received whole or not at
+all.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+# PyTorch's own types leave some of these out, as a build may lack them.
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from torchweft.errors import RendezvousError, RendezvousTimeout
+from torchweft.secret import Secret
+
+T = TypeVar("T")
+
+_LATE_S = 2.0
+"""Grace period for an answer after the limit, since some stores count in whole seconds."""
+
+_PREFIX = b"signed:"
+_SIGNATURE_BYTES = 64  # in hexadecimal
+
+LAUNCHER_SCHEME = "unix"
+_LOOK_AGAIN_S = 0.02
+_ANSWER_BYTES = 1 << 18
+
+_opened: dict[str, LauncherStore] = {}
+"""Open stores by name: a PyTorch store that wraps one keeps only its C++ half alive."""
+
+
+def within(limit_s: float, place: str, operation: Callable[[], T]) -> T:
+    """Runs a store operation and returns its result. Blocks for about ``limit_s`` at most.
+
+    Args:
+        limit_s: How long the operation may take, in seconds.
+        place: Where the store is, for the error.
+        operation: Called in a thread of its own; must not hold the interpreter lock as it waits.
+
+    Raises:
+        RendezvousTimeout: There was no answer in time.
+        Exception: The exception of the operation.
+    """
+    outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((operation(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    thread = threading.Thread(target=run, name="weft-store", daemon=True)
+    began_s = time.monotonic()
+    thread.start()
+    try:
+        value, error = outcome.get(timeout=max(limit_s, 0.0) + _LATE_S)
+    except queue.Empty:
+        raise _silent(place, time.monotonic() - began_s) from None
+    thread.join()
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
+def _silent(place: str, waited_s: float) -> RendezvousTimeout:
+    return RendezvousTimeout(
+        f"the rendezvous store at {place} does not answer for {waited_s:.1f} s, though something "
+        "takes connections there: the process that hosts it (rank 0, or its launcher) is stopped, "
+        "its host hangs, or another program has that port. See what runs there, or choose another "
+        "port (MASTER_PORT)",
+        missing=(0,),
+        elapsed_s=waited_s,
+    )
+
+
+def place_of(store: Any) -> str:
+    """Returns the address or the file of a store, for messages."""
+    store = _underlying(store)
+    if isinstance(store, TCPStore):
+        return f"{store.host}:{store.port}"
+    if isinstance(store, FileStore):
+        return f"file {store.path}"  # type: ignore[attr-defined]
+    return f"a {type(store).__name__}"
+
+
+def host_of(store: Any) -> str:
+    """Returns the host of a TCP store, as it was named; empty for other stores."""
+    store = _underlying(store)
+    return str(store.host) if isinstance(store, TCPStore) else ""
+
+
+def _underlying(store: Any) -> Any:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+class BoundedStore:
+    """Forwards all operations to another store, and bounds the wait for its answers.
+
+    Each operation raises RendezvousTimeout if the store does not answer in time, and at once after
+    the first such failure.
+
+    Args:
+        store: A ``torch.distributed.Store``.
+        limit_s: Seconds from now by which all operations must end. Later operations get only a
+            short grace period.
+    """
+
+    def __init__(self, store: Any, limit_s: float) -> None:
+        self._store = store
+        self._end_s = time.monotonic() + limit_s
+        self._place = place_of(store)
+        self._silent: RendezvousTimeout | None = None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._within(0.0, lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._within(0.0, lambda: self._store.get(key)))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._within(0.0, lambda: self._store.add(key, amount)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._within(0.0, lambda: self._store.check(list(keys))))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return bytes(self._within(0.0, lambda: self._store.compare_set(key, expected, desired)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Waits for keys; ``timeout`` may end after the deadline of the other operations."""
+        least_s = timeout.total_seconds()
+        self._within(least_s, lambda: self._store.wait(list(keys), timeout))
+
+    def _within(self, least_s: float, operation: Callable[[], T]) -> T:
+        if self._silent is not None:
+            raise copy.copy(self._silent)
+        limit_s = max(self._end_s - time.monotonic(), least_s)
+        try:
+            return within(limit_s, self._place, operation)
+        except RendezvousTimeout as error:
+            self._silent = error
+            raise
+
+
+class SignedStore:
+    """Signs the values written to another store, and verifies the values read.
+
+    Args:
+        store: A ``torch.distributed.Store``.
+        secret: The group's secret. If None, nothing is signed, and signed values are refused.
+    """
+
+    def __init__(self, store: Any, secret: Secret | None) -> None:
+        self._store = store
+        self._key = None if secret is None else secret.derive("rendezvous")
+        self.add = store.add
+        self.check = store.check
+        self.wait = store.wait
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, self._signed(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key.
+
+        Raises:
+            RendezvousError: The value was not written by a holder of the secret.
+        """
+        return self._checked(key, bytes(self._store.get(key)))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Sets a key that is not there; returns its value afterwards. Raises as ``get``."""
+        if expected:
+            raise ValueError("a signed value cannot be compared")
+        there = self._store.compare_set(key, "", self._signed(key, desired))
+        return self._checked(key, bytes(there))
+
+    def _signed(self, key: str, value: str | bytes) -> str:
+        text = value if isinstance(value, str) else value.decode()
+        if self._key is None:
+            return text
+        signature = self._key.sign(key.encode(), text.encode()).hex()
+        return f"{_PREFIX.decode()}{signature}{text}"
+
+    def _checked(self, key: str, written: bytes) -> bytes:
+        is_signed = written.startswith(_PREFIX)
+        if self._key is None:
+            if is_signed:
+                raise RendezvousError(
+                    f"the rendezvous store's value of {key!r} is signed with a secret, and this "
+                    "worker has none; give all workers of the group the same (WEFT_SECRET_FILE)"
+                )
+            return written
+        signature, value = _split(written[len(_PREFIX) :])
+        if is_signed and self._key.verify(signature, key.encode(), value):
+            return value
+        raise RendezvousError(
+            f"the rendezvous store's value of {key!r} was not written with the secret of this "
+            "worker: some worker of the group has another secret or none (WEFT_SECRET_FILE), or a "
+            "stranger has reached the store"
+        )
+
+
+def _split(content: bytes) -> tuple[bytes, bytes]:
+    """Returns a signature and the signed value; a malformed signature becomes empty."""
+    try:
+        signature = bytes.fromhex(content[:_SIGNATURE_BYTES].decode())
+    except ValueError:
+        signature = b""
+    return signature, content[_SIGNATURE_BYTES:]
+
+
+def open_launcher_store(name: str, timeout_s: float) -> LauncherStore:
+    """Returns the store of the launcher whose socket is called ``name``.
+
+    Args:
+        name: The name that the launcher told its workers.
+        timeout_s: How long to wait for one answer, or for the value of a key.
+    """
+    store = _opened[name] = LauncherStore(name, timeout_s)
+    return store
+
+
+class LauncherStore(Store):
+    """Asks the launcher for keys and values; thread-safe. Made by ``open_launcher_store``."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        super().__init__()
+        self._name = name
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key, _text(value))
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key; waits until the key is there."""
+        self.wait([key], timedelta(seconds=self._timeout_s))
+        return _bytes(self._ask("get", key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, amount))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return _bytes(self._ask("compare_set", key, _text(expected), _text(desired)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys are there.
+
+        Raises:
+            RuntimeError: The keys did not come in time, or the launcher is gone.
+        """
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline_s = time.monotonic() + limit_s
+        while not self.check(keys):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise RuntimeError(f"{', '.join(keys)} did not come within {limit_s:.1f} s")
+            time.sleep(min(_LOOK_AGAIN_S, left_s))
+
+    def _ask(self, *request: object) -> Any:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+            asking.settimeout(self._timeout_s if self._timeout_s < math.inf else None)
+            asking.bind("")  # the kernel assigns an address for the answer
+            try:
+                asking.connect(f"\0{self._name}")
+                asking.send(json.dumps(request).encode())
+                answer = json.loads(asking.recv(_ANSWER_BYTES))
+            except OSError as error:
+                raise RuntimeError(
+                    f"the launcher, which hosts the rendezvous store, does not answer: {error}; "
+                    "has 'torchweft run' ended?"
+                ) from error
+        if "problem" in answer:
+            raise RuntimeError(f"the launcher refuses {request[0]}: {answer['problem']}")
+        return answer["value"]
+
+
+# JSON has no bytes; in Latin-1 each character stands for one byte.
+def _text(value: str | bytes) -> str:
+    return (value.encode() if isinstance(value, str) else value).decode("latin-1")
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("latin-1")

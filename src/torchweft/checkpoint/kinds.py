@@ -1,0 +1,276 @@
+"""The kinds of values that a snapshot can hold, and how each kind is copied and put back."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchweft.errors import ArgumentTypeError
+
+# Plain values, which need no code to read
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_SEQUENCES = (list, tuple, set, torch.Size)
+_MAPPINGS = (dict, OrderedDict, Counter)
+_PLACE = tuple[Any, ...]
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value consists of plain values only; tensors are not plain."""
+    kind = type(value)
+    if kind in _SCALARS or isinstance(value, np.generic):
+        return True
+    if kind in _SEQUENCES:
+        return all(is_plain(item) for item in value)  # type: ignore[attr-defined]
+    if kind in _MAPPINGS:
+        return all(is_plain(k) and is_plain(v) for k, v in value.items())  # type: ignore[attr-defined]
+    return False
+
+
+class HostCopier:
+    """Copies values into memory of their own, and tensors into host memory.
+
+    Tensors that share the same memory, such as tied weights, become one copy. So use one copier
+    for one value, and keep all of that value alive until the copy is complete.
+
+    Args:
+        path: The path of the value, for messages.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._copies: dict[_PLACE, Tensor] = {}
+        self._ways: dict[type, Callable[[Any, str], Any]] = {
+            **dict.fromkeys(_SCALARS, lambda value, at: value),
+            **dict.fromkeys([list, tuple, set], self._sequence),
+            **dict.fromkeys(_MAPPINGS, self._mapping),
+            torch.Size: lambda value, at: value,
+        }
+
+    def copy(self, value: Any, at: str = "") -> Any:
+        """Returns a copy of a value.
+
+        Args:
+            value: Tensors and plain values.
+            at: Where the value is, for messages.
+
+        Raises:
+            ArgumentTypeError: The value contains an object of another type; says where.
+        """
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, np.generic):
+            return value.item()
+        way = self._ways.get(type(value))
+        if way is None:
+            raise ArgumentTypeError(
+                f"{self._path}{at} is a {type(value).__module__}.{type(value).__qualname__}, which "
+                "a snapshot cannot hold; give it tensors, numbers, strings, and lists, tuples, "
+                "sets and dicts of them"
+            )
+        return way(value, at)
+
+    def _sequence(self, value: Any, at: str) -> Any:
+        return type(value)(self.copy(item, f"{at}[{place}]") for place, item in enumerate(value))
+
+    def _mapping(self, value: Any, at: str) -> Any:
+        copied = type(value)()
+        for key, item in value.items():
+            copied[self.copy(key, f"{at}, a key,")] = self.copy(item, f"{at}[{key!r}]")
+        return copied
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return _cloned(tensor)
+        place = (
+            tensor.untyped_storage().data_ptr(),
+            tensor.device,
+            tensor.storage_offset(),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        copy = self._copies.get(place)
+        if copy is None:
+            copy = self._copies[place] = _cloned(tensor)
+        return copy
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    own = tensor.detach()
+    return own.clone() if own.device.type == "cpu" else own.cpu()
+
+
+# Kinds
+
+MODULE, TENSOR, GENERATOR, OBJECT = "module", "tensor", "generator", "object"
+DATA = "data"
+"""A dict or list behind a reference: its content is replaced, and it stays the same object."""
+VALUE = "value"
+"""A plain value of the driver's state: the content of a dict or list is replaced; any other value
+is itself replaced in the state."""
+
+
+class Differences(NamedTuple):
+    """How a snapshot, or an entry of it, differs from the state; each difference with its path."""
+
+    missing: list[str]
+    unexpected: list[str]
+    differing: list[str]
+
+
+def kind_of(path: str, value: Any, *, is_remote: bool) -> str:
+    """Returns the kind of a value.
+
+    Args:
+        path: Its path in the state, for messages.
+        value: A value of this worker.
+        is_remote: Whether the state has a reference to it, rather than the value itself.
+
+    Raises:
+        ArgumentTypeError: Such a value cannot be restored.
+    """
+    if isinstance(value, nn.Module):
+        return MODULE
+    if isinstance(value, Tensor):
+        return TENSOR
+    if isinstance(value, torch.Generator):
+        return GENERATOR
+    if callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    ):
+        return OBJECT
+    if not is_remote:
+        return VALUE
+    if isinstance(value, (dict, list)):
+        return DATA
+    raise ArgumentTypeError(
+        f"{path} is a reference to a {type(value).__name__}, which cannot be changed in place when "
+        "it is restored; refer to a module, a tensor, a dict, a list, a torch.Generator or "
+        "something with state_dict and load_state_dict"
+    )
+
+
+def take(path: str, kind: str, value: Any) -> Any:
+    """Returns a copy of the state of a value: tensors in host memory, and plain values.
+
+    Raises:
+        ArgumentTypeError: The state contains an object of another type; says where.
+    """
+    copier = HostCopier(path)
+    if kind == MODULE:
+        with torch.no_grad():
+            state = value.state_dict()
+        metadata = dict(getattr(state, "_metadata", {}))
+        return {"state": copier.copy(dict(state)), "metadata": copier.copy(metadata)}
+    if kind == GENERATOR:
+        return value.get_state().cpu()
+    return copier.copy(value.state_dict() if kind == OBJECT else value)
+
+
+def differences(path: str, kind: str, value: Any, state: Any) -> Differences:
+    """Returns the differences that prevent putting a saved state into a value.
+
+    An object with ``load_state_dict`` checks its state itself, when it loads it.
+    """
+    if kind == TENSOR and value.shape != state.shape:
+        return Differences([], [], [_shapes(path, state, value)])
+    if kind != MODULE:
+        return Differences([], [], [])
+    saved = state["state"]
+    with torch.no_grad():
+        present = value.state_dict()
+    return Differences(
+        [f"{path}:{key}" for key in present if key not in saved],
+        [f"{path}:{key}" for key in saved if key not in present],
+        [
+            _shapes(f"{path}:{key}", saved[key], present[key])
+            for key in present
+            if key in saved and _is_of_another_shape(saved[key], present[key])
+        ],
+    )
+
+
+def put(kind: str, value: Any, state: Any, *, strict: bool) -> None:
+    """Puts a saved state into a value.
+
+    Args:
+        kind: The kind of the value.
+        value: The value; it stays the same object.
+        state: The result of ``take`` for such a value.
+        strict: Whether a module must have exactly the keys that the state has.
+    """
+    with torch.no_grad():
+        if kind == MODULE:
+            loaded: Any = OrderedDict(state["state"])
+            loaded._metadata = OrderedDict(state["metadata"])  # versions, which some modules check
+            value.load_state_dict(loaded, strict=strict)
+        elif kind == TENSOR:
+            value.copy_(state)
+        elif kind == GENERATOR:
+            value.set_state(state)
+        elif kind == OBJECT:
+            value.load_state_dict(state)
+        else:
+            refill(value, state)
+
+
+def refill(value: Any, state: Any) -> None:
+    """Replaces the content of a dict or list, which stays the same object."""
+    if isinstance(value, dict):
+        value.clear()
+        value.update(state)
+    else:
+        value[:] = state
+
+
+def _is_of_another_shape(saved: Any, present: Any) -> bool:
+    if not isinstance(saved, Tensor) or not isinstance(present, Tensor):
+        return False
+    if nn.parameter.is_lazy(present):  # It has no shape before it is used or loaded.
+        return False
+    return saved.shape != present.shape
+
+
+def _shapes(path: str, saved: Tensor, present: Tensor) -> str:
+    return f"{path} has shape {tuple(saved.shape)} in the snapshot and {tuple(present.shape)} here"
+
+
+# The random number generators of a worker: of Python, NumPy and PyTorch
+
+
+def take_random() -> dict[str, Any]:
+    """Returns the states of this process's generators."""
+    numpy_state: Any = np.random.get_state(legacy=False)
+    states = {
+        "python": random.getstate(),
+        "numpy": _with_key(numpy_state, numpy_state["state"]["key"].tolist()),
+        "torch": torch.get_rng_state(),
+    }
+    # If CUDA is not initialized, asking would make the process use a device that it does not use.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = [state.cpu() for state in torch.cuda.get_rng_state_all()]
+    return states
+
+
+def put_random(states: dict[str, Any]) -> None:
+    """Sets the generators of this process to saved states."""
+    random.setstate(states["python"])
+    key = np.asarray(states["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state(_with_key(states["numpy"], key))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, device)
+
+
+def _with_key(numpy_state: dict[str, Any], key: Any) -> dict[str, Any]:
+    return {**numpy_state, "state": {**numpy_state["state"], "key": key}}

@@ -1,0 +1,164 @@
+"""Reports in the log: exceptions that the program raises, and waits that take long.
+
+A long wait is reported once, with the workers for which this worker waits. Waiting code pays
+nothing for that: it registers where its open waits are found, and the timer thread goes through
+them. Before that thread exists, while the workers of a group find each other, the waiting loop asks
+a ``Notice``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from torchweft import knobs
+
+_log = logging.getLogger("torchweft")
+
+
+def log_exception(text: str, *values: object) -> None:
+    """Logs the exception that is being handled; raises nothing itself.
+
+    Formatting an exception runs its ``__str__`` and ``__dir__``, and log handlers are the
+    program's own. Neither may end a thread that serves others.
+
+    Args:
+        text: The message, as for ``logging``.
+        values: The values that are put into the text.
+    """
+    kind = sys.exc_info()[0]
+    try:
+        _log.exception(text, *values)
+    except BaseException as failure:
+        # Logging itself failed: only the standard error stream is left.
+        with contextlib.suppress(BaseException):
+            name, reason = getattr(kind, "__name__", "?"), type(failure).__name__
+            print(f"weft: {text}: {name}; logging it raised {reason}", file=sys.stderr)
+
+
+class Lacking(NamedTuple):
+    """What a wait lacks, as text, and the names of the workers that it waits for."""
+
+    text: str
+    workers: tuple[str, ...] = ()
+
+
+Following = Callable[[Callable[[], Lacking]], contextlib.AbstractContextManager[object]]
+"""Follows a shutdown within a ``with`` block; its argument returns what the shutdown lacks."""
+
+
+class OpenWait(NamedTuple):
+    """A wait that has not ended.
+
+    Attributes:
+        key: Identifies the wait.
+        since_s: When it began, by ``time.monotonic``.
+        describe: Returns the place and the workers: ``"in barrier for 'worker1'"``.
+    """
+
+    key: object
+    since_s: float
+    describe: Callable[[], str]
+
+
+Source = Callable[[], Iterable[OpenWait]]
+
+
+class Notice:
+    """One wait of a worker, reported when it has taken ``WEFT_WAIT_NOTICE_S``; not thread-safe.
+
+    Args:
+        subject: The subject of the message: the waiting worker.
+        describe: As in ``OpenWait``.
+    """
+
+    def __init__(self, subject: str, describe: Callable[[], str]) -> None:
+        self._subject = subject
+        self._describe = describe
+        self._since_s = time.monotonic()
+        self._due_s = self._since_s + notice_s()
+
+    def left_s(self) -> float:
+        """Returns the seconds until the wait is reported; infinite when it has been."""
+        return self._due_s - time.monotonic()
+
+    def look(self) -> None:
+        """Reports the wait if it is due."""
+        if self.left_s() <= 0:
+            self._due_s = math.inf
+            _tell(self._subject, self._since_s, self._describe)
+
+
+class LongWaits:
+    """The long waits of one worker. Thread-safe.
+
+    Args:
+        worker: The worker's name.
+    """
+
+    def __init__(self, worker: str) -> None:
+        self._subject = subject_of(worker)
+        self._after_s = notice_s()
+        self._sources: list[Source] = [lambda: list(self._during.values())]
+        self._during: dict[object, OpenWait] = {}
+        self._numbers = itertools.count()
+        self._told: set[object] = set()
+
+    def add(self, source: Source) -> None:
+        """Adds waits to report; ``source`` is called by another thread than the waiting ones."""
+        self._sources.append(source)
+
+    @contextlib.contextmanager
+    def during(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Reports the ``with`` block if it takes long."""
+        key = next(self._numbers)
+        self._during[key] = OpenWait(key, time.monotonic(), describe)
+        try:
+            yield
+        finally:
+            del self._during[key]
+
+    def during_shutdown(
+        self, lacking: Callable[[], Lacking]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Reports a shutdown if it takes long."""
+        return self.during(lambda: f"in shutdown, serving meanwhile: {lacking().text}")
+
+    def tick(self, now_s: float) -> float:
+        """Reports the waits that are due; a job of the timers."""
+        waits = [wait for source in self._sources for wait in source()]
+        self._told.intersection_update([wait.key for wait in waits])
+        due = [wait for wait in waits if now_s - wait.since_s >= self._after_s]
+        for wait in due:
+            if wait.key not in self._told:
+                self._told.add(wait.key)
+                _tell(self._subject, wait.since_s, wait.describe)
+        untold = [wait.since_s for wait in waits if wait.key not in self._told]
+        return min(untold, default=math.inf) + self._after_s
+
+
+def subject_of(worker: str) -> str:
+    """Returns a worker's name as the subject of a message."""
+    return f"worker {worker!r}"
+
+
+def notice_s() -> float:
+    """Returns after how many seconds a wait is reported."""
+    return knobs.WAIT_NOTICE_S.get() or math.inf
+
+
+def names_of(workers: Iterable[str]) -> str:
+    """Returns the names of workers for a message."""
+    names = [repr(name) for name in workers]
+    return f"worker{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
+def _tell(subject: str, since_s: float, describe: Callable[[], str]) -> None:
+    waited_s = time.monotonic() - since_s
+    _log.warning("%s has waited %.0f s %s", subject, waited_s, describe())

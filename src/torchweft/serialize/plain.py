@@ -1,0 +1,494 @@
+"""Converts values to bytes and back without pickle, for strict workers.
+
+The payload of a message is either a pickle or plain, and its first byte says which: every pickle of
+Weft begins with 0x80, a plain payload with ``MARK``. The kinds of plain values are a closed list,
+and decoding makes these values and nothing else. No class defines how it is read, and a NAME is
+looked up by the rules of the worker, as for a call. Tensors and references stay outside, as they do
+for a pickle, and a number replaces each. So large tensors travel by the same channels, and views of
+one memory go on sharing it. Tensors are dense; a sparse tensor of coordinates is MADE of dense
+tensors, and checked. An attribute never hides a member of its class: the code that uses the value
+would call it.
+
+Layout, little-endian: ``MARK``, then one value as a tag (u8) and what follows it::
+
+    NONE, TRUE, FALSE           -
+    INTEGER                     size u32 · two's complement
+    FLOAT, COMPLEX              f64, two f64
+    TEXT, BYTES                 size u32 · the bytes (text in UTF-8)
+    TUPLE, LIST, SET, FROZENSET number of values u32 · the values
+    DICTIONARY, ORDERED         number of entries u32 · key and value of each; an ORDERED one has
+                                its attributes, a DICTIONARY, behind it
+    AGAIN                       number u32 of a list, set or dict that came before
+    TENSOR, REFERENCE           number u32
+    ATTRIBUTED                  a tensor · its attributes, a DICTIONARY
+    TORCH                       a text: the name of a dtype, layout, memory format or device
+    SIZE                        a TUPLE of integers
+    NAME                        a text: module and name of a function or class
+    MADE                        a text: a name marked ``rebuilds_plain`` · its arguments, a TUPLE
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+
+from torchweft.errors import ProtocolError, SerializationError, WeftError
+from torchweft.serialize import functions
+from torchweft.serialize.reducers import reduce_tensor, set_attributes
+from torchweft.serialize.registry import rebuilds_plain
+
+MARK = 1
+"""First byte of a plain payload."""
+
+(NONE, TRUE, FALSE, INTEGER, FLOAT, COMPLEX, TEXT, BYTES, TUPLE, LIST, SET, FROZENSET) = range(12)
+(DICTIONARY, ORDERED, AGAIN, TENSOR, REFERENCE, ATTRIBUTED) = range(12, 18)
+(TORCH, SIZE, NAME, MADE) = range(18, 22)
+
+DEPTH_LIMIT = 150
+"""How deeply values may be nested."""
+
+NUMBER = struct.Struct("<BI")
+FLOAT_VALUE = struct.Struct("<Bd")
+COMPLEX_VALUE = struct.Struct("<Bdd")
+
+
+def check_attributes(kind: type, attributes: Mapping[str, object]) -> None:
+    """Raises ProtocolError if attributes of an object would hide members of its class."""
+    for name in attributes:
+        if type(name) is not str or hasattr(kind, name) or name.startswith("__"):
+            raise ProtocolError(
+                f"attribute {name!r} of a {kind.__name__} cannot travel without pickle: it would "
+                "hide something of the class; give it another name"
+            )
+
+
+# Encoding
+
+TAKES = (
+    "None, bool, int, float, complex, str, bytes, lists, tuples, sets and dicts of them, tensors, "
+    "RRefs, torch's dtypes, devices and sizes, and functions and classes that it has registered"
+)
+
+_SIZE_LIMIT = 1 << 32
+_DENSE_ADVICE = "send its dense equivalent, as tensor.to_dense() or tensor.dequantize()"
+_TORCH_TYPES = (torch.dtype, torch.layout, torch.memory_format, torch.device)
+_NAMED_TYPES = (FunctionType, BuiltinFunctionType, type, OpOverload, OpOverloadPacket)
+_SCRIPT_FUNCTION: Any = torch.jit.ScriptFunction
+
+
+class Encoder:
+    """Encodes one value, and keeps the objects that stay outside the payload.
+
+    Args:
+        main_by_name: Whether the receiver runs the same main program.
+        external_types: Classes whose objects stay outside, like tensors.
+
+    Attributes:
+        tensors: The tensors in order of first appearance, each once.
+        externals: The other objects that stay outside, in the same way.
+    """
+
+    def __init__(self, main_by_name: bool, external_types: tuple[type, ...]) -> None:
+        self._main_by_name = main_by_name
+        self._external_types = external_types
+        self._parts: list[bytes] = [bytes((MARK,))]
+        self._containers: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._kept: list[object] = []  # An id is unique only while its object lives.
+        self._depth = 0
+        self.tensors: list[Tensor] = []
+        self.externals: list[object] = []
+
+    def encode(self, value: object) -> bytes:
+        """Returns the payload for ``value``.
+
+        Raises:
+            SerializationError: Some part of it cannot be plain.
+        """
+        self._add(value)
+        return b"".join(self._parts)
+
+    def _add(self, value: Any) -> None:
+        adder = _ADDERS.get(type(value))
+        if adder is None:
+            self._add_other(value)
+            return
+        self._depth += 1
+        if self._depth > DEPTH_LIMIT:
+            raise RecursionError("it is nested too deeply")
+        adder(self, value)
+        self._depth -= 1
+
+    def _add_constant(self, value: object) -> None:
+        self._parts.append(bytes((NONE if value is None else TRUE if value else FALSE,)))
+
+    def _add_integer(self, value: int) -> None:
+        self._add_bytes(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True), INTEGER)
+
+    def _add_float(self, value: float) -> None:
+        self._parts.append(FLOAT_VALUE.pack(FLOAT, value))
+
+    def _add_complex(self, value: complex) -> None:
+        self._parts.append(COMPLEX_VALUE.pack(COMPLEX, value.real, value.imag))
+
+    def _add_text(self, value: str, tag: int = TEXT) -> None:
+        self._add_bytes(value.encode("utf-8", "surrogatepass"), tag)
+
+    def _add_bytes(self, value: bytes, tag: int = BYTES) -> None:
+        self._parts += (_counted(tag, len(value)), value)
+
+    def _add_sequence(self, value: Any) -> None:
+        tag = _SEQUENCES[type(value)]
+        if tag in (LIST, SET) and self._is_again(value):
+            return
+        self._parts.append(_counted(tag, len(value)))
+        for each in value:
+            self._add(each)
+
+    def _add_dictionary(self, value: dict[Any, Any]) -> None:
+        if self._is_again(value):
+            return
+        is_ordered = type(value) is OrderedDict
+        self._parts.append(_counted(ORDERED if is_ordered else DICTIONARY, len(value)))
+        for key, each in value.items():
+            self._add(key)
+            self._add(each)
+        if is_ordered:
+            check_attributes(OrderedDict, vars(value))
+            self._add(dict(vars(value)))
+
+    def _is_again(self, value: object) -> bool:
+        """Whether a container came before; if so, writes AGAIN, otherwise records the container."""
+        number = self._containers.get(id(value))
+        if number is not None:
+            self._parts.append(NUMBER.pack(AGAIN, number))
+            return True
+        self._containers[id(value)] = len(self._containers)
+        self._kept.append(value)
+        return False
+
+    def _add_size(self, value: torch.Size) -> None:
+        self._parts.append(bytes((SIZE,)))
+        self._add(tuple(value))
+
+    def _add_torch(self, value: object) -> None:
+        self._add_text(str(value), TORCH)
+
+    def _add_other(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._add_tensor(value)
+        elif isinstance(value, self._external_types):
+            self._add_outside(value, self.externals, REFERENCE)
+        elif isinstance(value, (*_NAMED_TYPES, _SCRIPT_FUNCTION)):
+            name = functions.name_of(value, self._main_by_name)
+            if name is None:
+                raise SerializationError(
+                    f"{functions.describe(value)} would have to travel by value, and the receiver "
+                    "is strict: define it at the top level of a module that both can import"
+                )
+            self._add_bytes(name, NAME)
+        else:
+            self._add_made(value)
+
+    def _add_outside(self, value: Any, outside: list[Any], tag: int) -> None:
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(outside)
+            outside.append(value)
+        self._parts.append(NUMBER.pack(tag, number))
+
+    def _add_tensor(self, tensor: Tensor) -> None:
+        reduced = reduce_tensor(tensor)
+        if reduced is NotImplemented or (reduced is not None and not _is_rebuilt(reduced)):
+            advice = "send tensor.as_subclass(torch.Tensor)"
+            raise _refusal(tensor, advice if reduced is NotImplemented else _DENSE_ADVICE)
+        attributes = vars(tensor)
+        check_attributes(Tensor, attributes)
+        if attributes:
+            self._parts.append(bytes((ATTRIBUTED,)))
+        if reduced is None:
+            self._add_outside(tensor, self.tensors, TENSOR)
+        else:
+            self._add_call(*reduced[:2])
+        if attributes:
+            self._add(dict(attributes))
+
+    def _add_made(self, value: Any) -> None:
+        """Adds an object of Weft's own as the call that rebuilds it."""
+        kind = type(value)
+        if rebuilds_plain.has(_name(kind)):
+            self._add_call(kind, tuple(getattr(value, each) for each in kind.__match_args__))
+            return
+        if kind.__module__.startswith("torchweft.") or isinstance(value, WeftError):
+            reduced = value.__reduce__()
+            if isinstance(value, WeftError):
+                reduced = reduced[:2]  # Notes and attributes of the program are left out.
+            if _is_rebuilt(reduced):
+                self._add_call(*reduced)
+                return
+        raise _refusal(value, "send its parts, for instance as a dict")
+
+    def _add_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self._kept.append(arguments)
+        self._add_text(_name(function), MADE)
+        self._add(arguments)
+
+
+def _counted(tag: int, count: int) -> bytes:
+    if count >= _SIZE_LIMIT:
+        raise SerializationError(f"it has {count} parts, too many; send large data as tensors")
+    return NUMBER.pack(tag, count)
+
+
+def _name(function: Any) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def _is_rebuilt(reduced: object) -> bool:
+    """Whether a reduced value is a call from the closed list, and nothing else."""
+    return (
+        isinstance(reduced, tuple) and len(reduced) == 2 and rebuilds_plain.has(_name(reduced[0]))
+    )
+
+
+def _refusal(value: object, advice: str) -> SerializationError:
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    if isinstance(value, Tensor) and kind in (Tensor, torch.nn.Parameter):
+        name += f" of layout {value.layout} and dtype {value.dtype}"
+    return SerializationError(
+        f"the receiver is a strict worker, which takes {TAKES}, and no {name}; {advice}, or have "
+        "it join without strict=True"
+    )
+
+
+_SEQUENCES: dict[type, int] = {
+    tuple: TUPLE,
+    list: LIST,
+    set: SET,
+    frozenset: FROZENSET,
+}
+_ADDERS: dict[type, Callable[[Encoder, Any], None]] = {
+    type(None): Encoder._add_constant,
+    bool: Encoder._add_constant,
+    int: Encoder._add_integer,
+    float: Encoder._add_float,
+    complex: Encoder._add_complex,
+    str: Encoder._add_text,
+    bytes: Encoder._add_bytes,
+    **dict.fromkeys(_SEQUENCES, Encoder._add_sequence),
+    dict: Encoder._add_dictionary,
+    OrderedDict: Encoder._add_dictionary,
+    torch.Size: Encoder._add_size,
+    **dict.fromkeys(_TORCH_TYPES, Encoder._add_torch),
+}
+
+
+# Decoding
+
+_TORCH_NAMES: dict[str, Any] = {
+    str(value): value
+    for value in vars(torch).values()
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format))
+}
+
+
+def decode(
+    payload: bytes | bytearray | memoryview,
+    tensors: Sequence[Tensor],
+    externals: Sequence[object],
+    resolve: Callable[[bytes], Any] = functions.resolve,
+) -> Any:
+    """Returns the value that an ``Encoder`` was given on another worker.
+
+    Args:
+        payload: The bytes that ``Encoder.encode`` returned; they begin with ``MARK``.
+        tensors: The encoder's tensors, as they arrived.
+        externals: The encoder's externals, as they arrived.
+        resolve: Returns the function or class with a name, or raises.
+
+    Raises:
+        ProtocolError: The bytes are malformed.
+        WeftError: A name does not exist here, or may not be followed.
+    """
+    decoder = _Decoder(bytes(payload), tensors, externals, resolve)
+    try:
+        value = decoder.read()
+    except WeftError:
+        raise
+    except Exception as error:
+        raise ProtocolError(
+            f"a plain message is malformed: {type(error).__name__}: {error}"
+        ) from None
+    if decoder.position != len(payload):
+        raise ProtocolError(f"a plain message has {len(payload) - decoder.position} bytes too many")
+    return value
+
+
+class _Decoder:
+    """Reads one payload from front to end."""
+
+    def __init__(
+        self,
+        data: bytes,
+        tensors: Sequence[Tensor],
+        externals: Sequence[object],
+        resolve: Callable[[bytes], Any],
+    ) -> None:
+        self._data = data
+        self._tensors = tensors
+        self._externals = externals
+        self._resolve = resolve
+        self._containers: list[Any] = []
+        self._depth = 0
+        self.position = 1
+
+    def read(self) -> Any:
+        """Returns the next value."""
+        tag = self._data[self.position]
+        self.position += 1
+        self._depth += 1
+        if self._depth > DEPTH_LIMIT + 1:
+            raise ProtocolError("a plain message is nested too deeply")
+        value = _READERS[tag](self)
+        self._depth -= 1
+        return value
+
+    def _number(self) -> int:
+        return int.from_bytes(self._take(4), "little")
+
+    def _take(self, size: int) -> bytes:
+        start, self.position = self.position, self.position + size
+        if self.position > len(self._data):
+            raise ProtocolError("a plain message is cut short")
+        return self._data[start : self.position]
+
+    def _text(self) -> str:
+        return self._take(self._number()).decode("utf-8", "surrogatepass")
+
+    def _integer(self) -> int:
+        return int.from_bytes(self._take(self._number()), "little", signed=True)
+
+    def _float(self) -> float:
+        return float(struct.unpack("<d", self._take(8))[0])
+
+    def _complex(self) -> complex:
+        return complex(*struct.unpack("<dd", self._take(16)))
+
+    def _bytes(self) -> bytes:
+        return self._take(self._number())
+
+    def _values(self) -> list[Any]:
+        # Each value takes at least a byte, so a false count ends with the data.
+        return [self.read() for _ in range(self._number())]
+
+    def _tuple(self) -> tuple[Any, ...]:
+        return tuple(self._values())
+
+    def _frozenset(self) -> frozenset[Any]:
+        return frozenset(self._values())
+
+    def _list(self) -> list[Any]:
+        made: list[Any] = []
+        self._containers.append(made)  # Before its content, which may refer back to it.
+        for _ in range(self._number()):
+            made.append(self.read())
+        return made
+
+    def _set(self) -> set[Any]:
+        made: set[Any] = set()
+        self._containers.append(made)
+        made.update(self._values())
+        return made
+
+    def _dictionary(self) -> dict[Any, Any]:
+        return self._fill({})
+
+    def _ordered(self) -> dict[Any, Any]:
+        made = self._fill(OrderedDict())
+        vars(made).update(self._attributes(OrderedDict))
+        return made
+
+    def _fill(self, made: dict[Any, Any]) -> dict[Any, Any]:
+        self._containers.append(made)
+        for _ in range(self._number()):
+            key = self.read()
+            made[key] = self.read()
+        return made
+
+    def _again(self) -> Any:
+        return self._containers[self._number()]
+
+    def _tensor(self) -> Tensor:
+        return self._tensors[self._number()]
+
+    def _reference(self) -> object:
+        return self._externals[self._number()]
+
+    def _attributed(self) -> Tensor:
+        tensor: Tensor = self.read()
+        set_attributes(tensor, self._attributes(Tensor))
+        return tensor
+
+    def _attributes(self, kind: type) -> dict[str, Any]:
+        attributes = self.read()
+        if type(attributes) is not dict:
+            raise ProtocolError("the attributes of a plain value are no dict of names")
+        check_attributes(kind, attributes)
+        return attributes
+
+    def _torch(self) -> Any:
+        name = self._text()
+        found = _TORCH_NAMES.get(name)
+        return torch.device(name) if found is None else found
+
+    def _size(self) -> torch.Size:
+        sizes = self.read()
+        if type(sizes) is not tuple:
+            raise ProtocolError("a size in a plain message is no tuple")
+        return torch.Size(sizes)
+
+    def _named(self) -> Any:
+        return self._resolve(self._bytes())
+
+    def _made(self) -> Any:
+        name = self._text()
+        if not rebuilds_plain.has(name):
+            raise ProtocolError(f"a plain message has an object made by {name!r}")
+        arguments = self.read()
+        if type(arguments) is not tuple:
+            raise ProtocolError("the arguments in a plain message are no tuple")
+        return functions.resolve(name.encode())(*arguments)
+
+
+_READERS: tuple[Callable[[_Decoder], Any], ...] = (
+    lambda _: None,
+    lambda _: True,
+    lambda _: False,
+    _Decoder._integer,
+    _Decoder._float,
+    _Decoder._complex,
+    _Decoder._text,
+    _Decoder._bytes,
+    _Decoder._tuple,
+    _Decoder._list,
+    _Decoder._set,
+    _Decoder._frozenset,
+    _Decoder._dictionary,
+    _Decoder._ordered,
+    _Decoder._again,
+    _Decoder._tensor,
+    _Decoder._reference,
+    _Decoder._attributed,
+    _Decoder._torch,
+    _Decoder._size,
+    _Decoder._named,
+    _Decoder._made,
+)

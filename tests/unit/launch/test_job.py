@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchweft.launch.job import configure, logging_here
+
+
+@pytest.fixture(autouse=True)
+def _bare() -> Iterator[None]:
+    """Removes pytest's handlers for the test, and restores the loggers after it."""
+    loggers = [logging.root, logging.getLogger("torchweft"), logging.getLogger("mine")]
+    former = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers[:] = []
+    yield
+    logging.disable(logging.NOTSET)
+    for logger, handlers, level, propagate in former:
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def move_to_worker() -> None:
+    """Configures logging as in a worker whose loggers are not configured yet."""
+    configuration = json.loads(json.dumps(logging_here()))  # as it is sent
+    for name in ("torchweft", "mine", None):
+        logger = logging.getLogger(name)
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers[:], logger.propagate = [], True
+        logger.setLevel(logging.NOTSET if name else logging.WARNING)
+    configure(configuration)
+
+
+def add(handler: logging.Handler, form: str | None = None, **others: str) -> logging.Handler:
+    handler.setFormatter(logging.Formatter(form, **others))  # type: ignore[arg-type]
+    logging.root.addHandler(handler)
+    return handler
+
+
+@pytest.mark.parametrize(
+    ("form", "others"),
+    [
+        ("%(levelname)s|%(name)s|%(message)s", {}),
+        ("{levelname}|{name}|{message}", {"style": "{"}),
+        ("${levelname}|${name}|${message}", {"style": "$"}),
+    ],
+)
+def test_level_and_format_are_taken_over(
+    form: str, others: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    add(logging.StreamHandler(sys.stdout), form, **others)
+    logging.root.setLevel(logging.INFO)
+    logging.getLogger("mine").setLevel(logging.DEBUG)
+    move_to_worker()
+    logging.getLogger("mine").debug("detail")
+    logging.getLogger("other").info("news")
+    logging.getLogger("other").debug("detail")
+    assert capsys.readouterr().err == "DEBUG|mine|detail\nINFO|other|news\n"
+
+
+def test_several_handlers_are_one_with_the_lowest_level(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add(logging.StreamHandler(), "short %(message)s").setLevel(logging.ERROR)
+    add(logging.FileHandler(tmp_path / "log"), "long %(message)s").setLevel(logging.INFO)
+    logging.root.setLevel(logging.DEBUG)
+    move_to_worker()
+    logging.error("one")
+    logging.debug("two")
+    assert capsys.readouterr().err == "long one\n"
+
+
+def test_what_nobody_reads_is_not_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
+    add(logging.StreamHandler(io.StringIO()), "in memory %(message)s")
+    add(logging.NullHandler())
+    move_to_worker()
+    assert logging.root.handlers == []
+    logging.getLogger("mine").warning("careful")
+    assert capsys.readouterr().err == "careful\n"
+
+
+def test_a_format_with_fields_of_a_filter_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    add(logging.StreamHandler(), "%(request)s %(message)s")
+    move_to_worker()
+    logging.getLogger("mine").warning("careful")
+    assert capsys.readouterr().err == "WARNING:mine:careful\n"
+
+
+def test_the_logger_of_weft_may_have_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    add(logging.StreamHandler(), "all: %(message)s")
+    own = logging.StreamHandler()
+    own.setFormatter(logging.Formatter("weft: %(message)s"))
+    logger = logging.getLogger("torchweft")
+    logger.addHandler(own)
+    logger.propagate = False
+    move_to_worker()
+    logging.getLogger("torchweft").warning("careful")
+    logging.disable(logging.ERROR)
+    move_to_worker()
+    logging.getLogger("torchweft").warning("careful")
+    assert capsys.readouterr().err == "weft: careful\n"

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchweft.protocol.connecting import Keeping, Unsent, UnsentMessages
+
+
+class Wanted(Unsent):
+    """A message that is wanted until the test says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.wanted = True
+
+    def is_wanted(self) -> bool:
+        return self.wanted
+
+
+def test_the_first_message_has_a_thread_connect_and_the_others_wait() -> None:
+    messages = UnsentMessages()
+    assert messages.keep(Unsent([]), is_linked=False) is Keeping.CONNECT
+    assert messages.keep(Unsent([]), is_linked=False) is Keeping.WAIT
+
+
+def test_no_message_overtakes_a_kept_one() -> None:
+    messages = UnsentMessages()
+    assert messages.keep(Unsent([]), is_linked=True) is Keeping.SEND
+    messages.keep(Unsent([]), is_linked=False)
+    assert messages.keep(Unsent([]), is_linked=True) is Keeping.WAIT
+    messages.popleft()
+    messages.popleft()
+    assert messages.keep(Unsent([]), is_linked=True) is Keeping.SEND
+
+
+@given(st.lists(st.sampled_from(["keep", "link", "write", "give up", "lose"])))
+def test_every_message_is_sent_or_dropped_once_and_in_order(events: list[str]) -> None:
+    """A model of the shell: one thread writes the first message, and removes it then."""
+    messages, is_linked = UnsentMessages(), False
+    made: list[Wanted] = []
+    sent: list[Unsent] = []
+    dropped: list[Unsent] = []
+    for event in events:
+        if event == "keep":
+            made.append(Wanted())
+            if messages.keep(made[-1], is_linked=is_linked) is Keeping.SEND:
+                sent.append(made[-1])
+        elif event == "link":
+            is_linked = True
+        elif event == "write" and is_linked and messages:
+            sent.append(messages.popleft())
+        elif event == "give up" and messages:
+            messages[-1].wanted = False  # type: ignore[attr-defined]
+            dropped += messages.take_unwanted()
+        elif event == "lose":
+            dropped += messages.take_all()
+    assert sent == [each for each in made if each in sent]
+    assert sorted(map(id, [*sent, *dropped, *messages])) == sorted(map(id, made))

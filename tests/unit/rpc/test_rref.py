@@ -1,0 +1,169 @@
+"""The methods that a value is known to lack, tested without any worker."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.optim.references import Held, reference
+from torchweft.errors import MethodNotFound, WeftError
+from torchweft.rpc.rref import Proxy, check_method, known_type, methods_of
+
+
+class Plain:
+    annotated: Any
+
+    def __init__(self) -> None:
+        self.set_first = print
+
+    @property
+    def shown(self) -> object:
+        return self
+
+    @shown.setter
+    def shown(self, value: Any) -> None:
+        self.set_by_property = value
+
+    @staticmethod
+    def attach(other: Plain) -> None:
+        other.set_by_static = print
+
+    @functools.lru_cache  # noqa: B019
+    def cached(self) -> None:
+        self.set_by_wrapped = print
+
+    def nested(self) -> None:
+        def inner() -> None:
+            self.set_by_nested = print
+
+        inner()
+
+    def loss(self) -> float:
+        return 0.0
+
+    def _private(self) -> None: ...
+
+
+class Derived(Plain, abc.ABC):
+    def more(self) -> None: ...
+
+
+class Slotted:
+    __slots__ = ("callback",)
+
+
+@dataclasses.dataclass
+class Data:
+    function: Any
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+class Setting:
+    def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class Updating:
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+class Answering:
+    def __getattr__(self, name: str) -> Any:
+        return print
+
+
+class Switching:
+    def __new__(cls) -> Any:
+        return Plain()
+
+
+class Meta(type):
+    def __call__(cls) -> Any:
+        return Plain()
+
+
+class OfMeta(metaclass=Meta): ...
+
+
+def to(value_type: type) -> Held:
+    made: Any = reference(0, 1)
+    made.value_type = value_type
+    return made  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("value_type", "name"),
+    [
+        (Plain, "los"),
+        (Derived, "set_secnd"),
+        (Slotted, "callbak"),
+        (Data, "functio"),
+        (Model, "forwrad"),
+        (nn.Linear, "zero_gad"),
+        (object, "anything"),
+    ],
+)
+def test_a_method_that_cannot_be_there_is_refused(value_type: type, name: str) -> None:
+    with pytest.raises(
+        MethodNotFound, match=f"'{value_type.__name__}' object has no attribute '{name}'"
+    ):
+        check_method(to(value_type), name)
+    for way in ("sync", "async", "remote"):
+        assert not hasattr(Proxy(to(value_type), way, 0), name)
+
+
+@pytest.mark.parametrize(
+    ("value_type", "name"),
+    [
+        *[(Plain, name) for name in ("loss", "_private", "annotated", "set_first", "shown")],
+        *[(Plain, f"set_by_{how}") for how in ("property", "static", "wrapped", "nested")],
+        (Derived, "set_first"),
+        (Derived, "loss"),
+        (Slotted, "callback"),
+        (Data, "function"),
+        (Model, "layer"),
+        (Model, "forward"),
+        (nn.Sequential, "anything"),
+        *[(kind, "anything") for kind in (Setting, Updating, Answering, Switching, OfMeta)],
+        (torch.Tensor, "anything"),
+        (dict, "anything"),
+    ],
+)
+def test_a_method_that_may_be_there_is_asked_for(value_type: type, name: str) -> None:
+    check_method(to(value_type), name)
+    assert hasattr(Proxy(to(value_type), "sync", 0), name)
+
+
+def test_nothing_is_refused_where_the_class_is_unknown() -> None:
+    assert known_type(reference(0, 1)) is None
+    check_method(reference(0, 1), "anything")
+
+
+def test_the_error_is_of_both_trees_and_says_what_was_meant() -> None:
+    with pytest.raises(AttributeError, match="did you mean 'loss'") as refused:
+        check_method(to(Plain), "los")
+    assert isinstance(refused.value, WeftError)
+
+
+def test_proxies_and_references_show_what_programs_use() -> None:
+    assert methods_of(Derived) == ["attach", "cached", "loss", "more", "nested"]
+    assert dir(Proxy(to(Derived), "async", 0)) == methods_of(Derived)
+    assert dir(Proxy(reference(0, 1), "async", 0)) == []
+    shown = set(dir(reference(0, 1))) - {"value"}  # an attribute of the stand-in only
+    assert shown == set(
+        "backward confirmed_by_owner is_owner local_value owner owner_name remote rpc_async "
+        "rpc_sync to_here".split()
+    )
