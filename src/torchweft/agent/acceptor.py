@@ -24,6 +24,7 @@ from torchweft.protocol.connecting.hello import POSITION
 from torchweft.protocol.membership.registration import Registration
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
+from torchweft.transport.link import shut
 from torchweft.transport.peer_credentials import check_user
 from torchweft.transport.resumable import ResumableLink
 from torchweft.transport.secure import secure_server
@@ -62,7 +63,7 @@ class Acceptor:
         with self._lock:
             self._is_closed = True
             for connection in self._strangers:
-                _shut(connection)
+                shut(connection)
 
     def accept(self, connection: socket.socket) -> None:
         """Performs the handshake and keeps the connection if the peer belongs to the group."""
@@ -89,7 +90,7 @@ class Acceptor:
                 del self._strangers[oldest]
             self._strangers[connection] = None
             if oldest is not None:
-                _shut(oldest)
+                shut(oldest)
         try:
             yield
         finally:
@@ -237,8 +238,3 @@ class Acceptor:
 def _registration_in(facts: dict[str, Any]) -> Registration | None:
     told = facts.get(REGISTRATION)
     return None if told is None else Registration.decode(told)
-
-
-def _shut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)

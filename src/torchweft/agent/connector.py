@@ -51,7 +51,7 @@ from torchweft.protocol.membership.registration import Registration
 from torchweft.secret import Secret
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake
-from torchweft.transport.link import Link, LinkClosed
+from torchweft.transport.link import Link, LinkClosed, shut
 from torchweft.transport.peer_credentials import check_user
 from torchweft.transport.resumable import ResumableLink
 from torchweft.transport.secure import TlsOptions, secure_client
@@ -128,7 +128,7 @@ class Connector:
         """Stops lending memory to new peers, and aborts connections that are being dialled."""
         self._is_closed = True
         for connection in [*self._dialling.values(), *self._greeting]:
-            _shut(connection)
+            shut(connection)
         self.memory.close()
 
     # The first connection to a peer
@@ -189,7 +189,7 @@ class Connector:
         """Aborts the attempt to make the first connection; returns whether there was one."""
         connection = self._dialling.get(peer.id)
         if connection is not None:
-            _shut(connection)
+            shut(connection)
         return connection is not None
 
     def _try_to_dial(self, peer: Peer, step: Dial) -> Exception | None:
@@ -456,11 +456,6 @@ def verdict_in(control: Buffer) -> object:
         return json.loads(bytes(control).decode())
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a verdict is malformed: {error}") from error
-
-
-def _shut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _unreachable(peer: Peer, step: Step) -> Unreachable:

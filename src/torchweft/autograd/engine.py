@@ -31,8 +31,8 @@ from torchweft.autograd.gradients import Gradients
 from torchweft.autograd.graph import LocalPass
 from torchweft.autograd.listening import Listener
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.autograd.pass_state import LOST, LedPassState, PassState
 from torchweft.autograd.pass_arguments import InputGradients, Roots
+from torchweft.autograd.pass_state import LOST, LedPassState, PassState
 from torchweft.errors import AutogradError, NotInitialized, WeftError, WorkerLost
 from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol import backward as protocol

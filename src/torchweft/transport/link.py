@@ -373,10 +373,7 @@ class Link:
     def hang_up(self) -> None:
         """Ends the connection; readers notice at once. Safe from any thread."""
         self._is_closed = True
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # The peer ended it first.
+        shut(self._socket)
 
     def abandon(self) -> None:
         """Frees the descriptors in a forked process; its parent keeps the connection."""
@@ -425,6 +422,14 @@ class Link:
 
 def _no_memory(size_bytes: int) -> memoryview:
     raise LinkClosed("the connection is closed")
+
+
+def shut(connection: socket.socket) -> None:
+    """Ends a connection in both directions, for other threads as well; it stays to be closed."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # The peer ended it first.
 
 
 def tune(connection: socket.socket) -> None:

@@ -27,7 +27,15 @@ from typing import Protocol
 from torchweft.errors import ProtocolError
 from torchweft.runtime import interrupts
 from torchweft.transport.keepalive import is_unanswered, silence_s
-from torchweft.transport.link import READ_TICK_S, SEND_PATIENCE_S, Link, LinkClosed, advance, tune
+from torchweft.transport.link import (
+    READ_TICK_S,
+    SEND_PATIENCE_S,
+    Link,
+    LinkClosed,
+    advance,
+    shut,
+    tune,
+)
 from torchweft.transport.spinning import Spinning
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, decode_ints, encode_ints
@@ -83,11 +91,6 @@ class ResumableLink(Link):
         self.read_fd = os.dup(connection.fileno())
 
     may_be_interrupted = False
-
-    @property
-    def received_position(self) -> int:
-        """How many bytes this side has received in the session."""
-        return self._incoming.position
 
     @property
     def is_broken(self) -> bool:
@@ -285,7 +288,7 @@ class ResumableLink(Link):
         # acknowledged is from a peer that hears nothing: it will not answer a new connection.
         is_answer = isinstance(error.__cause__ or error, ConnectionError)
         is_answer = is_answer and not is_unanswered(self._socket)
-        _shut(self._socket)
+        shut(self._socket)
         self._on_break(self, str(error), is_answer=is_answer)
 
     def stop(self) -> int:
@@ -297,7 +300,7 @@ class ResumableLink(Link):
         with self._room:
             self._is_broken = True
             self._resumed.clear()
-        _shut(self._socket)
+        shut(self._socket)
         with self._receiving:
             return self._incoming.position
 
@@ -317,7 +320,7 @@ class ResumableLink(Link):
             LinkClosed: The session has ended meanwhile.
             ProtocolError: This side cannot continue from the peer's position.
         """
-        _shut(self._socket)  # Makes threads that read or write it return.
+        shut(self._socket)  # Makes threads that read or write it return.
         with self._receiving, self._writing, self._room:
             if self._is_closed:
                 connection.close()
@@ -362,7 +365,7 @@ class ResumableLink(Link):
             self._is_closed = True
             self._room.notify_all()
         self._resumed.set()
-        _shut(self._socket)
+        shut(self._socket)
 
     def abandon(self) -> None:
         super().abandon()
@@ -389,10 +392,3 @@ def position_in(control: Buffer) -> int:
     if len(values) != 1 or values[0] < 0:
         raise ProtocolError(f"an acknowledgement has {len(values)} positions")
     return values[0]
-
-
-def _shut(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # The peer ended it first.

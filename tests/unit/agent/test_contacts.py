@@ -210,7 +210,7 @@ def test_the_side_that_did_not_dial_has_the_other_one_resume(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of the connection does not reach the dialler."""
-    monkeypatch.setattr("torchweft.transport.resumable._shut", lambda connection: None)
+    monkeypatch.setattr("torchweft.transport.resumable.shut", lambda connection: None)
     pair.links[1].break_off("the network dropped it")
     wait_until(lambda: pair.links[1].resumption_count == 1 and pair.is_sound)
     pair.check()

@@ -135,13 +135,13 @@ def test_what_is_received_is_received_once_wherever_connections_break(
     with contextlib.closing(End()) as end:
         frames: list[Frame] = []
         for position in sorted(positions):
-            end.other.sendall(STREAM[end.link.received_position : position])
+            end.other.sendall(STREAM[end.link._incoming.position : position])
             with reading(end.link):
-                while end.link.received_position < position:
+                while end.link._incoming.position < position:
                     frames += end.link.receive(may_block=True)
             assert end.link.stop() == position
             end.reconnect(0)
-        end.other.sendall(STREAM[end.link.received_position :])
+        end.other.sendall(STREAM[end.link._incoming.position :])
         frames += end.receive(len(FRAMES) - len(frames))
     assert [frame.id for frame in frames] == [1, 2, 3, 4]
     assert [bytes(buffer) for buffer in frames[1].buffers] == [b"t" * 70, b"", b"u" * 10_000]
@@ -237,7 +237,7 @@ def test_a_session_that_was_stopped_receives_nothing_more(end: End) -> None:
     assert end.link.stop() == 0
     with reading(end.link):
         assert end.link.receive(may_block=False) == []
-    assert end.link.received_position == 0
+    assert end.link._incoming.position == 0
     assert end.breaks == []
     end.link.report_break("nobody answers")
     assert end.breaks == [("nobody answers", True)]

@@ -31,15 +31,6 @@ _ALERT_RECORD = 21
 _ACCEPTED = b"\1"
 
 
-def looks_like_tls(data: bytes) -> bool:
-    """Whether the first bytes from a peer, at least one, may begin a TLS handshake.
-
-    No message of Weft's own protocol begins like that, so a worker without TLS can tell a peer
-    with TLS what is wrong.
-    """
-    return data[:1] == bytes([_HANDSHAKE_RECORD]) and data[1:2] in (b"", b"\3")
-
-
 def secure_client(
     connection: socket.socket, options: TlsOptions, timeout_s: float
 ) -> socket.socket:

@@ -12,7 +12,7 @@ import pytest
 from tests.certificates import LOOPBACK, Authority
 from tests.unit.transport.secure.meeting import LIMIT_S, meet, secure_pair, tcp_pair
 from torchweft.errors import ProtocolError, TlsError
-from torchweft.transport.secure import TlsOptions, looks_like_tls, secure_client, secure_server
+from torchweft.transport.secure import TlsOptions, secure_client, secure_server
 from torchweft.wire.frames import HEADER
 from torchweft.wire.messages import Kind
 
@@ -188,19 +188,12 @@ def test_a_plain_server_that_answers_is_told_apart(authority: Authority) -> None
     client, server = meet(client_of(authority.options()), serve)
     assert is_refused(client, "it does not speak TLS")
     assert isinstance(server, bytes)
-    assert looks_like_tls(server)
-    assert looks_like_tls(server[:1])
 
 
 def test_a_server_that_hangs_up_is_an_error_with_advice(authority: Authority) -> None:
     client, _ = meet(client_of(authority.options()), lambda connection: connection.recv(1 << 16))
     assert is_refused(client, "it closed the connection during the handshake")
     assert "every worker, or on none" in str(client)
-
-
-@pytest.mark.parametrize("kind", list(Kind))
-def test_no_message_of_weft_looks_like_tls(kind: Kind) -> None:
-    assert not looks_like_tls(HEADER.pack(kind, 0, 0, 0, 0))
 
 
 @pytest.mark.parametrize("name", ["trainer.example", LOOPBACK])
