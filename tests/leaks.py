@@ -1,9 +1,10 @@
-"""Finds what a test left behind: threads, processes, descriptors and shared memory."""
+"""Finds what a test left behind: threads, processes, descriptors, shared memory and settings."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -15,7 +16,13 @@ GRACE_S = 1.0
 
 POLL_S = 0.01
 
-KINDS = ("threads", "processes", "descriptors", "shared memory")
+KINDS = ("threads", "processes", "descriptors", "shared memory", "settings")
+
+SETTINGS = (
+    ("torchweft.autograd.graph", "_sends_zeros"),
+    ("torchweft.autograd.local_engine", "_calls_leaf_hooks"),
+)
+"""Switches of the whole process, which ``torchweft.compat`` turns on: they change later passes."""
 
 State = Mapping[str, Mapping[object, str]]
 """For each kind, the existing resources: their keys, with descriptions for messages."""
@@ -23,9 +30,8 @@ State = Mapping[str, Mapping[object, str]]
 
 def take_state() -> State:
     """Returns what this process holds now."""
-    return dict(
-        zip(KINDS, (_threads(), _processes(), _descriptors(), _shared_memory()), strict=True)
-    )
+    held = _threads(), _processes(), _descriptors(), _shared_memory(), _settings()
+    return dict(zip(KINDS, held, strict=True))
 
 
 def find_leaks(before: State, kept: Collection[str] = ()) -> list[str]:
@@ -101,6 +107,15 @@ def _shared_memory() -> dict[object, str]:
         except FileNotFoundError:
             continue
     return found
+
+
+def _settings() -> dict[object, str]:
+    """Returns the switches that are on."""
+    return {
+        (module, name): f"{module}.{name} is on"
+        for module, name in SETTINGS
+        if getattr(sys.modules.get(module), name, False)
+    }
 
 
 def _tracker(attribute: str) -> object:

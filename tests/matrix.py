@@ -25,6 +25,7 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 OLDEST_TORCH, CI_TORCH, NEWEST_TORCH = "torch==2.6.*", "torch==2.13.*", "torch"
 LIMIT_S = 3600.0
 _COUNTS = re.compile(r"=+ ((?:\d+ \w+(?:, )?)+) in [\d.]+s")
+_FAILED = re.compile(r"^(?:FAILED|ERROR) tests/.*$", re.MULTILINE)
 _VERSIONS = "import platform, torch; print(platform.python_version(), torch.__version__)"
 
 
@@ -71,8 +72,13 @@ def counts_in(output: str) -> str:
     return found[-1] if found else "no test ran"
 
 
+def failures_in(output: str) -> list[str]:
+    """Returns pytest's lines about the tests that failed, and why."""
+    return _FAILED.findall(output)
+
+
 def run(row: Row, interpreter: str) -> tuple[bool, str]:
-    """Runs one row; returns whether all tests passed, and its line of the table."""
+    """Runs one row, and prints failures; returns whether it passed, and its line of the table."""
     environment, log = row.folder, row.log
     shutil.rmtree(environment, ignore_errors=True)
     ENVIRONMENTS.mkdir(exist_ok=True)
@@ -92,7 +98,10 @@ def run(row: Row, interpreter: str) -> tuple[bool, str]:
     ).stdout.split()
     python, torch = found or (row.python, f"{row.torch}, not installed")
     result = "passed" if status == 0 else f"FAILED, see {log.relative_to(ROOT)}"
-    counts = counts_in(log.read_text(errors="replace"))
+    output = log.read_text(errors="replace")
+    for failure in failures_in(output):
+        print(failure, flush=True)
+    counts = counts_in(output)
     return status == 0, f"| {python} | {torch} | {counts} | {seconds / 60:.0f} min | {result} |"
 
 

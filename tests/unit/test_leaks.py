@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import leaks
+from torchweft.autograd import graph
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +74,15 @@ def test_shared_memory_is_found() -> None:
         assert leaks.find_leaks(before) == [f"shared memory: {entry.name}"]
     finally:
         entry.unlink()
+
+
+def test_a_switch_that_stays_on_is_found() -> None:
+    before = leaks.take_state()
+    graph.enable_zeros()
+    try:
+        assert leaks.find_leaks(before) == ["settings: torchweft.autograd.graph._sends_zeros is on"]
+        assert leaks.find_leaks(leaks.take_state()) == []
+    finally:
+        graph.enable_zeros(False)
+    for module, name in leaks.SETTINGS:
+        assert getattr(importlib.import_module(module), name) is False

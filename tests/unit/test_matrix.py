@@ -2,7 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.matrix import CI_TORCH, NEWEST_TORCH, OLDEST_TORCH, Row, counts_in, find_python, rows_for
+from tests.matrix import (
+    CI_TORCH,
+    NEWEST_TORCH,
+    OLDEST_TORCH,
+    Row,
+    counts_in,
+    failures_in,
+    find_python,
+    rows_for,
+)
 
 
 def test_every_python_meets_the_newest_torch_and_each_torch_some_python() -> None:
@@ -26,6 +35,14 @@ def test_every_python_meets_the_newest_torch_and_each_torch_some_python() -> Non
 )
 def test_the_last_counts_of_pytest_are_told(output: str, counts: str) -> None:
     assert counts_in(output) == counts
+
+
+def test_failures_are_told_with_their_reasons() -> None:
+    failed = "FAILED tests/unit/test_x.py::test_y[FAILED tests] - assert 1 == 2"
+    ended = "ERROR tests/unit/test_z.py - ImportError"
+    output = f"...\n== short test summary info ==\n{failed}\n{ended}\nERROR: no such torch\n"
+    assert failures_in(output) == [failed, ended]
+    assert failures_in("12 passed in 4.05s") == []
 
 
 def test_a_python_that_is_not_there_is_not_found() -> None:

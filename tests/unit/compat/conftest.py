@@ -1,0 +1,17 @@
+"""Turns off what joining as a program for ``torch.distributed.rpc`` turns on in the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from torchweft.autograd.graph import enable_zeros
+from torchweft.autograd.local_engine import enable_leaf_hooks
+
+
+@pytest.fixture(autouse=True)
+def _turn_off_the_modes_of_compat() -> Iterator[None]:
+    yield
+    enable_zeros(False)
+    enable_leaf_hooks(False)
