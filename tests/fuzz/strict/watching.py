@@ -16,8 +16,12 @@ _DEEDS += ("shutil.", "marshal.", "pickle.", "sys.", "builtins.", "tempfile.", "
 _DEEDS += ("cpython.", "urllib.", "ftplib.", "glob.", "fcntl.", "webbrowser.", "sqlite3.")
 _HARMLESS = ("sys._getframe", "sys.excepthook", "sys.unraisablehook", "builtins.id", "sys._current")
 
-_LOOKS_FOR_GPUS = ("ctypes.dlopen", ("libnvidia-ml.so.1",))
-"""A torch with CUDA looks for this library again and again if it is missing."""
+_LOOKS_FOR_GPUS = (
+    ("ctypes.dlopen", ("libnvidia-ml.so.1",)),
+    ("os.putenv", (b"CUDA_MODULE_LOADING", b"LAZY")),
+)
+"""A torch with CUDA does this where a message names a GPU and there is none: it looks for the
+library again and again, and older releases set a default for how CUDA loads code."""
 
 _deeds: list[str] = []
 _is_watching = False
@@ -30,7 +34,7 @@ _PARSERS = (ast.parse.__code__, ForwardRef.__init__.__code__)
 def _watch(event: str, arguments: tuple[object, ...]) -> None:
     if not _is_watching or not event.startswith(_DEEDS) or event.startswith(_HARMLESS):
         return
-    if (event, arguments) == _LOOKS_FOR_GPUS:
+    if (event, arguments) in _LOOKS_FOR_GPUS:
         return
     # For a text that is not valid, Python 3.13 looks for a source file named "<unknown>".
     is_parsing = event == "compile" or (event == "open" and arguments[0] == "<unknown>")
