@@ -41,7 +41,7 @@ def _freeze() -> None:
 
 @pytest.fixture(autouse=True)
 def _leave_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves threads, processes, descriptors or shared memory behind.
+    """Fails a test that leaves threads, processes, descriptors, shared memory or settings behind.
 
     The state is compared with that at the start of the test, so resources of wider fixtures do not
     count. Long-lived workers that tests share may start a thread or connect to a peer at first use.
