@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from benchmarks.frame.question import Question
-from benchmarks.frame.report import provenance
+from benchmarks.frame.report import mean_lines, provenance
 from benchmarks.frame.run import end_on_sigterm, measured_placements, parse_options, save
 from benchmarks.frame.summary import HEAD, aligned, summary
 
@@ -27,24 +27,25 @@ def main() -> int:
     if unknown := set(arguments.questions) - set(found):
         parser.error(f"no question is called {', '.join(unknown)}; there are {', '.join(found)}")
     begin = time.monotonic()
-    lines, failures = [*HEAD], ["- the run was interrupted"]
+    lines, remarks, failures = [*HEAD], [""], ["- the run was interrupted"]
     try:
         for name in arguments.questions or found:
-            _measure(found[name], lines, failures)
+            _measure(found[name], lines, remarks, failures)
         del failures[0]
     finally:  # an interrupted run prints its results so far
-        report = _report(lines, failures, time.monotonic() - begin)
+        report = _report([*aligned(lines), *remarks], failures, time.monotonic() - begin)
         print(report)
     if arguments.save:
         save(report, HERE, arguments.save)
     return 1 if failures else 0
 
 
-def _measure(question: Question, lines: list[str], failures: list[str]) -> None:
+def _measure(question: Question, lines: list[str], remarks: list[str], failures: list[str]) -> None:
     begin = time.monotonic()
     options = parse_options(question, ["--short"])
     for placement, rounds in measured_placements(question, options):
         lines += summary(question, placement, rounds)
+        remarks += [f"{line} ({question.name})" for line in mean_lines(question, rounds)]
     failures += [f"- failed: {failure}" for failure in options.failures]
     print(f"{question.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
@@ -64,7 +65,7 @@ def _report(lines: list[str], failures: list[str], elapsed_s: float) -> str:
         "the ratios of single rounds.",
         "",
     ]
-    return "\n".join([*head, *aligned(lines), "", *failures]).rstrip() + "\n"
+    return "\n".join([*head, *lines, "", *failures]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ class Group:
 @contextlib.contextmanager
 def started_group(question: Question, side: Side, cores: Cores) -> Iterator[Group]:
     """Starts the processes of ``side`` on their cores, and ends them after the block."""
-    size = 1 if side.runner == "alone" else question.size
+    size = 1 if side.runner in ("alone", "forked") else question.size
     processes: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryFile() as log:
         try:
@@ -192,8 +192,9 @@ def _start_all(
                 runner=side.runner,
                 api=side.api,
                 rank=rank,
-                size=size,
+                size=question.size if side.runner == "forked" else size,
                 cores=sorted(cores(rank)),
+                cores_of_others=[sorted(cores(other)) for other in range(1, question.size)],
                 address=side.address,
                 port=port,
                 options={**side.options, **own_options},
@@ -204,7 +205,8 @@ def _start_all(
 
 def _start(side: Side, place: Place, log: IO[bytes]) -> subprocess.Popen[str]:
     prefix = list(side.prefixes[place.rank]) if side.prefixes else []
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.frame.worker", place.as_json()]
+    program = f"{place.folder}.program" if side.runner == "forked" else "benchmarks.frame.worker"
+    command = [sys.executable, "-W", "ignore", "-m", program, place.as_json()]
     return subprocess.Popen(
         [*prefix, *command],
         stdin=subprocess.PIPE,

@@ -15,7 +15,7 @@ class Place:
     Attributes:
         folder: Package of the question.
         side: Name of the side.
-        runner: How the side's processes connect: ``rpc``, ``raw`` or ``alone``.
+        runner: How the side's processes connect: ``rpc``, ``raw``, ``alone`` or ``forked``.
         api: ``torch`` or ``weft``.
         rank: Rank of the worker; worker 0 makes the calls.
         size: Number of workers in the group.
@@ -23,6 +23,7 @@ class Place:
         address: Host of the rendezvous.
         port: Port of the rendezvous.
         options: Arguments of the backend's options class.
+        cores_of_others: Cores of the workers that this process forks, from rank 1 on.
         descriptors: Inherited Unix sockets: the first worker has one to each other worker, in the
             order of their ranks; each other worker has one to the first.
     """
@@ -37,6 +38,7 @@ class Place:
     address: str = "127.0.0.1"
     port: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    cores_of_others: list[list[int]] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
 
     def as_json(self) -> str:

@@ -26,8 +26,9 @@ class Side:
         runner: How its processes connect: ``rpc`` (a group of workers; ``work.works(api)`` on
             the first), ``raw`` (a Unix socket between the first and each other process;
             ``work.NAME_works(connections)`` on the first, ``work.serve_NAME(connection)`` on the
-            others) or ``alone`` (one process; ``work.NAME_works()``). In NAME, a blank is a "_".
-        api: ``torch`` or ``weft``, for the runner ``rpc``.
+            others), ``alone`` (one process; ``work.NAME_works()``) or ``forked`` (``program.py``
+            runs as a script and forks the other workers). In NAME, a blank is a "_".
+        api: ``torch`` or ``weft``, for the runners ``rpc`` and ``forked``.
         environment: Variables set for its processes only.
         options: Arguments of the backend's options class, for the runner ``rpc``.
         options_by_rank: Further options of each worker, such as its listening address.
@@ -38,7 +39,7 @@ class Side:
     """
 
     name: str
-    runner: Literal["rpc", "raw", "alone"] = "rpc"
+    runner: Literal["rpc", "raw", "alone", "forked"] = "rpc"
     api: Literal["torch", "weft", ""] = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -129,6 +130,7 @@ class Question:
         full: The default form.
         short: The short form.
         measure: Replaces the alternating rounds.
+        mean: Demand on the geometric mean of all rows' ratios to torch RPC; 0 for none.
     """
 
     folder: str
@@ -140,6 +142,7 @@ class Question:
     full: Form = FULL
     short: Form = SHORT
     measure: Measure | None = None
+    mean: float = 0.0
 
     @property
     def name(self) -> str:

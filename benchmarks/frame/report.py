@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -97,6 +98,28 @@ def verdicts(question: Question, rounds: Rounds) -> Iterator[Verdict]:
             verdict = verdict_on(row, target, rounds)
             if verdict is not None:
                 yield verdict
+
+
+def mean_lines(question: Question, rounds: Rounds) -> list[str]:
+    """Returns the geometric mean of the ratios to torch RPC, and the five lowest of them."""
+    ratios = {
+        row: ratio.median
+        for row in question.rows
+        if (
+            ratio := ratio_of(*(rounds.get((side, row.name), ()) for side in (row.torch, row.ours)))
+        )
+    }
+    if not question.mean or not ratios:
+        return []
+    mean = statistics.geometric_mean(ratios.values())
+    mark = "met" if mean >= question.mean else "missed"
+    lowest = sorted(ratios, key=ratios.__getitem__)[:5]
+    named = ", ".join(f"{row.title} {number(ratios[row])}x" for row in lowest)
+    return [
+        f"- {mark}: geometric mean of {len(ratios)} rows: {number(mean)}x "
+        f"(target: at least {number(question.mean)}x torch)",
+        f"- the five lowest: {named}",
+    ]
 
 
 def verdict_on(row: Row, target: Target, rounds: Rounds) -> Verdict | None:

@@ -15,7 +15,7 @@ from benchmarks.frame.group import ROOT
 from benchmarks.frame.measuring import measure
 from benchmarks.frame.placement import placements
 from benchmarks.frame.question import Question
-from benchmarks.frame.report import provenance, table, verdicts
+from benchmarks.frame.report import mean_lines, provenance, table, verdicts
 
 
 def main(question: Question, arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +27,7 @@ def main(question: Question, arguments: Sequence[str] | None = None) -> int:
     for placement, rounds in measured_placements(question, options):
         found = [verdict.line() for verdict in verdicts(question, rounds)]
         lines += ["", f"## {placement}", "", *table(question, rounds)]
+        found += mean_lines(question, rounds)
         lines += ["", *found] if found else []
     lines += ["", *(f"- failed: {failure}" for failure in options.failures)]
     report = "\n".join(lines).rstrip() + "\n"

@@ -10,7 +10,7 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from benchmarks.frame import api
@@ -78,15 +78,19 @@ RUNNERS: dict[str, Callable[[Place, TextIO], None]] = {
 }
 
 
-def follow_orders(works: Works, answers: TextIO) -> None:
-    """Follows the orders on standard input until it ends; answers each order with a line."""
+def follow_orders(works: Works, answers: TextIO, forked: Sequence[int] = ()) -> None:
+    """Follows the orders on standard input until it ends; answers each order with a line.
+
+    The CPU time of the processes ``forked`` counts as well.
+    """
     _answer(answers, sorted(works))
     for line in sys.stdin:
         order = json.loads(line)
         work = works[order["work"]]
         if order["warm_up"] and isinstance(work, Work):
             measure(work, order["warm_up"], [])
-        _answer(answers, measure(work, order["operations"], order["pids"]))
+        pids = [*order["pids"], *forked] if order["pids"] else []
+        _answer(answers, measure(work, order["operations"], pids))
 
 
 def serve(answers: TextIO) -> None:

@@ -1,0 +1,1 @@
+"""Calls of many shapes, as a user's program makes them, beside torch RPC."""
