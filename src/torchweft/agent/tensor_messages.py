@@ -1,9 +1,9 @@
-"""Tensor messages: messages with tensors, encoded into frames and decoded again.
+"""Messages whose tensors travel by tables and channels.
 
-The layers above give a message (a head and a pickled payload) and the tensors that were taken out
-of it. This module writes the table of the tensors and chooses a channel for every buffer; the
-receiver reverses both. A message from a worker to itself touches neither bytes nor channels: its
-tensors arrive by reference.
+The layers above give the front of a message and the tensors that were taken out of its value. This
+module writes the table of the tensors and chooses a channel for every buffer; the receiver reverses
+both. Small tensors stand in the message itself instead; see ``serialize.inline``. A message from a
+worker to itself touches neither bytes nor channels: its tensors arrive by reference.
 """
 
 from __future__ import annotations
@@ -23,83 +23,52 @@ from torchweft.channel.copying import Copier
 from torchweft.channel.shm.borrowed import end_dead_loans
 from torchweft.channel.table import CMA, SHM, STRIPED, BufferTable, ChannelKind, decode_table
 from torchweft.errors import ProtocolError
-from torchweft.protocol.connecting import Outgoing
 from torchweft.serialize import tensors as tensor_table
 from torchweft.serialize.table import HEADER, SOME_COMPUTED
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import (
+    TABLES,
+    CallHead,
     Kind,
-    TensorMessageSections,
-    decode_tensor_message,
-    encode_tensor_message,
+    ReplyHead,
+    decode_tables,
+    encode_tables,
 )
 
 _CLOSE_LIMIT_S = 5.0
 
 
 class TensorMessage:
-    """A message with tensors, as received.
+    """The tensors of a message with tables, as received.
 
     Attributes:
-        head: Bytes of the message kind's fixed layout.
-        payload: The pickle; opaque here.
-        table: Describes the tensors; empty if there are none.
+        table: Describes the tensors.
         buffers: The memory of the tensors that has arrived.
         channel_table: The channels of the missing buffers; empty once all have arrived.
-        externals: Other objects taken out of the pickle; only in a message to this worker itself.
     """
 
-    __slots__ = (
-        "_tensor_limit",
-        "_tensors",
-        "_worker",
-        "buffers",
-        "channel_table",
-        "externals",
-        "head",
-        "payload",
-        "table",
-    )
+    __slots__ = ("_tensor_limit", "_worker", "buffers", "channel_table", "table")
 
     def __init__(
         self,
-        sections: TensorMessageSections,
+        table: Buffer,
+        channel_table: Buffer,
         buffers: Sequence[Buffer],
         worker: str,
         tensor_limit: int,
     ) -> None:
-        self.head, self.payload, self.table, self.channel_table = sections
-        self.externals: Sequence[object] | None = None
+        self.table, self.channel_table = table, channel_table
         self.buffers = buffers
         self._worker = worker
         self._tensor_limit = tensor_limit
-        self._tensors: list[Tensor] | None = [] if not self.table else None
-
-    @classmethod
-    def local(cls, control: LocalMessage, worker: str) -> TensorMessage:
-        """Returns a message from this worker to itself, whose tensors need no table."""
-        message = cls(TensorMessageSections(control.head, control.payload, b"", b""), (), worker, 0)
-        message._tensors = list(control.tensors)
-        message.externals = control.externals
-        return message
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the message came from this worker itself."""
-        return self.externals is not None
-
-    @property
-    def some_require_grad(self) -> bool:
-        """Whether some of its tensors required grad at the sender; False for a local message."""
-        return bool(self.table) and tensor_table.some_require_grad(self.table)
 
     @property
     def some_are_computed(self) -> bool:
         """Whether some of its tensors have a graph at the sender; valid after ``tensors``."""
-        # Inlined: it runs for every message with tensors.
+        # Inlined: it runs for every message with tables.
         return bool(self.table) and bool(self.table[HEADER.size - 1] & SOME_COMPUTED)
 
-    def flags(self) -> list[tensor_table.GradFlags]:
+    def flags(self) -> list[int]:
         """Returns the flags of each tensor for the autograd layer."""
         return tensor_table.grad_flags(self.table)
 
@@ -109,8 +78,6 @@ class TensorMessage:
         Args:
             detached: Whether tensors that required grad at the sender are returned without it.
         """
-        if self._tensors is not None:
-            return self._tensors
         return tensor_table.rebuild(
             self.table,
             self.buffers,
@@ -121,12 +88,24 @@ class TensorMessage:
 
 
 class LocalMessage(NamedTuple):
-    """A message from a worker to itself, in place of a frame's control part."""
+    """A message from a worker to itself, in place of a frame's control part.
 
-    head: bytes
+    Attributes:
+        head: The head of the message.
+        payload: The value without tensors and references.
+        tensors: The tensors themselves.
+        externals: The other objects that were taken out.
+    """
+
+    head: CallHead | ReplyHead
     payload: bytes
     tensors: Sequence[Tensor]
     externals: Sequence[object]
+
+
+def local_frame(kind: Kind, flags: int, number: int, message: LocalMessage) -> Frame:
+    """Returns a message to this worker itself as a frame."""
+    return Frame(kind, flags, number, message, ())  # type: ignore[arg-type]
 
 
 class TensorMessages:
@@ -189,31 +168,21 @@ class TensorMessages:
         kind: Kind,
         flags: int,
         number: int,
-        head: bytes,
-        payload: bytes,
+        front: bytes,
         tensors: Sequence[Tensor],
-        externals: Sequence[object] = (),
-    ) -> Outgoing:
-        """Returns a message for ``Sender.send``.
+    ) -> list[Buffer]:
+        """Returns a message with tables for ``Sender.send``.
 
         Tensors that will be pulled are kept until the peer has them.
 
         Args:
-            peer: The receiver.
+            peer: The receiver, another worker.
             kind: The kind of the message.
-            flags: Flags of that kind.
+            flags: Flags of that kind; ``TABLES`` is added.
             number: The call that the message belongs to, or 0.
-            head: Bytes of that kind's fixed layout.
-            payload: A pickle; opaque here.
-            tensors: The tensors taken out of the pickle, in order.
-            externals: Other objects taken out of the pickle; passed by reference, and only to this
-                worker itself.
+            front: The message without its tensors.
+            tensors: The tensors taken out of the value, in order.
         """
-        if peer.is_self:
-            local = LocalMessage(head, payload, tensors, externals)
-            return Frame(kind, flags, number, local, ())  # type: ignore[arg-type]
-        if not tensors:
-            return encode_frame(kind, flags, number, encode_tensor_message(head, payload, b"", b""))
         if len(tensors) > self._tensor_limit:
             raise tensor_table.too_many(len(tensors), self._tensor_limit)
         table, flat = tensor_table.describe(tensors)
@@ -222,29 +191,25 @@ class TensorMessages:
         if prepared.table:
             self._agent.offered_bytes += sum(buffer.nbytes for buffer in buffers)
             self._agent.offered_bytes -= sum(buffer.nbytes for buffer in prepared.following)
+        control = b"".join((front, encode_tables(table, prepared.table)))
         try:
-            control = encode_tensor_message(head, payload, table, prepared.table)
-        except ProtocolError:
+            frame = encode_frame(kind, flags | TABLES, number, control, prepared.following)
+        except BaseException:
             prepared.take_back(peer.channels, peer.held)
             raise
-        frame = encode_frame(kind, flags, number, control, prepared.following)
         if prepared.striped:
             # Last: no tensor may begin to arrive of a message that cannot be sent after all.
             self._data.send(peer, prepared.token, prepared.striped, waits=kind == Kind.REPLY)
         return frame
 
     def read(self, frame: Frame) -> TensorMessage:
-        """Decodes a received message, without fetching tensors.
+        """Decodes the tables of a received message, without fetching tensors.
 
         Raises:
             ProtocolError: The message is malformed.
         """
-        control = frame.control
-        if isinstance(control, LocalMessage):
-            return TensorMessage.local(control, self._name)
-        return TensorMessage(
-            decode_tensor_message(control), frame.buffers, self._name, self._tensor_limit
-        )
+        table, channel_table = decode_tables(frame.control)
+        return TensorMessage(table, channel_table, frame.buffers, self._name, self._tensor_limit)
 
     def fetch(self, peer: Peer, message: TensorMessage) -> None:
         """Fetches tensors that did not come with the message. May block; not for reading threads.

@@ -1,9 +1,9 @@
 """Encodes the messages of a backward pass, and the mode in which it is run.
 
 The number of a frame is the number of its pass, and its flags hold the mode of the pass. A
-message of gradients is a head followed by compact values or, in a tensor message, tensors. All
-other messages are a tag and 64-bit integers. In ``Failed`` two byte strings follow, whose lengths
-are among the integers.
+message of gradients is a head, the payload of a list of gradients, and their tensors; see
+``wire.messages``. All other messages are a tag and 64-bit integers. In ``Failed`` two byte strings
+follow, whose lengths are among the integers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ CREATE_GRAPH = 4
 FOR_INPUTS = 8
 INTO_GRAD = 16
 """Flags of a frame: the mode of its pass."""
-
-COMPACT = 2
-"""Flag of a frame, in addition to the flags of its pass's mode."""
 
 
 class PassMode(NamedTuple):
@@ -75,7 +72,7 @@ def mode_of(flags: int) -> PassMode:
     )
 
 
-_HEAD = struct.Struct("<qqqqIIII")
+_HEAD = struct.Struct("<qqqqIIIII")
 _HEAD_INTEGERS = 3
 _PROGRESS_INTEGERS = 4
 _FAILED_HEAD_BYTES = 8 * (_HEAD_INTEGERS + 3)
@@ -97,21 +94,24 @@ class PassName(NamedTuple):
     mode: PassMode
 
 
-def encode_head(name: PassName, message: Gradients, recorded_id: int = 0) -> bytes:
-    """Returns the head that precedes the gradients.
+def encode_head(
+    name: PassName, message: Gradients, recorded_id: int = 0, payload_bytes: int = 0
+) -> bytes:
+    """Returns the head that precedes the payload.
 
     Args:
         name: The pass.
         message: The message.
         recorded_id: The number under which the gradients were themselves recorded as a message
             of the context; 0 if they have no graph.
+        payload_bytes: Size of the payload.
     """
     progress = message.progress
     ids = (name.context_id, name.oldest_id, message.message_id, recorded_id)
     if progress is None:
-        return _HEAD.pack(*ids, 0, 0, 0, 0)
+        return _HEAD.pack(*ids, 0, 0, 0, 0, payload_bytes)
     counts, told = _parts_of(progress)
-    return _HEAD.pack(*ids, *counts) + encode_ints(*told)
+    return _HEAD.pack(*ids, *counts, payload_bytes) + encode_ints(*told)
 
 
 def _parts_of(progress: Progress) -> tuple[tuple[int, int, int, int], list[int]]:
@@ -121,28 +121,30 @@ def _parts_of(progress: Progress) -> tuple[tuple[int, int, int, int], list[int]]
     return counts, walked + executed + answered + reached
 
 
-def decode_head(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Gradients, int, int]:
+def decode_head(
+    pass_id: int, flags: int, data: Buffer
+) -> tuple[PassName, Gradients, int, int, int]:
     """Decodes the result of ``encode_head``.
 
     Returns:
-        The pass, the message without its gradients, ``recorded_id``, and the offset of the
-        gradients.
+        The pass, the message without its gradients, ``recorded_id``, and the offsets of the
+        payload and of the tensors.
 
     Raises:
         ProtocolError: It is malformed.
     """
     if len(data) < _HEAD.size:
         raise ProtocolError(f"gradients have a head of {len(data)} bytes, too few")
-    context_id, oldest_id, message_id, recorded_id, *counts = _HEAD.unpack_from(data)
+    context_id, oldest_id, message_id, recorded_id, *counts, size = _HEAD.unpack_from(data)
     name = PassName(context_id, pass_id, oldest_id, mode_of(flags))
     count = sum(counts)
-    if not count:
-        return name, Gradients(message_id, ()), recorded_id, _HEAD.size
-    end = _HEAD.size + 8 * count
-    if len(data) < end:
+    start = _HEAD.size + 8 * count
+    if len(data) < start + size:
         raise ProtocolError("the head of gradients does not add up to its length")
+    if not count:
+        return name, Gradients(message_id, ()), recorded_id, start, start + size
     progress = _progress_of(counts, struct.unpack_from(f"<{count}q", data, _HEAD.size))
-    return name, Gradients(message_id, (), progress), recorded_id, end
+    return name, Gradients(message_id, (), progress), recorded_id, start, start + size
 
 
 def _progress_of(counts: list[int] | tuple[int, ...], ids: tuple[int, ...]) -> Progress:

@@ -24,6 +24,7 @@ from torchweft.autograd.gradients import Gradients
 from torchweft.errors import AutogradError
 from torchweft.ids import scoped_id
 from torchweft.protocol.numbers import Tombstones
+from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED
 
 # Placeholders: the tensors that stand for received tensors in the receiver's graph. They must not
 # be leaves, since programs modify received tensors in place. And a walk must see where the graph
@@ -107,15 +108,6 @@ def _drop_memory(leaf: Tensor) -> None:
 
 
 # Records
-
-REQUIRES_GRAD = 1
-"""Flag of a tensor that required grad at its sender."""
-
-PARAMETER = 2
-"""Flag of a tensor that was a ``torch.nn.Parameter`` at its sender."""
-
-SHARED = 4
-"""Flag of a tensor that shares memory with another tensor of its message."""
 
 
 @dataclass(slots=True)

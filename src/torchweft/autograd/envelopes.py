@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -10,19 +10,19 @@ from torch import Tensor
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
+from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.autograd import codec
-from torchweft.autograd.codec import COMPACT, PassName
-from torchweft.autograd.contexts import PARAMETER, REQUIRES_GRAD, SHARED, Contexts
+from torchweft.autograd.codec import PassName
+from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.gradients import Gradient
 from torchweft.protocol.backward import Failed, Gradients, Message
-from torchweft.serialize import compact
+from torchweft.serialize import inline
 from torchweft.serialize.exceptions import pack_error
 from torchweft.serialize.objects import pack, pack_plain
 from torchweft.serialize.reading import Reader
-from torchweft.serialize.tensors import GradFlags
+from torchweft.serialize.values import encode_simple
 from torchweft.wire.frames import Buffer, Frame, encode_frame
-from torchweft.wire.messages import Kind
+from torchweft.wire.messages import TABLES, Kind
 
 _SMALL_NUMEL = 1024
 
@@ -35,7 +35,7 @@ class Envelopes:
 
     Args:
         agent: The worker's agent.
-        tensor_messages: Carries gradients that are too large or too unusual for compact values.
+        tensor_messages: Carries gradients that are too large to stand in their message.
         contexts: The worker's contexts.
         reader: Reads the errors of other workers.
     """
@@ -65,20 +65,24 @@ class Envelopes:
     def _seal_gradients(self, peer: Peer, name: PassName, message: Gradients) -> list[Buffer]:
         flags = name.mode.flags
         gradients = [_plain(gradient) for gradient in message.gradients]
-        differentiable: list[Tensor] = []
-        values = compact.encode(gradients, differentiable)
-        if values is not None:
-            recorded_id = self._record(name, differentiable, peer)
-            head = codec.encode_head(name, message, recorded_id)
-            return encode_frame(Kind.GRADIENTS, flags | COMPACT, name.pass_id, head + values)
-        is_strict = peer.registration.is_strict
-        packed = (pack_plain if is_strict else pack)(gradients, main_by_name=True)
-        head = codec.encode_head(name, message, self._record(name, packed.tensors, peer))
-        encoded = self._tensor_messages.encode(
-            peer, Kind.GRADIENTS, flags, name.pass_id, head, packed.payload, packed.tensors
-        )
-        assert not isinstance(encoded, Frame)  # A worker records no messages to itself.
-        return encoded
+        tensors: list[Tensor] = []
+        inlined = None
+        payload = encode_simple(gradients, tensors, main_by_name=True)
+        if payload is not None:
+            inlined = inline.encode(tensors)
+        if payload is None or inlined is None:
+            is_strict = peer.registration.is_strict
+            packed = (pack_plain if is_strict else pack)(gradients, main_by_name=True)
+            payload, tensors = packed.payload, packed.tensors
+            inlined = inline.encode(tensors)
+        recorded_id = self._record(name, tensors, peer)
+        front = codec.encode_head(name, message, recorded_id, len(payload)) + payload
+        if inlined is None:
+            return self._tensor_messages.encode(
+                peer, Kind.GRADIENTS, flags, name.pass_id, front, tensors
+            )
+        control = b"".join((front, *inlined[0]))
+        return encode_frame(Kind.GRADIENTS, flags, name.pass_id, control)
 
     def _record(self, name: PassName, tensors: Sequence[Tensor], peer: Peer) -> int:
         if not name.mode.create_graph:
@@ -95,24 +99,17 @@ class Envelopes:
         flags, control = frame.flags, frame.control
         if frame.kind == Kind.BACKWARD:
             return codec.decode(frame.id, flags, control)
-        if flags & COMPACT:
-            name, message, recorded_id, start = codec.decode_head(frame.id, flags, control)
-            places: list[int] = []
-            values = compact.decode(control, start, places)
-            if recorded_id:
-                context = self._contexts.get_or_create(name.context_id)
-                context.place_received(recorded_id, peer.id, values, places)
-            message.gradients = values
-            return name, message
-        tensor_message = self._tensor_messages.decode(peer, frame)
-        name, message, recorded_id, _ = codec.decode_head(frame.id, flags, tensor_message.head)
-        tensors = tensor_message.tensors(detached=True)
-        if recorded_id:
+        name, message, recorded_id, start, end = codec.decode_head(frame.id, flags, control)
+        if flags & TABLES:
+            carried = self._tensor_messages.read(frame)
+            self._tensor_messages.fetch(peer, carried)
+            tensors, tensor_flags = carried.tensors(detached=True), carried.flags()
+        else:
+            tensors, tensor_flags = inline.decode(control, end)
+        if recorded_id and tensor_flags:
             context = self._contexts.get_or_create(name.context_id)
-            tensors = context.record_receive(
-                recorded_id, peer.id, tensors, flags_in(tensor_message)
-            )
-        gradients = self._reader.unpack(tensor_message.payload, tensors, ())
+            tensors = context.record_receive(recorded_id, peer.id, tensors, tensor_flags)
+        gradients = self._reader.unpack(control[start:end], tensors, ())
         message.gradients = cast(list[Gradient], gradients)
         return name, message
 
@@ -122,21 +119,8 @@ class Envelopes:
 
     def discard(self, peer: Peer, frame: Frame) -> None:
         """Tells the sender of unneeded gradients to release them."""
-        if frame.kind == Kind.GRADIENTS and not frame.flags & COMPACT:
+        if frame.kind == Kind.GRADIENTS and frame.flags & TABLES:
             self._tensor_messages.discard(peer, self._tensor_messages.read(frame))
-
-
-def flags_in(tensor_message: TensorMessage) -> list[int]:
-    """Returns the flags of a tensor message's tensors, as ``Context.record_receive`` takes them."""
-    return recorded_flags(tensor_message.flags())
-
-
-def recorded_flags(flags: Iterable[GradFlags]) -> list[int]:
-    """Converts the flags in a message's table to those of ``Context.record_receive``."""
-    return [
-        REQUIRES_GRAD * each.requires_grad | PARAMETER * each.is_parameter | SHARED * each.is_shared
-        for each in flags
-    ]
 
 
 def _plain(gradient: Gradient) -> Gradient:

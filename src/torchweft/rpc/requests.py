@@ -1,10 +1,8 @@
-"""Calls and results as messages: requests, values of small calls, copies for own calls."""
+"""Calls and results as messages, and copies for calls of a worker to itself."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,26 +11,47 @@ from torch.nn import Parameter
 
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
-from torchweft.agent.tensor_messages import TensorMessages
+from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.errors import ProtocolError, ReferenceGone
-from torchweft.ids import ReferenceId
 from torchweft.protocol.connecting import Outgoing
-from torchweft.rpc.handles import Handle
-from torchweft.serialize.functions import name_of
 from torchweft.serialize.objects import Packed
-from torchweft.serialize.reading import Reader
-from torchweft.wire.messages import HandedReference, Kind, encode_compact_call
+from torchweft.wire.messages import (
+    CallHead,
+    HandedReference,
+    Kind,
+    ReplyHead,
+    encode_call,
+    encode_call_front,
+    encode_reply,
+    encode_reply_front,
+)
+
+Inlined = tuple[Sequence[Any], int]
+"""The bytes of small tensors in parts, and their size."""
+
+NO_TENSORS: Inlined = ((), 0)
 
 
 class Request:
-    """A message whose content is pickled, with its tensors and references taken out."""
+    """A call as a message, and the references and the graph that it holds until it arrives.
+
+    Args:
+        tensor_messages: Encodes tensors that do not stand in the message.
+        references: Counts the references that the message hands on.
+        outside: Records the graph of a message outside of contexts.
+        peer: The callee.
+        flags: Flags of the frame.
+        head: Time limit, creation, context, message and function, as ``CallHead`` has them.
+        packed: The value of the message.
+        inlined: Its tensors, if they stand in the message; otherwise None.
+        handed: The references inside the value, in order.
+    """
 
     __slots__ = (
+        "_flags",
         "_handed",
         "_head",
-        "_kind",
-        "_message_id",
+        "_inlined",
         "_outside",
         "_packed",
         "_peer",
@@ -46,146 +65,78 @@ class Request:
         references: ReferenceKeeper,
         outside: OutsideRecords,
         peer: Peer,
-        head: bytes,
+        flags: int,
+        head: tuple[float, int, int, int, bytes],
         packed: Packed,
-        handed: tuple[HandedReference, ...],
-        message_id: int = 0,
-        kind: Kind = Kind.CALL,
+        inlined: Inlined | None,
+        handed: Sequence[HandedReference],
     ) -> None:
         self._tensor_messages = tensor_messages
         self._references = references
         self._outside = outside
         self._peer = peer
+        self._flags = flags
         self._head = head
         self._packed = packed
+        self._inlined = inlined
         self._handed = handed
-        self._message_id = message_id
-        self._kind = kind
+
+    @property
+    def function(self) -> bytes:
+        """The name of the function, empty if it is inside the value."""
+        return self._head[4]
 
     def message(self, number: int) -> Outgoing:
         """Returns the message to send, under the number of its call."""
         packed = self._packed
+        if self._inlined is not None:
+            parts, size = self._inlined
+            return [
+                encode_call(
+                    number, self._flags, *self._head, self._handed, packed.payload, parts, size
+                )
+            ]
+        if self._peer.is_self:
+            head = CallHead(*self._head, (), 0, 0)
+            local = LocalMessage(head, packed.payload, packed.tensors, packed.externals)
+            return local_frame(Kind.CALL, self._flags, number, local)
+        front = encode_call_front(*self._head, self._handed, packed.payload)
         return self._tensor_messages.encode(
-            self._peer,
-            self._kind,
-            0,
-            number,
-            self._head,
-            packed.payload,
-            packed.tensors,
-            packed.externals,
+            self._peer, Kind.CALL, self._flags, number, front, packed.tensors
         )
 
     def take_back(self) -> None:
         """Takes back the references and the graph of a message that could not be sent."""
         for handed in self._handed:
             self._references.undeliverable(handed, self._peer)
-        if self._message_id:
-            self._outside.take_back(self._message_id)
+        message_id = self._head[3]
+        if message_id:
+            self._outside.take_back(message_id)
 
 
-class CompactRequest:
-    """A call of a function by name with a few small plain values."""
-
-    __slots__ = (
-        "_context_id",
-        "_creation",
-        "_function",
-        "_message_id",
-        "_outside",
-        "_remaining_s",
-        "_values",
-    )
-
-    def __init__(
-        self,
-        outside: OutsideRecords,
-        remaining_s: float,
-        creation: int,
-        context_id: int,
-        message_id: int,
-        function: bytes,
-        values: bytes,
-    ) -> None:
-        self._outside = outside
-        self._remaining_s = remaining_s
-        self._creation = creation
-        self._context_id = context_id
-        self._message_id = message_id
-        self._function = function
-        self._values = values
-
-    def message(self, number: int) -> Outgoing:
-        """Returns the message to send, under the number of its call."""
+def reply_message(
+    tensor_messages: TensorMessages,
+    peer: Peer,
+    number: int,
+    flags: int,
+    context_id: int,
+    message_id: int,
+    packed: Packed,
+    inlined: Inlined | None,
+    handed: Sequence[HandedReference] = (),
+) -> Outgoing:
+    """Returns the answer to a call; see ``Request`` for the arguments."""
+    if peer.is_self:
+        head = ReplyHead(context_id, message_id, (), 0, 0)
+        local = LocalMessage(head, packed.payload, packed.tensors, packed.externals)
+        return local_frame(Kind.REPLY, flags, number, local)
+    if inlined is not None:
+        parts, size = inlined
         return [
-            encode_compact_call(
-                number,
-                self._remaining_s,
-                self._creation,
-                self._context_id,
-                self._message_id,
-                self._function,
-                self._values,
-            )
+            encode_reply(number, flags, context_id, message_id, handed, packed.payload, parts, size)
         ]
-
-    def take_back(self) -> None:
-        """Releases the graph behind the tensors of a request that could not be sent."""
-        if self._message_id:
-            self._outside.take_back(self._message_id)
-
-
-# Further values of small calls: functions by name, and references that go home. Programs written
-# for PyTorch's RPC call methods of remote objects through their own function, which takes the
-# method and the reference to the object. So both kinds are as common as tensors. A reference goes
-# home, to the owner of its value, without a handover: the caller keeps its own reference until the
-# call has ended.
-
-_REFERENCE = struct.Struct("<qqq")
-_FUNCTION, _HOMECOMER = b"f", b"r"
-_FUNCTION_TYPES = (FunctionType, BuiltinFunctionType, type)
-
-
-def value_encoder(peer: Peer) -> Callable[[Any], bytes | None]:
-    """Returns the encoder of further values of small calls, for calls to ``peer``."""
-
-    def encode(value: Any) -> bytes | None:
-        if isinstance(value, Handle):
-            if value.id.owner != peer.id:
-                return None
-            value.check_travels()
-            return _HOMECOMER + _REFERENCE.pack(*value.id)
-        if isinstance(value, _FUNCTION_TYPES):
-            name = name_of(value, peer.main_by_name)
-            return None if name is None else _FUNCTION + name
-        return None
-
-    return encode
-
-
-def value_decoder(
-    reader: Reader, references: ReferenceKeeper, reference_type: type[Handle]
-) -> Callable[[bytes], Any]:
-    """Returns the decoder of further values of small calls.
-
-    Args:
-        reader: Finds the functions.
-        references: Counts the references that arrive.
-        reference_type: Class of the references.
-    """
-    resolve = reader.resolve
-
-    def decode(data: bytes) -> Any:
-        if data[:1] == _FUNCTION:
-            return resolve(data[1:])
-        if data[:1] != _HOMECOMER or len(data) != 1 + _REFERENCE.size:
-            raise ProtocolError(f"a message has a value of unknown kind: {data[:20]!r}")
-        reference = ReferenceId(*_REFERENCE.unpack_from(data, 1))
-        if not references.came_home(reference):
-            raise ReferenceGone(f"{reference} arrived after this worker had dropped its references")
-        return reference_type.from_received(references, reference)
-
-    return decode
+    front = encode_reply_front(context_id, message_id, handed, packed.payload)
+    return tensor_messages.encode(peer, Kind.REPLY, flags, number, front, packed.tensors)
 
 
 # Calls of a worker to itself.

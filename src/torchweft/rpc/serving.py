@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torchweft import knobs
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue
 from torchweft.agent.served_calls import current_call
-from torchweft.agent.tensor_messages import TensorMessage
+from torchweft.agent.tensor_messages import LocalMessage, TensorMessage
 from torchweft.arguments import did_you_mean
-from torchweft.autograd.contexts import enter, set_current_id
+from torchweft.autograd.contexts import current_id, set_current_id
 from torchweft.autograd.outside import NO_GRAD
 from torchweft.errors import (
     ArgumentTypeError,
@@ -29,12 +29,8 @@ from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Worker, current_worker
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
-from torchweft.wire.messages import (
-    COMPACT,
-    CallHead,
-    decode_call_head,
-    decode_compact_call,
-)
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import POSITIONAL, TABLES, CallHead, decode_call
 
 _log = logging.getLogger("torchweft")
 
@@ -51,12 +47,8 @@ def install(worker: Worker) -> None:
 
     def serve(peer: Peer, call: Call) -> None:
         call.worker, call.owned = worker, None
-        assert call.frame is not None
         try:
-            if call.frame.flags == COMPACT:
-                _serve_compact(worker, peer, call)
-            else:
-                _serve_tensor_message(worker, peer, call)
+            _serve(worker, peer, call)
         except ProtocolError as error:  # Errors of the function are its answer.
             worker.agent.receiver.turn_away(peer, error)
         except BaseException as error:  # Before the function ran, or after it answered.
@@ -82,40 +74,96 @@ def cancel_creations(worker: Worker, peer: Peer) -> None:
     worker.agent.cancelling.end_creations(making, peer)
 
 
-def _serve_tensor_message(worker: Worker, peer: Peer, call: Call) -> None:
+def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     """Runs one call; its errors become its answer."""
     frame, call.frame = call.frame, None
     assert frame is not None
-    message = worker.tensor_messages.read(frame)
-    del frame
-    head = decode_call_head(message.head)
-    call.function, call.context_id = head.function, head.context_id
-    if not call.begins(head.creation, head.remaining_s, time.monotonic()):
-        worker.tensor_messages.discard(peer, message)
-        worker.refuse(peer, head.references, head.context_id, head.message_id)
-        return
-    if message.channel_table:
-        try:
-            worker.tensor_messages.fetch(peer, message)
-        except Exception as error:
-            worker.refuse(peer, head.references, head.context_id, head.message_id)
-            call(None, error)
-            return
-    was_slow = head.function in worker.slow
-    if was_slow or not head.function:
-        worker.agent.reactor.arm_all()
+    control: Any = frame.control
+    message = None
+    is_local = isinstance(control, LocalMessage)
+    head: CallHead = control.head if is_local else decode_call(control)
+    if frame.flags & TABLES:
+        message = worker.tensor_messages.read(frame)
+    name = head.function
+    call.function, call.context_id = name, head.context_id
     began_s = time.monotonic()
+    if not call.begins(head.creation, head.remaining_s, began_s):
+        _give_back(worker, peer, head, message)
+        return
+    if message is not None and not _fetch(worker, peer, call, head, message):
+        return
+    was_slow = name in worker.slow
+    if was_slow or not name:
+        worker.agent.reactor.arm_all()
+    entered_id = 0 if head.context_id == NO_GRAD else head.context_id
+    entered_before = current_id()
+    if entered_id:
+        set_current_id(entered_id)
     before = current_call.set(call)
     try:
-        if not head.context_id or head.context_id == NO_GRAD:
-            _run(worker, peer, head, message, call)
-            return
-        with enter(head.context_id):
-            _run(worker, peer, head, message, call)
+        args, kwargs, function = _opened(worker, peer, call, frame, head, message)
+        del frame, control, message  # Free them with the arguments.
+        result = function(*args, **kwargs) if kwargs else function(*args)
+        del args, kwargs
+    except BaseException as error:
+        call(None, error)
+    else:
+        settle(worker, entered_id, function, result, call)
     finally:
         current_call.reset(before)
+        if entered_id:
+            set_current_id(entered_before)
         if was_slow != (time.monotonic() - began_s > SLOW_S):
-            _note_speed(worker, head.function, was_slow)
+            _note_speed(worker, name, was_slow)
+
+
+def _opened(
+    worker: Worker,
+    peer: Peer,
+    call: Call,
+    frame: Frame,
+    head: CallHead,
+    message: TensorMessage | None,
+) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
+    """Returns the arguments and the function of a call."""
+    content = worker.open(peer, frame, head, message)
+    is_local = isinstance(frame.control, LocalMessage)
+    kwargs: dict[str, Any] = {}
+    if head.function:
+        args = content
+        if not frame.flags & POSITIONAL:
+            if isinstance(content, torch.Tensor):
+                raise ArgumentTypeError(NO_ARGUMENTS)
+            args, kwargs = content
+        function = (resolve if is_local else worker.reader.resolve)(head.function)
+    else:
+        if isinstance(content, torch.Tensor):
+            raise ArgumentTypeError(NO_ARGUMENTS)
+        args, kwargs, function = content
+        if not is_local:
+            worker.reader.check_called(function)
+        call.function = function
+    if isinstance(args, torch.Tensor):
+        raise ArgumentTypeError(NO_ARGUMENTS)
+    return args, kwargs, function
+
+
+def _fetch(worker: Worker, peer: Peer, call: Call, head: CallHead, message: TensorMessage) -> bool:
+    """Fetches the tensors of a call; if that fails, answers the call and returns False."""
+    try:
+        worker.tensor_messages.fetch(peer, message)
+    except Exception as error:
+        worker.refuse(peer, head.references, head.context_id, head.message_id)
+        call(None, error)
+        return False
+    return True
+
+
+def _give_back(worker: Worker, peer: Peer, head: CallHead, message: TensorMessage | None) -> None:
+    """Releases the tensors, references and graph of a call that will not run."""
+    if message is not None:
+        worker.tensor_messages.discard(peer, message)
+    worker.refuse(peer, head.references, head.context_id, head.message_id)
 
 
 def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
@@ -130,52 +178,13 @@ def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
         f"or {knobs.QUEUE_LIMIT_BYTES.variable} there",
         worker=name,
     )
-    if frame.flags == COMPACT:
-        remaining_s, creation, context_id, message_id, *_ = decode_compact_call(frame.control)
-        worker.give_back(peer, context_id, message_id)
-    else:
-        message = worker.tensor_messages.read(frame)
-        head = decode_call_head(message.head)
-        remaining_s, creation, context_id = head.remaining_s, head.creation, head.context_id
-        worker.tensor_messages.discard(peer, message)
-        worker.refuse(peer, head.references, head.context_id, head.message_id)
-    call.context_id = context_id
-    if call.begins(creation, remaining_s, time.monotonic()):
+    control = frame.control
+    message = worker.tensor_messages.read(frame) if frame.flags & TABLES else None
+    head = control.head if isinstance(control, LocalMessage) else decode_call(control)
+    _give_back(worker, peer, head, message)
+    call.context_id = head.context_id
+    if call.begins(head.creation, head.remaining_s, time.monotonic()):
         call(None, error)
-
-
-def _serve_compact(worker: Worker, peer: Peer, call: Call) -> None:
-    frame, call.frame = call.frame, None
-    assert frame is not None
-    remaining_s, creation, context_id, message_id, name, start = decode_compact_call(frame.control)
-    began_s = time.monotonic()
-    call.function = name
-    call.context_id = context_id
-    if not call.begins(creation, remaining_s, began_s):
-        worker.give_back(peer, context_id, message_id)
-        return
-    was_slow = name in worker.slow
-    if was_slow:
-        worker.agent.reactor.arm_all()
-    entered_id = 0 if context_id == NO_GRAD else context_id
-    if entered_id:
-        set_current_id(entered_id)
-    before = current_call.set(call)
-    try:
-        args = worker.open_values(peer, frame.control, start, context_id, message_id)
-        function = worker.reader.resolve(name)
-        result = function(*args)
-        del args
-    except BaseException as error:
-        call(None, error)
-    else:
-        settle(worker, entered_id, function, result, call)
-    finally:
-        current_call.reset(before)
-        if entered_id:
-            set_current_id(0)
-        if was_slow != (time.monotonic() - began_s > SLOW_S):
-            _note_speed(worker, name, was_slow)
 
 
 def _note_speed(worker: Worker, name: bytes, was_slow: bool) -> None:
@@ -184,34 +193,6 @@ def _note_speed(worker: Worker, name: bytes, was_slow: bool) -> None:
         worker.slow.discard(name)
     elif name and len(worker.slow) < _SLOW_LIMIT:
         worker.slow.add(name)
-
-
-def _run(worker: Worker, peer: Peer, head: CallHead, message: TensorMessage, call: Call) -> None:
-    try:
-        content = worker.open_content(
-            peer, message, head.references, head.context_id, head.message_id
-        )
-        if isinstance(content, torch.Tensor):
-            raise ArgumentTypeError(NO_ARGUMENTS)
-        if head.function:
-            find = resolve if message.is_local else worker.reader.resolve
-            (args, kwargs), function = content, find(head.function)
-        else:
-            args, kwargs, function = content
-            if not message.is_local:
-                worker.reader.check_called(function)
-            call.function = function
-        if isinstance(args, torch.Tensor):
-            raise ArgumentTypeError(NO_ARGUMENTS)
-        del content
-        message.buffers = ()  # Free them with the arguments, before an equally large answer.
-        result = function(*args, **kwargs)
-        del args, kwargs
-    except BaseException as error:
-        call(None, error)
-        return
-    entered_id = 0 if head.context_id == NO_GRAD else head.context_id
-    settle(worker, entered_id, function, result, call)
 
 
 # Functions that other workers call by name: see torchweft.rpc.calls.

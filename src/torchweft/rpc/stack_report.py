@@ -26,6 +26,7 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.agent.open_calls import SimpleRequest
 from torchweft.agent.peers import Peer
+from torchweft.agent.tensor_messages import LocalMessage
 from torchweft.errors import (
     CallTimeout,
     ConfigurationError,
@@ -39,11 +40,8 @@ from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime.reactor import Reactor
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import (
-    COMPACT,
     Kind,
-    decode_call_head,
-    decode_compact_call,
-    decode_tensor_message,
+    decode_call,
 )
 
 NAME = "torchweft.rpc.stacks"
@@ -278,10 +276,9 @@ def _name(call: ServedCall) -> str:
 def _named_in(frame: Frame) -> bytes:
     """Returns the function that a request names which was not decoded yet."""
     try:
-        if frame.flags == COMPACT:
-            _, _, _, _, name, _ = decode_compact_call(frame.control)
-            return name
-        return decode_call_head(decode_tensor_message(frame.control).head).function
+        control = frame.control
+        head = control.head if isinstance(control, LocalMessage) else decode_call(control)
+        return head.function
     except ProtocolError:
         return b"what no worker asks for"
 

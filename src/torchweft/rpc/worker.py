@@ -11,43 +11,44 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from torchweft import knobs
 from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
-from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
+from torchweft.agent.tensor_messages import LocalMessage, TensorMessage, TensorMessages
 from torchweft.autograd.contexts import Context, Contexts, current_id
 from torchweft.autograd.engine import Engine
-from torchweft.autograd.envelopes import flags_in
 from torchweft.autograd.outside import NO_GRAD, Arrivals
 from torchweft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceGone
+from torchweft.ids import ReferenceId
 from torchweft.protocol.membership.registration import why_not_by_value
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.requests import CompactRequest, Request, own_copy, value_decoder, value_encoder
+from torchweft.rpc.requests import NO_TENSORS, Inlined, Request, own_copy, reply_message
 from torchweft.rpc.unseen import UnseenErrors
 from torchweft.runtime.reports import log_exception
-from torchweft.serialize import compact
+from torchweft.serialize import inline
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import name_of
 from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
 from torchweft.serialize.reading import TRUSTING, Reader
+from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
+from torchweft.serialize.tensors import too_many
+from torchweft.serialize.values import encode_simple
 from torchweft.wire.frames import Buffer, Frame
 from torchweft.wire.messages import (
-    COMPACT,
     ERROR_REPLY,
     NO_CREATION,
+    POSITIONAL,
+    TABLES,
     CallHead,
     HandedReference,
-    Kind,
     ReplyHead,
-    decode_compact_reply,
-    decode_reply_head,
-    encode_call_head,
-    encode_compact_reply,
-    encode_reply_head,
+    decode_reply,
 )
 
 _log = logging.getLogger("torchweft")
@@ -90,10 +91,9 @@ class Worker:
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
         self.unfinished: set[object] = set()
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
-        self._encoders: dict[int, Callable[[Any], bytes | None]] = {}
         self._packers: dict[int, Callable[[object], Packed]] = {}
         agent.members.on_joined(self._learn_to_encode)
-        self._decode_other = value_decoder(reader, self.references, reference_type)
+        self._tensor_limit = knobs.TENSOR_LIMIT.get()
         self.slow: set[bytes] = set()
         """Names of functions whose last run was slow; see ``serving.SLOW_S``."""
         self.has_left = False
@@ -106,7 +106,6 @@ class Worker:
         agent.receiver.discard = self.discard_reply
 
     def _learn_to_encode(self, peer: Peer) -> None:
-        self._encoders[peer.id] = value_encoder(peer)
         by_name = peer.main_by_name
         if peer.registration.is_strict and not peer.is_self:
             self._packers[peer.id] = partial(pack_plain, main_by_name=by_name)
@@ -134,7 +133,7 @@ class Worker:
         kwargs: dict[str, Any],
         timeout_s: float,
         creation: int = NO_CREATION,
-    ) -> Request | CompactRequest:
+    ) -> Request:
         """Encodes a call as a request; values that it hands on are kept alive from now on.
 
         Args:
@@ -149,35 +148,54 @@ class Worker:
             SerializationError: The callable or an argument cannot be serialized.
         """
         name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
-        if name is not None and not kwargs and not peer.is_self:
-            differentiable: list[Tensor] = []
-            # No caller waits for a remote() call or keeps its references: hand them on instead.
-            is_waited_for = creation == NO_CREATION
-            encode_other = self._encoders[peer.id] if is_waited_for else compact.nothing_else
-            values = compact.encode(args, differentiable, encode_other)
-            if values is not None:
-                context_id, message_id = current_id(), 0
-                if not torch.is_grad_enabled():
-                    context_id = self.arrivals.no_grad_id
-                elif context_id or differentiable:
-                    context_id, message_id = self._record_send(context_id, differentiable, peer)
-                return CompactRequest(
-                    self.engine.outside,
-                    timeout_s,
-                    creation,
-                    context_id,
-                    message_id,
-                    name,
-                    values,
-                )
-        content = (args, kwargs) if name is not None else (args, kwargs, function)
-        packed = self._packers[peer.id](content)
+        packed: Packed | None = None
+        inlined: Inlined | None = None
+        content: Any
+        if name is None:
+            flags, content = 0, (args, kwargs, function)
+        elif kwargs:
+            flags, content = 0, (args, kwargs)
+        else:
+            flags, content = POSITIONAL, args
+            if not peer.is_self:
+                packed, inlined = self._simple(peer, args, creation)
+        if packed is None:
+            packed = self._packers[peer.id](content)
+            if not peer.is_self:
+                inlined = self._inline(packed.tensors)
         context_id, message_id = self._record_call(current_id(), packed.tensors, peer)
-        references = self._hand_on(packed.externals, peer)
-        head = encode_call_head(
-            CallHead(timeout_s, creation, context_id, message_id, name or b"", references)
-        )
-        return self._new_request(peer, head, packed, references, message_id)
+        handed = self._hand_on(packed.externals, peer) if packed.externals else ()
+        head = (timeout_s, creation, context_id, message_id, name or b"")
+        return self._new_request(peer, flags, head, packed, inlined, handed)
+
+    def _simple(
+        self, peer: Peer, args: Sequence[Any], creation: int
+    ) -> tuple[Packed | None, Inlined | None]:
+        """Packs arguments that are simple values and small tensors; None for any others."""
+        tensors: list[Tensor] = []
+
+        def home_of(value: Any) -> ReferenceId | None:
+            # No caller waits for a remote() call or keeps its references: hand them on instead.
+            if creation != NO_CREATION or not isinstance(value, Handle):
+                return None
+            if value.id.owner != peer.id:
+                return None
+            value.check_travels()
+            return value.id
+
+        payload = encode_simple(args, tensors, peer.main_by_name, home_of)
+        if payload is None:
+            return None, None
+        inlined = self._inline(tensors)
+        return (None, None) if inlined is None else (Packed(payload, tensors, []), inlined)
+
+    def _inline(self, tensors: Sequence[Tensor]) -> Inlined | None:
+        """Returns tensors as a part of their message; None if they need tables."""
+        if not tensors:
+            return NO_TENSORS
+        if len(tensors) > self._tensor_limit:
+            raise too_many(len(tensors), self._tensor_limit)
+        return inline.encode(tensors)
 
     def pack_for(self, peers: Collection[Peer], value: object) -> Packed:
         """Packs a value once so that each of ``peers`` can read it, now or later.
@@ -205,7 +223,7 @@ class Worker:
         # Neither the arguments nor the result of a call under no_grad are part of a graph.
         if not torch.is_grad_enabled():
             return 0 if peer.is_self else self.arrivals.no_grad_id, 0
-        return self._record_send(context_id, tensors, peer)
+        return self._record_send(context_id, tensors, peer) if context_id or tensors else (0, 0)
 
     def _record_send(
         self, context_id: int, tensors: Sequence[Tensor], peer: Peer
@@ -246,28 +264,6 @@ class Worker:
 
     # What arrives
 
-    def open_values(
-        self,
-        peer: Peer,
-        control: Buffer,
-        start: int,
-        context_id: int,
-        message_id: int,
-        is_answer: bool = False,
-    ) -> list[Any]:
-        """Returns the values of a compact message, which begin at ``start``."""
-        differentiable: list[int] = []
-        values = compact.decode(control, start, differentiable, self._decode_other)
-        context = self._context_of(context_id, peer) if context_id else None
-        if not differentiable:
-            return values
-        if context is None or not message_id:
-            computed = [place for place in differentiable if not values[place].requires_grad]
-            self.arrivals.place(values, computed, peer.name, peer.id, context_id, message_id)
-            return values
-        context.place_received(message_id, peer.id, values, differentiable, is_answer)
-        return values
-
     def _context_of(self, context_id: int, peer: Peer) -> Context | None:
         """Returns the context of a message, whose release ``peer`` will be told of.
 
@@ -283,43 +279,74 @@ class Worker:
             return None
         return context
 
-    def open_content(
+    def open(
         self,
         peer: Peer,
-        message: TensorMessage,
-        references: Sequence[HandedReference],
-        context_id: int,
-        message_id: int,
+        frame: Frame,
+        head: CallHead | ReplyHead,
+        message: TensorMessage | None,
         is_answer: bool = False,
     ) -> Any:
-        """Returns the object in a message, with its references and tensors in place."""
-        externals: Sequence[object]
-        read = self.reader.unpack
-        if message.is_local:
-            assert message.externals is not None
-            externals, read = message.externals, unpack
-        else:
-            externals = [self._receive(handed, peer) for handed in references]
-        tensors = self._receive_tensors(peer, message, context_id, message_id, is_answer)
-        return read(message.payload, tensors, externals)
+        """Returns the value in a message, with its references and tensors in place.
+
+        Args:
+            peer: The sender.
+            frame: The message.
+            head: Its head.
+            message: Its tensors, all fetched, if they came by tables.
+            is_answer: Whether it is the result of a call.
+        """
+        control = frame.control
+        if isinstance(control, LocalMessage):
+            return unpack(control.payload, self._own_tensors(control, head), control.externals)
+        externals: Sequence[object] = ()
+        if head.references:
+            externals = [self._receive(handed, peer) for handed in head.references]
+        context_id = head.context_id
+        context = self._context_of(context_id, peer) if context_id else None
+        tensors: Sequence[Tensor] = ()
+        end = head.payload_end
+        if message is not None:
+            tensors = self._receive_tensors(peer, message, context, head, is_answer)
+        elif end < len(control):
+            received, flags = inline.decode(control, end)
+            if len(received) > self._tensor_limit:
+                self.give_back(peer, context_id, head.message_id)
+                raise too_many(len(received), self._tensor_limit, self.agent.info.name)
+            tensors = received
+            if flags:
+                tensors = self._place_inlined(peer, received, flags, context, head, is_answer)
+        payload = control[head.payload_start : end]
+        if not payload:  # As ``unpack`` does; most results are one tensor or None.
+            return tensors[0] if tensors else None
+        return self.reader.unpack(payload, tensors, externals, self._come_home)
+
+    def _own_tensors(self, message: LocalMessage, head: CallHead | ReplyHead) -> Sequence[Tensor]:
+        if not self.copies_own:
+            return message.tensors
+        keeps = self.arrivals.keeps_graphs
+        return [own_copy(each, head.context_id, keeps) for each in message.tensors]
+
+    def _come_home(self, reference: ReferenceId) -> Handle:
+        """Returns a reference to a value of this worker that the sender has kept meanwhile."""
+        if not self.references.came_home(reference):
+            raise _reference_gone(reference)
+        return self.reference_type.from_received(self.references, reference)
 
     def _receive(self, handed: HandedReference, sender: Peer) -> Handle:
         if not self.references.received(handed, sender):
-            raise ReferenceGone(
-                f"{handed.reference} arrived after this worker had dropped its references"
-            )
+            raise _reference_gone(handed.reference)
         return self.reference_type.from_received(self.references, handed.reference)
 
     def _receive_tensors(
-        self, peer: Peer, message: TensorMessage, context_id: int, message_id: int, is_answer: bool
+        self,
+        peer: Peer,
+        message: TensorMessage,
+        context: Context | None,
+        head: CallHead | ReplyHead,
+        is_answer: bool,
     ) -> list[Tensor]:
-        if peer.is_self:
-            tensors = message.tensors(detached=False)
-            if not self.copies_own:
-                return tensors
-            keeps = self.arrivals.keeps_graphs
-            return [own_copy(each, context_id, keeps) for each in tensors]
-        context = self._context_of(context_id, peer) if context_id else None
+        context_id, message_id = head.context_id, head.message_id
         if context is None or not message_id:
             try:
                 tensors = message.tensors(detached=False)
@@ -330,7 +357,32 @@ class Worker:
                 self.give_back(peer, context_id, message_id)
                 raise
         tensors = message.tensors(detached=True)
-        return context.record_receive(message_id, peer.id, tensors, flags_in(message), is_answer)
+        return context.record_receive(message_id, peer.id, tensors, message.flags(), is_answer)
+
+    def _place_inlined(
+        self,
+        peer: Peer,
+        tensors: list[Tensor],
+        flags: list[int],
+        context: Context | None,
+        head: CallHead | ReplyHead,
+        is_answer: bool,
+    ) -> list[Tensor]:
+        """Does the same for tensors that stand in the message, some of which have flags."""
+        context_id, message_id = head.context_id, head.message_id
+        if context is not None and message_id:
+            return context.record_receive(message_id, peer.id, tensors, flags, is_answer)
+        computed = []
+        for place, flag in enumerate(flags):
+            if flag & PARAMETER:
+                tensors[place] = Parameter(tensors[place], bool(flag & REQUIRES_GRAD))
+            elif flag & REQUIRES_GRAD:
+                tensors[place].requires_grad_()
+            if flag & COMPUTED:
+                computed.append(place)
+        if computed:
+            self.arrivals.place(tensors, computed, peer.name, peer.id, context_id, message_id)
+        return tensors
 
     def _place_computed(
         self,
@@ -342,9 +394,9 @@ class Worker:
     ) -> None:
         """Marks tensors with a graph at the sender, in a message outside of contexts."""
         flags = message.flags()
-        computed = [place for place, flag in enumerate(flags) if flag.is_computed]
+        computed = [place for place, flag in enumerate(flags) if flag & COMPUTED]
         for place in computed:
-            if flags[place].is_shared:  # As in a context: separate graphs need separate memory.
+            if flags[place] & SHARED:  # As in a context: separate graphs need separate memory.
                 tensors[place] = tensors[place].detach().clone()
         self.arrivals.place(tensors, computed, peer.name, peer.id, context_id, message_id)
 
@@ -369,44 +421,58 @@ class Worker:
 
     def reply(self, peer: Peer, number: int, result: Any, context_id: int) -> None:
         """Sends the result of a call, or an error if the result cannot be serialized."""
-        differentiable: list[Tensor] = []
-        values = None if peer.is_self else compact.encode((result,), differentiable)
-        if values is not None:
-            message_id = 0
-            if context_id or differentiable:
-                context_id, message_id = self._record_send(context_id, differentiable, peer)
-            message = encode_compact_reply(number, context_id, message_id, values)
-            try:
-                self.agent.answers.send(peer, message)
-            except (ConnectionError, NotInitialized):
-                _log.debug("the result of call %d goes nowhere: one of the two has left", number)
-            return
+        handed: Sequence[HandedReference] = ()
+        message_id = 0
         try:
             packed = self._packers[peer.id](result)
-            context_id, message_id = self._record_send(context_id, packed.tensors, peer)
-            references = self._hand_on(packed.externals, peer)
+            tensors = packed.tensors
+            inlined = None if peer.is_self else self._inline(tensors)
+            if context_id or tensors:
+                context_id, message_id = self._record_send(context_id, tensors, peer)
+            if packed.externals:
+                handed = self._hand_on(packed.externals, peer)
+            message = reply_message(
+                self.tensor_messages,
+                peer,
+                number,
+                0,
+                context_id,
+                message_id,
+                packed,
+                inlined,
+                handed,
+            )
         except BaseException as error:  # The result's own code may even exit.
+            self._take_back(peer, handed, message_id)
             self.reply_error(peer, number, error)
             return
-        head = encode_reply_head(ReplyHead(context_id, message_id, references))
-        reply = self._new_request(peer, head, packed, references, message_id, Kind.REPLY)
         try:
-            self.agent.sender.send(peer, reply.message(number))
-        except ConnectionError:
-            reply.take_back()  # The caller is lost, and nobody waits.
+            if inlined is not None:
+                assert not isinstance(message, Frame)
+                self.agent.answers.send(peer, message[0])
+            else:
+                self.agent.sender.send(peer, message)
+        except (ConnectionError, NotInitialized):
+            self._take_back(peer, handed, message_id)
+            _log.debug("the result of call %d goes nowhere: one of the two has left", number)
         except BaseException as error:
-            reply.take_back()
+            self._take_back(peer, handed, message_id)
             self.reply_error(peer, number, error)
+
+    def _take_back(self, peer: Peer, handed: Sequence[HandedReference], message_id: int) -> None:
+        for each in handed:
+            self.references.undeliverable(each, peer)
+        if message_id:
+            self.engine.outside.take_back(message_id)
 
     def reply_error(self, peer: Peer, number: int, error: BaseException) -> None:
         """Sends the error of a call."""
         if self.has_left and isinstance(error, (NotInitialized, CancelledError)):
             return  # The caller is told soon that this worker is lost.
         self.note_failure(peer, error)
-        payload = self.pack_error(peer, error)
-        head = encode_reply_head(ReplyHead(0, 0, ()))
-        message = self.tensor_messages.encode(
-            peer, Kind.REPLY, ERROR_REPLY, number, head, payload, ()
+        packed = Packed(self.pack_error(peer, error), [], [])
+        message = reply_message(
+            self.tensor_messages, peer, number, ERROR_REPLY, 0, 0, packed, NO_TENSORS
         )
         try:
             self.agent.sender.send(peer, message)
@@ -438,42 +504,38 @@ class Worker:
         assert frame is not None
         call.frame = None  # Its memory belongs to the result from here on.
         peer = self.agent.peers[call.worker]
-        if frame.flags == COMPACT:
-            return self._compact_result(peer, frame)
-        message = self.tensor_messages.decode(peer, frame)
-        if frame.flags == ERROR_REPLY:
-            read = unpack_error if message.is_local else self.reader.unpack_error
-            raise self.as_raised_here(read(bytes(message.payload)))
-        head = decode_reply_head(message.head)
-        return self.open_content(
-            peer, message, head.references, head.context_id, head.message_id, is_answer=True
-        )
-
-    def _compact_result(self, peer: Peer, frame: Frame) -> Any:
-        context_id, message_id, start = decode_compact_reply(frame.control)
-        values = self.open_values(
-            peer, frame.control, start, context_id, message_id, is_answer=True
-        )
-        if len(values) != 1:
-            raise ProtocolError(f"a call was answered with {len(values)} values")
-        return values[0]
+        control: Any = frame.control
+        message = None
+        is_local = isinstance(control, LocalMessage)
+        head = control.head if is_local else decode_reply(control)
+        if frame.flags & ERROR_REPLY:
+            payload = control.payload if is_local else _payload(frame, head)
+            read = unpack_error if is_local else self.reader.unpack_error
+            raise self.as_raised_here(read(bytes(payload)))
+        if frame.flags & TABLES:
+            message = self.tensor_messages.read(frame)
+            self.tensor_messages.fetch(peer, message)
+        return self.open(peer, frame, head, message, is_answer=True)
 
     def discard_reply(self, peer: Peer, frame: Frame) -> None:
         """Discards a late reply, and releases what it holds at its sender."""
-        if not frame.control:
-            return  # Retransmitted tensors, for a call that was given up.
+        if not frame.control or isinstance(frame.control, LocalMessage):
+            return  # Retransmitted tensors, for a call that was given up; or a message to itself.
         try:
-            if frame.flags == COMPACT:
-                context_id, message_id, _ = decode_compact_reply(frame.control)
-                self.give_back(peer, context_id, message_id)
-                return
-            message = self.tensor_messages.read(frame)
-            self.tensor_messages.discard(peer, message)
-            if not message.is_local:
-                head = decode_reply_head(message.head)
-                self.refuse(peer, head.references, head.context_id, head.message_id)
+            if frame.flags & TABLES:
+                self.tensor_messages.discard(peer, self.tensor_messages.read(frame))
+            head = decode_reply(frame.control)
+            self.refuse(peer, head.references, head.context_id, head.message_id)
         except ProtocolError:
             _log.debug("a late reply of worker %r cannot be read", peer.name)
+
+
+def _payload(frame: Frame, head: CallHead | ReplyHead) -> Buffer:
+    return frame.control[head.payload_start : head.payload_end]
+
+
+def _reference_gone(reference: ReferenceId) -> ReferenceGone:
+    return ReferenceGone(f"{reference} arrived after this worker had dropped its references")
 
 
 WORKER: Slot[Worker] = Slot()

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweft.errors import RemoteError, WeftError
-from torchweft.serialize import plain
+from torchweft.serialize import values
 from torchweft.serialize.functions import MAIN_MODULES, find_global
 from torchweft.serialize.objects import pack, pack_plain, unpack
 from torchweft.serialize.registry import rebuilds_pickled
@@ -99,12 +99,12 @@ def pack_error(
 
 
 def _dump(content: object, is_plain: bool) -> bytes:
-    return plain.Encoder(True, ()).encode(content) if is_plain else pickle.dumps(content, 5)
+    return values.Encoder(True, ()).encode(content) if is_plain else pickle.dumps(content, 5)
 
 
 def _load(content: bytes | bytearray | memoryview) -> Any:
-    if len(content) and content[0] == plain.MARK:
-        return plain.decode(content, (), (), _refuse_name)
+    if len(content) and content[0] != values.PICKLE:
+        return values.decode(content, (), (), _refuse_name)
     return _PlainUnpickler(BytesIO(content)).load()
 
 

@@ -127,7 +127,7 @@ def _place_union(cluster: list[_Span], placements: list[Placement], buffers: lis
 
 def _place_alone(equal: list[_Span], placements: list[Placement], buffers: list[Tensor]) -> None:
     """Gives one buffer to all tensors that are the same view of the same memory."""
-    flat, strides = _flatten(equal[0].tensor)
+    flat, strides = flatten(equal[0].tensor)
     shared = len(equal) > 1
     if shared and strides is None:
         strides = torch.empty(equal[0].tensor.shape, device="meta").stride()
@@ -145,7 +145,7 @@ def _equal_views(cluster: list[_Span]) -> list[list[_Span]]:
     return list(views.values())
 
 
-def _flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
+def flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
     """Returns the elements that travel, and strides unless they are the contiguous ones."""
     if tensor.is_contiguous():
         return tensor.view(-1), None

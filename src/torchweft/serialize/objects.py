@@ -5,9 +5,11 @@ tensors are taken out of the pickle, wherever they are (arguments, modules, data
 and a number replaces each. Objects of registered classes are replaced as well: the layer above
 hands on remote references, and has to know of each one.
 
-There are two picklers. The first runs in C except for tensors, functions, classes and instances; it
-sends functions and classes by name. If an object has no name that the other side could import,
-cloudpickle pickles everything again and sends such objects by value.
+There are three picklers. The first is for receivers that run the same main program. It runs in C,
+sends functions and classes by name, and works out once for each class how its instances are taken
+apart. The second does the same for other receivers, and looks at each function and class. If an
+object has no name that the other side could import, cloudpickle pickles everything again and sends
+such objects by value.
 
 Each taken-out tensor is pickled as a call of one marker. Pickling the marker itself would cost a
 microsecond a message. So the pickler's memo already has the marker, as number 0, and every payload
@@ -16,7 +18,9 @@ starts with the few instructions that put it into the reader's memo.
 
 from __future__ import annotations
 
+import copyreg
 import io
+import operator
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +33,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torchweft.errors import ProtocolError, SerializationError, WeftError
-from torchweft.serialize import plain
+from torchweft.ids import ReferenceId
+from torchweft.serialize import values
 from torchweft.serialize.diagnosis import diagnose
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, unknown
-from torchweft.serialize.reducers import reduce_tensor, reduce_torch, set_attributes
+from torchweft.serialize.reducers import (
+    is_reduced,
+    reduce_tensor,
+    reduce_torch,
+    reducer_count,
+    set_attributes,
+)
 from torchweft.serialize.table import CODES
 
 Kind = TypeVar("Kind")
@@ -50,7 +61,7 @@ class Packed:
     """An object as bytes, with the objects taken out of it.
 
     Attributes:
-        payload: A pickle, or plain, with numbers in place of ``tensors`` and ``externals``.
+        payload: A pickle or a value, with numbers in place of ``tensors`` and ``externals``.
         tensors: The tensors in order of first appearance, each once.
         externals: The objects of registered classes in order of first appearance, each once.
     """
@@ -68,6 +79,7 @@ def register_external(kind: type[Kind]) -> type[Kind]:
     global _external_types
     if kind not in _external_types:
         _external_types = (*_external_types, kind)
+        _quick_picklers.clear()
     return kind
 
 
@@ -104,21 +116,21 @@ def pack_plain(value: object, *, main_by_name: bool) -> Packed:
     """Does the same as ``pack`` without pickle, for a strict worker.
 
     Args:
-        value: An object that can be plain; see ``plain``.
+        value: An object of the kinds that ``values`` lists.
         main_by_name: Whether the receiver runs the same main program.
 
     Raises:
-        SerializationError: Some part cannot be plain; the text names it and says what to do.
+        SerializationError: Some part is of another kind; the text names it and says what to do.
     """
     if value is None:
         return Packed(b"", [], [])
     if _is_plain(value):
         return Packed(b"", [value], [])
-    encoder = plain.Encoder(main_by_name, _external_types)
+    encoder = values.Encoder(main_by_name, _external_types)
     try:
         payload = encoder.encode(value)
     except Exception as error:
-        raise diagnose(value, error, lambda part: _why_not_plain(part, main_by_name)) from error
+        raise diagnose(value, error, lambda part: _why_not_a_value(part, main_by_name)) from error
     return Packed(payload, encoder.tensors, encoder.externals)
 
 
@@ -143,6 +155,7 @@ def unpack(
     payload: bytes | bytearray | memoryview,
     tensors: Sequence[Tensor],
     externals: Sequence[object],
+    come_home: Callable[[ReferenceId], Any] = values.refuse_home,
 ) -> object:
     """Returns the object that ``pack`` was given on another worker.
 
@@ -152,12 +165,12 @@ def unpack(
         UnknownFunction: A function or class in it cannot be imported here.
         SerializationError: Rebuilding some object in it failed, also for want of a tensor or
             reference that did not arrive.
-        ProtocolError: A plain payload was made with more tensors or references than arrived.
+        ProtocolError: A value was made with more tensors or references than arrived.
     """
     if not payload:
         return tensors[0] if tensors else None
-    if payload[0] == plain.MARK:
-        return plain.decode(payload, tensors, externals)
+    if payload[0] != values.PICKLE:
+        return values.decode(payload, tensors, externals, come_home=come_home)
     unpickler = _Unpickler(io.BytesIO(payload))
     unpickler.tensors = tensors
     unpickler.externals = externals
@@ -215,6 +228,106 @@ _MEMO: Any = {id(_tensor): (0, _tensor)}
 
 class _NeedsValue(pickle.PicklingError):
     """A function or class has no name that the receiver can import."""
+
+
+class _Reducers(dict[type, Any]):
+    """Reducers by class for one pickler; the one of a new class is chosen at its first instance.
+
+    Attributes:
+        tensors: The tensors taken out so far.
+        externals: The other objects taken out so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+        self.externals: list[object] = []
+        self.known_count = 0
+
+    def __missing__(self, kind: type) -> Any:
+        reducer = self._reducer_for(kind)
+        if reducer is None:
+            raise KeyError(kind)  # The pickler saves a class by its name.
+        self[kind] = reducer
+        return reducer
+
+    def _reducer_for(self, kind: type) -> Any:
+        if issubclass(kind, type):
+            return None
+        if kind is Tensor or kind is Parameter:
+            return self._tensor
+        if issubclass(kind, (Tensor, *_external_types)):
+            return self._other
+        if is_reduced(kind):
+            return self._of_torch
+        if kind in copyreg.dispatch_table:
+            return _by_copyreg
+        return _BY_CLASS
+
+    def _tensor(self, value: Tensor) -> Any:
+        # As in `_is_plain`, whose call would cost as much as the rest.
+        if (
+            value.layout is not _STRIDED
+            or value.dtype not in CODES
+            or value.is_nested
+            or value.is_meta
+            or value.__dict__
+        ):
+            return self._other(value)
+        tensors = self.tensors
+        tensors.append(value)
+        return _tensor, (len(tensors) - 1,)
+
+    def _other(self, value: Any) -> Any:
+        reduced = _take_out(self, value)
+        return value.__reduce_ex__(_PROTOCOL) if reduced is NotImplemented else reduced
+
+    def _of_torch(self, value: Any) -> Any:
+        reduced = reduce_torch(value)
+        return value.__reduce_ex__(_PROTOCOL) if reduced is None else reduced
+
+
+_BY_CLASS = operator.methodcaller("__reduce_ex__", _PROTOCOL)
+
+
+def _by_copyreg(value: Any) -> Any:
+    reducer = copyreg.dispatch_table.get(type(value), _BY_CLASS)
+    return reducer(value)
+
+
+class _QuickPickler:
+    """A pickler in C that can be used again and again, by one thread at a time."""
+
+    __slots__ = ("_parts", "_pickler", "_reducers", "write")
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self.write = self._parts.append
+        self._reducers = _Reducers()
+        self._pickler = pickle.Pickler(self, _PROTOCOL)
+        self._pickler.dispatch_table = self._reducers
+
+    def pack(self, value: object) -> Packed:
+        reducers, parts = self._reducers, self._parts
+        count = len(copyreg.dispatch_table) + reducer_count()
+        if reducers.known_count != count:  # The program has registered reducers since.
+            reducers.known_count = count
+            reducers.clear()
+        tensors = reducers.tensors = []
+        externals = reducers.externals = []
+        self._pickler.memo = _MEMO
+        try:
+            self._pickler.dump(value)
+            return Packed(b"".join((_PREFIX, *parts)), tensors, externals)
+        finally:
+            # Its memo would keep the objects of the message alive.
+            self._pickler.clear_memo()
+            parts.clear()
+            reducers.tensors, reducers.externals = [], []
+
+
+_quick_picklers: list[_QuickPickler] = []
+"""Picklers that no thread uses now."""
 
 
 class _NamePickler(pickle.Pickler):
@@ -311,8 +424,8 @@ class _Unpickler(pickle.Unpickler):
             raise unknown(module, name, str(error)) from error
 
 
-def _take_out(pickler: _NamePickler | _ValuePickler, value: Any) -> Any:
-    """Reduces anything but functions and classes, for both picklers."""
+def _take_out(pickler: _NamePickler | _ValuePickler | _Reducers, value: Any) -> Any:
+    """Reduces anything but functions and classes, for all picklers."""
     if isinstance(value, Tensor):
         reduced = reduce_tensor(value)
         if reduced is None:
@@ -329,6 +442,19 @@ def _take_out(pickler: _NamePickler | _ValuePickler, value: Any) -> Any:
 
 
 def _pack_by_name(value: object, main_by_name: bool) -> Packed:
+    if main_by_name and not cloudpickle.list_registry_pickle_by_value():
+        try:
+            pickler = _quick_picklers.pop()
+        except IndexError:
+            pickler = _QuickPickler()
+        try:
+            return pickler.pack(value)
+        finally:
+            _quick_picklers.append(pickler)
+    return _pack_with_look(value, main_by_name)
+
+
+def _pack_with_look(value: object, main_by_name: bool) -> Packed:
     tensors: list[Tensor] = []
     externals: list[object] = []
     buffer = io.BytesIO()
@@ -389,9 +515,9 @@ def _why_not(
     return None
 
 
-def _why_not_plain(part: object, main_by_name: bool) -> Exception | None:
+def _why_not_a_value(part: object, main_by_name: bool) -> Exception | None:
     try:
-        plain.Encoder(main_by_name, _external_types).encode(part)
+        values.Encoder(main_by_name, _external_types).encode(part)
     except Exception as error:
         return error
     return None

@@ -20,7 +20,8 @@ import numpy as np
 from torch import Tensor
 
 from torchweft.errors import NotAllowed, SerializationError, WeftError
-from torchweft.serialize import functions, objects, plain
+from torchweft.ids import ReferenceId
+from torchweft.serialize import functions, objects, values
 from torchweft.serialize.allowed import AllowList
 from torchweft.serialize.callables import StrictNames
 from torchweft.serialize.exceptions import unpack_error
@@ -44,7 +45,7 @@ class Reader(NamedTuple):
     resolve: Callable[[bytes], Any]
     method_of: Callable[[Any, str], Any]
     check_called: Callable[[Any], None]
-    unpack: Callable[[Any, Sequence[Tensor], Sequence[object]], Any]
+    unpack: Callable[..., Any]
     unpack_error: Callable[[Any], BaseException]
 
 
@@ -100,12 +101,13 @@ class _Restricted:
         payload: bytes | bytearray | memoryview,
         tensors: Sequence[Tensor],
         externals: Sequence[object],
+        come_home: Callable[[ReferenceId], Any] = values.refuse_home,
     ) -> Any:
         """Returns the object in a message, or raises NotAllowed."""
         if not payload:
             return tensors[0] if tensors else None
-        if payload[0] == plain.MARK:
-            return plain.decode(payload, tensors, externals, self._resolve)
+        if payload[0] != values.PICKLE:
+            return values.decode(payload, tensors, externals, self._resolve, come_home)
         return self._unpickle(payload, tensors, externals)
 
     def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> Any:
@@ -145,14 +147,14 @@ class _Strict(_Restricted):
     def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> Any:
         raise NotAllowed(
             f"worker {self._worker!r} is strict and was sent a pickle, which it does not read; "
-            f"send it {plain.TAKES}",
+            f"send it {values.TAKES}",
             worker=self._worker,
             refused="a pickle",
         )
 
     def unpack_error(self, content: bytes | bytearray | memoryview) -> BaseException:
         """Returns the error in a message, of the nearest type that is known; never unpickles."""
-        if len(content) and content[0] == plain.MARK:
+        if len(content) and content[0] != values.PICKLE:
             return super().unpack_error(content)
         try:
             self._unpickle(content, (), ())

@@ -40,7 +40,7 @@ SOME_COMPUTED = 2
 
 NO_BUFFER = 0xFFFFFFFF
 _ALL_FLAGS = REQUIRES_GRAD | PARAMETER | STRIDED | SHARED | COMPUTED
-_INT64_LIMIT = 1 << 63
+INT64_LIMIT = 1 << 63
 
 SIMPLE_NDIM = 8
 """The most dimensions with which a contiguous tensor takes the fast path."""
@@ -157,13 +157,13 @@ def _check(entry: Entry, buffer_count: int) -> None:
         raise ProtocolError(f"the tensor table has the unknown flags {entry.flags:#x}")
     if entry.flags & SHARED and entry.strides is None:
         raise ProtocolError("the tensor table has a shared tensor without strides")
-    if max((*entry.shape, *(entry.strides or ()), entry.offset), default=0) >= _INT64_LIMIT:
+    if max((*entry.shape, *(entry.strides or ()), entry.offset), default=0) >= INT64_LIMIT:
         raise ProtocolError("the tensor table has a size beyond what a tensor can have")
     empty = 0 in entry.shape
     if empty != (entry.buffer == NO_BUFFER) or (not empty and entry.buffer >= buffer_count):
         raise ProtocolError(f"the tensor table names buffer {entry.buffer} of {buffer_count}")
     # Leave out zero sizes: torch multiplies the sizes of an empty shape in this order too.
-    if prod(size or 1 for size in entry.shape) >= _INT64_LIMIT:
+    if prod(size or 1 for size in entry.shape) >= INT64_LIMIT:
         raise ProtocolError(f"the tensor table has the impossible shape {entry.shape}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -54,15 +54,6 @@ SMALLEST_BYTES = ENTRY.size
 NO_LIMIT = 1 << 32
 _EMPTY = memoryview(bytearray())
 _STRIDED_LAYOUT = torch.strided
-
-
-class GradFlags(NamedTuple):
-    """The properties of one tensor of a table that the autograd layer needs."""
-
-    requires_grad: bool
-    is_parameter: bool
-    is_computed: bool = False
-    is_shared: bool = False
 
 
 def describe(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
@@ -165,23 +156,10 @@ def too_many(count: int, limit: int, worker: str = "") -> SerializationError:
     )
 
 
-def some_require_grad(table: Table) -> bool:
-    """Tells whether any tensor of a table required grad at the sender; costs 0.2 us."""
-    return len(table) >= HEADER.size and bool(table[HEADER.size - 1])
-
-
-def grad_flags(table: Table) -> list[GradFlags]:
-    """Returns the autograd flags that each tensor had at the sender."""
+def grad_flags(table: Table) -> list[int]:
+    """Returns the flags of each tensor, among them those that the autograd layer needs."""
     entries, _ = read(table)
-    return [
-        GradFlags(
-            bool(entry.flags & REQUIRES_GRAD),
-            bool(entry.flags & PARAMETER),
-            bool(entry.flags & COMPUTED),
-            bool(entry.flags & SHARED),
-        )
-        for entry in entries
-    ]
+    return [entry.flags for entry in entries]
 
 
 def as_memory(tensor: Tensor) -> memoryview:

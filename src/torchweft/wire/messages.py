@@ -1,21 +1,26 @@
-"""The closed set of messages, and the fixed heads of those that carry tensors.
+"""The closed set of messages, and the layout of those that carry values.
 
-Every message is one frame. ``CALL`` and the other messages with tensors are *tensor messages*: a
-head of fixed layout, a pickled payload, and two tables that describe the tensors::
+Every message is one frame. ``CALL``, ``REPLY`` and ``GRADIENTS`` carry a value: a head of fixed
+layout, the payload, and the tensors that were taken out of it::
 
-    head length u32 | payload length u32 | tensor table length u32 | channel table length u32
-    head | payload | tensor table | channel table
+    CALL   remaining s f64 | creation i64 | context u64 | message u64 | name size u16
+           references u32 | payload size u32 | name | references | payload | tensors
+    REPLY  context u64 | message u64 | references u32 | payload size u32
+           references | payload | tensors
 
-A call or reply of a few small plain values is *compact* instead, which its flags say: the head's
-numbers, for a call the function's name, and the values, with no tables and no pickle.
+The tensors are small ones with their memory, one after the other. With the flag ``TABLES`` they are
+two tables, and their sizes, instead; their memory is elsewhere::
 
-This layer neither pickles nor unpickles; a payload is opaque here.
+    tensor table | channel table | tensor table size u32 | channel table size u32
+
+This layer reads neither payloads nor tensors.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchweft.errors import ProtocolError
@@ -50,73 +55,24 @@ class Kind(enum.IntEnum):
     RELEASE_MESSAGES = 22
 
 
-VALUE_REPLY = 0
 ERROR_REPLY = 1
-"""Flags of a ``REPLY``: whether it carries a value or an error."""
+"""Flag of a ``REPLY``: the payload is an error."""
+TABLES = 2
+"""Flag of a message whose tensors are described by tables."""
+POSITIONAL = 4
+"""Flag of a ``CALL`` whose value is the positional arguments alone."""
 
-COMPACT = 2
-"""Flag of a ``CALL`` or ``REPLY`` without tables or pickle."""
 
-
-_LENGTHS = struct.Struct("<IIII")
-_CALL_HEAD = struct.Struct("<dqQQHI")
-_REPLY_HEAD = struct.Struct("<QQI")
+_CALL_HEAD = struct.Struct("<dqQQHII")
+_REPLY_HEAD = struct.Struct("<QQII")
+_TABLE_SIZES = struct.Struct("<II")
 _REFERENCE = struct.Struct("<qqqq")
 # These include the frame's header: one piece is packed faster than two.
 _CALL, _REPLY = int(Kind.CALL), int(Kind.REPLY)
-_COMPACT_CALL = struct.Struct("<BBHIQ dqQQH")
-_COMPACT_CALL_HEAD = struct.Struct("<dqQQH")
-_COMPACT_REPLY = struct.Struct("<BBHIQ QQ")
-_COMPACT_REPLY_HEAD = struct.Struct("<QQ")
+_CALL_FRAME = struct.Struct("<BBHIQ dqQQHII")
+_REPLY_FRAME = struct.Struct("<BBHIQ QQII")
 _LENGTH_LIMIT = 1 << 32
 NO_CREATION = -1
-
-
-class TensorMessageSections(NamedTuple):
-    """The four sections of a tensor message's control part."""
-
-    head: Buffer
-    payload: Buffer
-    tensor_table: Buffer
-    channel_table: Buffer
-
-
-def encode_tensor_message(
-    head: bytes, payload: bytes, tensor_table: bytes, channel_table: bytes
-) -> bytes:
-    """Joins the sections of a tensor message's control part."""
-    try:
-        lengths = _LENGTHS.pack(len(head), len(payload), len(tensor_table), len(channel_table))
-    except struct.error:
-        raise ProtocolError(
-            f"a message of {len(payload)} pickled bytes is beyond the limit of {_LENGTH_LIMIT}; "
-            "send large data as tensors"
-        ) from None
-    return b"".join((lengths, head, payload, tensor_table, channel_table))
-
-
-def decode_tensor_message(control: Buffer) -> TensorMessageSections:
-    """Takes a tensor message's control part apart.
-
-    Raises:
-        ProtocolError: The lengths do not add up to the size of the control part.
-    """
-    if len(control) < _LENGTHS.size:
-        raise ProtocolError(
-            f"a tensor message of {len(control)} bytes is shorter than its own head"
-        )
-    head, payload, table, channels = _LENGTHS.unpack_from(control)
-    head_end = _LENGTHS.size + head
-    payload_end = head_end + payload
-    table_end = payload_end + table
-    if table_end + channels != len(control):
-        raise ProtocolError("the sections of a tensor message do not add up to its length")
-    return TensorMessageSections(
-        control[_LENGTHS.size : head_end],
-        control[head_end:payload_end],
-        control[payload_end:table_end],
-        control[table_end:],
-    )
 
 
 class HandedReference(NamedTuple):
@@ -136,6 +92,8 @@ class CallHead(NamedTuple):
         message_id: Recorded message of that context, or 0.
         function: Name of the function, or empty if it is inside the payload.
         references: References inside the arguments, in order.
+        payload_start: Offset of the payload.
+        payload_end: Offset of the tensors.
     """
 
     remaining_s: float
@@ -144,128 +102,212 @@ class CallHead(NamedTuple):
     message_id: int
     function: bytes
     references: tuple[HandedReference, ...]
+    payload_start: int
+    payload_end: int
 
 
 class ReplyHead(NamedTuple):
-    """The head of a ``REPLY``."""
+    """The head of a ``REPLY``; see ``CallHead`` for the attributes."""
 
     context_id: int
     message_id: int
     references: tuple[HandedReference, ...]
+    payload_start: int
+    payload_end: int
 
 
-def encode_call_head(head: CallHead) -> bytes:
-    """Returns ``head`` as bytes."""
-    remaining_s, creation, context_id, message_id, function, references = head
-    fixed = _CALL_HEAD.pack(
-        remaining_s, creation, context_id, message_id, len(function), len(references)
-    )
-    if references:
-        return fixed + function + _encode_references(references)
-    return fixed + function
+# The named tuples' own constructors are Python code.
+_new = tuple.__new__
 
 
-def decode_call_head(data: Buffer) -> CallHead:
-    """Reads the head of a ``CALL``; raises ProtocolError if it is malformed."""
-    if len(data) < _CALL_HEAD.size:
-        raise ProtocolError(f"the head of a call has {len(data)} bytes, too few")
-    remaining_s, creation, context_id, message_id, size, count = _CALL_HEAD.unpack_from(data)
-    end = _CALL_HEAD.size + size
-    function = bytes(data[_CALL_HEAD.size : end])
-    references = _decode_references(data, end, count)
-    return CallHead(remaining_s, creation, context_id, message_id, function, references)
-
-
-def encode_reply_head(head: ReplyHead) -> bytes:
-    """Returns ``head`` as bytes."""
-    fixed = _REPLY_HEAD.pack(head.context_id, head.message_id, len(head.references))
-    return fixed + _encode_references(head.references) if head.references else fixed
-
-
-def decode_reply_head(data: Buffer) -> ReplyHead:
-    """Reads the head of a ``REPLY``; raises ProtocolError if it is malformed."""
-    if len(data) < _REPLY_HEAD.size:
-        raise ProtocolError(f"the head of a reply has {len(data)} bytes, too few")
-    context_id, message_id, count = _REPLY_HEAD.unpack_from(data)
-    references = _decode_references(data, _REPLY_HEAD.size, count)
-    return ReplyHead(context_id, message_id, references)
-
-
-def encode_compact_call(
+def encode_call(
     number: int,
+    flags: int,
     remaining_s: float,
     creation: int,
     context_id: int,
     message_id: int,
     function: bytes,
-    values: bytes,
+    references: Sequence[HandedReference],
+    payload: bytes,
+    tensors: Sequence[Buffer] = (),
+    tensors_bytes: int = 0,
 ) -> bytes:
-    """Returns the whole frame of a compact ``CALL``; see ``CallHead`` for the arguments."""
-    size = len(function)
-    control_bytes = _COMPACT_CALL_HEAD.size + size + len(values)
-    head = _COMPACT_CALL.pack(
-        _CALL,
-        COMPACT,
-        0,
-        control_bytes,
-        number,
-        remaining_s,
-        creation,
-        context_id,
-        message_id,
-        size,
-    )
-    return b"".join((head, function, values))
+    """Returns the whole frame of a ``CALL``, under the number of the call.
 
-
-def decode_compact_call(control: Buffer) -> tuple[float, int, int, int, bytes, int]:
-    """Reads the head of a compact ``CALL``.
-
-    Returns:
-        Seconds the caller will wait, number of the reference to create, context, message, name of
-        the function, and the offset of the values.
+    ``CallHead`` explains the head. ``tensors`` are the bytes of the tensors, in parts, and
+    ``tensors_bytes`` is their size.
 
     Raises:
-        ProtocolError: It is cut short.
+        ProtocolError: The payload is too large.
     """
+    handed = _encode_references(references) if references else b""
+    control = _CALL_HEAD.size + len(function) + len(handed) + len(payload) + tensors_bytes
+    try:
+        head = _CALL_FRAME.pack(
+            _CALL,
+            flags,
+            0,
+            control,
+            number,
+            remaining_s,
+            creation,
+            context_id,
+            message_id,
+            len(function),
+            len(references),
+            len(payload),
+        )
+    except struct.error:
+        raise _too_large(payload) from None
+    return b"".join((head, function, handed, payload, *tensors))
+
+
+def encode_call_front(
+    remaining_s: float,
+    creation: int,
+    context_id: int,
+    message_id: int,
+    function: bytes,
+    references: Sequence[HandedReference],
+    payload: bytes,
+) -> bytes:
+    """Returns a ``CALL`` without its tensors; see ``encode_call``."""
+    try:
+        head = _CALL_HEAD.pack(
+            remaining_s,
+            creation,
+            context_id,
+            message_id,
+            len(function),
+            len(references),
+            len(payload),
+        )
+    except struct.error:
+        raise _too_large(payload) from None
+    return b"".join((head, function, _encode_references(references), payload))
+
+
+def encode_reply(
+    number: int,
+    flags: int,
+    context_id: int,
+    message_id: int,
+    references: Sequence[HandedReference],
+    payload: bytes,
+    tensors: Sequence[Buffer] = (),
+    tensors_bytes: int = 0,
+) -> bytes:
+    """Returns the whole frame of a ``REPLY``, as ``encode_call`` does for a ``CALL``."""
+    handed = _encode_references(references) if references else b""
+    control = _REPLY_HEAD.size + len(handed) + len(payload) + tensors_bytes
+    try:
+        head = _REPLY_FRAME.pack(
+            _REPLY,
+            flags,
+            0,
+            control,
+            number,
+            context_id,
+            message_id,
+            len(references),
+            len(payload),
+        )
+    except struct.error:
+        raise _too_large(payload) from None
+    return b"".join((head, handed, payload, *tensors))
+
+
+def encode_reply_front(
+    context_id: int, message_id: int, references: Sequence[HandedReference], payload: bytes
+) -> bytes:
+    """Returns a ``REPLY`` without its tensors."""
+    try:
+        head = _REPLY_HEAD.pack(context_id, message_id, len(references), len(payload))
+    except struct.error:
+        raise _too_large(payload) from None
+    return b"".join((head, _encode_references(references), payload))
+
+
+def _too_large(payload: bytes) -> ProtocolError:
+    return ProtocolError(
+        f"a message of {len(payload)} bytes beside its tensors is beyond the limit of "
+        f"{_LENGTH_LIMIT}; send large data as tensors"
+    )
+
+
+def decode_call(control: Buffer) -> CallHead:
+    """Reads the head of a ``CALL``; raises ProtocolError if it is malformed."""
     end = len(control)
-    if end < _COMPACT_CALL_HEAD.size:
-        raise ProtocolError(f"a compact call of {end} bytes is shorter than its own head")
-    remaining_s, creation, context_id, message_id, size = _COMPACT_CALL_HEAD.unpack_from(control)
-    start = _COMPACT_CALL_HEAD.size + size
-    if start > end:
-        raise ProtocolError("the name of the function in a compact call is cut short")
-    name = bytes(control[_COMPACT_CALL_HEAD.size : start])
-    return remaining_s, creation, context_id, message_id, name, start
+    if end < _CALL_HEAD.size:
+        raise ProtocolError(f"a call of {end} bytes is shorter than its own head")
+    remaining_s, creation, context_id, message_id, size, count, payload = _CALL_HEAD.unpack_from(
+        control
+    )
+    name_end = _CALL_HEAD.size + size
+    start = name_end + count * _REFERENCE.size
+    if start + payload > end:
+        raise ProtocolError("the name, the references or the payload of a call are cut short")
+    function = bytes(control[_CALL_HEAD.size : name_end])
+    handed = _decode_references(control, name_end, start) if count else ()
+    return _new(
+        CallHead,
+        (
+            remaining_s,
+            creation,
+            context_id,
+            message_id,
+            function,
+            handed,
+            start,
+            start + payload,
+        ),
+    )
 
 
-def encode_compact_reply(number: int, context_id: int, message_id: int, values: bytes) -> bytes:
-    """Returns the whole frame of a compact ``REPLY``."""
-    control_bytes = _COMPACT_REPLY_HEAD.size + len(values)
-    head = _COMPACT_REPLY.pack(_REPLY, COMPACT, 0, control_bytes, number, context_id, message_id)
-    return head + values
+def decode_reply(control: Buffer) -> ReplyHead:
+    """Reads the head of a ``REPLY``; raises ProtocolError if it is malformed."""
+    end = len(control)
+    if end < _REPLY_HEAD.size:
+        raise ProtocolError(f"a reply of {end} bytes is shorter than its own head")
+    context_id, message_id, count, payload = _REPLY_HEAD.unpack_from(control)
+    start = _REPLY_HEAD.size + count * _REFERENCE.size
+    if start + payload > end:
+        raise ProtocolError("the references or the payload of a reply are cut short")
+    handed = _decode_references(control, _REPLY_HEAD.size, start) if count else ()
+    return _new(ReplyHead, (context_id, message_id, handed, start, start + payload))
 
 
-def decode_compact_reply(control: Buffer) -> tuple[int, int, int]:
-    """Reads the head of a compact ``REPLY``; returns context, message and values' offset."""
-    if len(control) < _COMPACT_REPLY_HEAD.size:
-        raise ProtocolError(f"a compact reply of {len(control)} bytes is shorter than its own head")
-    context_id, message_id = _COMPACT_REPLY_HEAD.unpack_from(control)
-    return context_id, message_id, _COMPACT_REPLY_HEAD.size
+def encode_tables(tensor_table: bytes, channel_table: bytes) -> bytes:
+    """Returns the end of a message with ``TABLES``."""
+    sizes = _TABLE_SIZES.pack(len(tensor_table), len(channel_table))
+    return b"".join((tensor_table, channel_table, sizes))
 
 
-def _encode_references(references: tuple[HandedReference, ...]) -> bytes:
+def decode_tables(control: Buffer) -> tuple[Buffer, Buffer]:
+    """Returns the tensor table and the channel table at the end of a message with ``TABLES``.
+
+    Raises:
+        ProtocolError: The message is shorter than its tables.
+    """
+    end = len(control) - _TABLE_SIZES.size
+    if end < 0:
+        raise ProtocolError(f"a message of {len(control)} bytes is too short for tables")
+    tensors, channels = _TABLE_SIZES.unpack_from(control, end)
+    start = end - tensors - channels
+    if start < 0:
+        raise ProtocolError("the tables of a message are longer than the message")
+    return control[start : end - channels], control[end - channels : end]
+
+
+def _encode_references(references: Sequence[HandedReference]) -> bytes:
     return b"".join([_REFERENCE.pack(*handed.reference, handed.token) for handed in references])
 
 
-def _decode_references(data: Buffer, start: int, count: int) -> tuple[HandedReference, ...]:
-    if len(data) - start != count * _REFERENCE.size:
-        raise ProtocolError("the references of a message do not add up to its length")
-    if not count:
-        return ()
+def _decode_references(data: Buffer, start: int, end: int) -> tuple[HandedReference, ...]:
     return tuple(
         HandedReference(ReferenceId(*entry[:3]), entry[3])
-        for entry in _REFERENCE.iter_unpack(bytes(data[start:]))
+        for entry in _REFERENCE.iter_unpack(data[start:end])
     )
 
 
