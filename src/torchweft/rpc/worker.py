@@ -346,18 +346,18 @@ class Worker:
         head: CallHead | ReplyHead,
         is_answer: bool,
     ) -> list[Tensor]:
-        context_id, message_id = head.context_id, head.message_id
-        if context is None or not message_id:
-            try:
-                tensors = message.tensors(detached=False)
-                if message.some_are_computed:
-                    self._place_computed(peer, message, tensors, context_id, message_id)
-                return tensors
-            except BaseException:
-                self.give_back(peer, context_id, message_id)
-                raise
-        tensors = message.tensors(detached=True)
-        return context.record_receive(message_id, peer.id, tensors, message.flags(), is_answer)
+        if context is not None and head.message_id:
+            tensors = message.tensors(detached=True)
+            flags = message.flags()
+            return context.record_receive(head.message_id, peer.id, tensors, flags, is_answer)
+        try:
+            tensors = message.tensors(detached=False)
+            if message.some_are_computed:
+                self._place_computed(peer, tensors, message.flags(), head)
+            return tensors
+        except BaseException:
+            self.give_back(peer, head.context_id, head.message_id)
+            raise
 
     def _place_inlined(
         self,
@@ -369,36 +369,27 @@ class Worker:
         is_answer: bool,
     ) -> list[Tensor]:
         """Does the same for tensors that stand in the message, some of which have flags."""
-        context_id, message_id = head.context_id, head.message_id
-        if context is not None and message_id:
-            return context.record_receive(message_id, peer.id, tensors, flags, is_answer)
-        computed = []
+        if context is not None and head.message_id:
+            return context.record_receive(head.message_id, peer.id, tensors, flags, is_answer)
         for place, flag in enumerate(flags):
             if flag & PARAMETER:
                 tensors[place] = Parameter(tensors[place], bool(flag & REQUIRES_GRAD))
             elif flag & REQUIRES_GRAD:
                 tensors[place].requires_grad_()
-            if flag & COMPUTED:
-                computed.append(place)
-        if computed:
-            self.arrivals.place(tensors, computed, peer.name, peer.id, context_id, message_id)
+        self._place_computed(peer, tensors, flags, head)
         return tensors
 
     def _place_computed(
-        self,
-        peer: Peer,
-        message: TensorMessage,
-        tensors: list[Tensor],
-        context_id: int,
-        message_id: int,
+        self, peer: Peer, tensors: list[Tensor], flags: list[int], head: CallHead | ReplyHead
     ) -> None:
         """Marks tensors with a graph at the sender, in a message outside of contexts."""
-        flags = message.flags()
         computed = [place for place, flag in enumerate(flags) if flag & COMPUTED]
         for place in computed:
             if flags[place] & SHARED:  # As in a context: separate graphs need separate memory.
                 tensors[place] = tensors[place].detach().clone()
-        self.arrivals.place(tensors, computed, peer.name, peer.id, context_id, message_id)
+        if computed:
+            context_id, message_id = head.context_id, head.message_id
+            self.arrivals.place(tensors, computed, peer.name, peer.id, context_id, message_id)
 
     def refuse(
         self,

@@ -7,10 +7,11 @@ Layout, little-endian, for each tensor until the end::
 
     dtype u8 · flags u8 · dimensions u8 · size in bytes u32 · u64 a dimension
     with the flag STRIDED: u64 a stride, in elements
+    with the flag SHARED as well: offset u64, in elements · place u64 of the tensor with the memory
     memory
 
-Views that share a storage must arrive as views of one storage, which takes a table. So do tensors
-on other devices, and the large ones, which a channel moves faster.
+Views of one storage arrive as views of one storage: the first of them brings the memory of all.
+Tensors on other devices take a table, and large ones a channel, which moves them faster.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import ProtocolError, WeftError
-from torchweft.serialize.extents import flatten
+from torchweft.serialize.extents import flatten, place
 from torchweft.serialize.table import (
     CODES,
     COMPUTED,
     INT64_LIMIT,
+    NO_BUFFER,
     PARAMETER,
     REQUIRES_GRAD,
+    SHARED,
     SIMPLE_NDIM,
     SIZES,
     STRIDED,
@@ -43,8 +46,10 @@ LIMIT_BYTES = 64 * 1024
 """All tensors of a message together, with their descriptions; above it, channels are faster."""
 
 _HEAD = struct.Struct("<BBBI")
-_HEADS = tuple(struct.Struct(f"<BBBI{count}Q") for count in range(2 * SIMPLE_NDIM + 1))
-_FLAGS = REQUIRES_GRAD | PARAMETER | COMPUTED | STRIDED
+_HEADS = tuple(struct.Struct(f"<BBBI{count}Q") for count in range(2 * SIMPLE_NDIM + 3))
+_SHARED = struct.Struct("<QQ")
+_PLACED = REQUIRES_GRAD | PARAMETER
+_FLAGS = REQUIRES_GRAD | PARAMETER | COMPUTED | STRIDED | SHARED
 
 # What numpy calls the formats of memory; 64-bit integers are a long, or a long long elsewhere.
 _DTYPES = {
@@ -141,7 +146,38 @@ def encode(tensors: Sequence[Tensor]) -> tuple[list[Any], int] | None:
     if len(tensors) > 1:
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         if len(storages) < len(tensors):
+            return _encode_views(tensors)
+    return parts, size_bytes
+
+
+def _encode_views(tensors: Sequence[Tensor]) -> tuple[list[Any], int] | None:
+    """Does the same for tensors some of which share a storage."""
+    placements, buffers = place([tensor.detach() for tensor in tensors])
+    parts: list[Any] = []
+    size_bytes = 0
+    bringers: dict[int, int] = {}
+    for index, (tensor, placement) in enumerate(zip(tensors, placements, strict=True)):
+        flags = 0 if type(tensor) is Tensor else PARAMETER
+        if tensor.requires_grad:
+            flags |= REQUIRES_GRAD if tensor.is_leaf else REQUIRES_GRAD | COMPUTED
+        memory: Any = b""
+        sizes: tuple[int, ...] = tensor.shape
+        bringer = bringers.setdefault(placement.buffer, index)
+        if placement.buffer != NO_BUFFER and bringer == index:
+            flat = buffers[placement.buffer]
+            memory = flat.numpy().data.cast("B")
+        if placement.strides is not None:
+            flags |= STRIDED
+            sizes += placement.strides
+            if placement.shared:
+                flags |= SHARED
+                sizes += (placement.offset, bringer)
+        count = len(memory)
+        size_bytes += count + 7 + 8 * len(sizes)
+        if size_bytes > LIMIT_BYTES:
             return None
+        head = _HEADS[len(sizes)]
+        parts += (head.pack(CODES[tensor.dtype], flags, tensor.dim(), count, *sizes), memory)
     return parts, size_bytes
 
 
@@ -153,8 +189,7 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
         position: Where in ``data`` the tensors begin; they go on to the end.
 
     Returns:
-        The tensors, and the ``REQUIRES_GRAD``, ``PARAMETER`` and ``COMPUTED`` of each; no flags if
-        no tensor has any.
+        The tensors, and the flags of each; none if no tensor required grad or was a parameter.
 
     Raises:
         ProtocolError: The bytes are malformed.
@@ -162,6 +197,7 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
     """
     tensors: list[Tensor] = []
     all_flags: list[int] = []
+    shared: dict[int, Tensor] = {}
     end = len(data)
     try:
         while position < end:
@@ -170,9 +206,13 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
             shape = SIZES[ndim].unpack_from(data, position)
             position += 8 * ndim
             if flags:
-                tensor, position = _unusual(data, position, code, flags, shape, size_bytes)
-                flags &= ~STRIDED
-                if flags or all_flags:
+                if flags & SHARED:
+                    tensor, position = _view(
+                        data, position, code, flags, shape, size_bytes, len(tensors), shared
+                    )
+                else:
+                    tensor, position = _unusual(data, position, code, flags, shape, size_bytes)
+                if flags & _PLACED or all_flags:
                     all_flags += [0] * (len(tensors) - len(all_flags))
                     all_flags.append(flags)
                 tensors.append(tensor)
@@ -204,8 +244,7 @@ def _unusual(
     data: Any, position: int, code: int, flags: int, shape: tuple[int, ...], size_bytes: int
 ) -> tuple[Tensor, int]:
     """Returns a tensor that required grad or is strided, and where its bytes end."""
-    if flags & ~_FLAGS:
-        raise ProtocolError(f"a tensor of a message has the unknown flags {flags:#x}")
+    _check(flags, code)
     strides: tuple[int, ...] | None = None
     if flags & STRIDED:
         strides = SIZES[len(shape)].unpack_from(data, position)
@@ -222,6 +261,47 @@ def _unusual(
             raise ProtocolError(f"a tensor of shape {shape} has the strides {strides}")
         flat = torch.from_numpy(np.ndarray((size_bytes // kind.itemsize,), kind, memory))
         tensor = flat.as_strided(shape, strides)
-    if flags & REQUIRES_GRAD and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ProtocolError(f"a tensor of {tensor.dtype} cannot require grad")
     return tensor, position + size_bytes
+
+
+def _view(
+    data: Any,
+    position: int,
+    code: int,
+    flags: int,
+    shape: tuple[int, ...],
+    size_bytes: int,
+    index: int,
+    shared: dict[int, Tensor],
+) -> tuple[Tensor, int]:
+    """Returns a view of memory that several tensors share, and where its bytes end."""
+    _check(flags, code)
+    strides = SIZES[len(shape)].unpack_from(data, position)
+    position += 8 * len(shape)
+    offset, bringer = _SHARED.unpack_from(data, position)
+    start, position = position + _SHARED.size, position + _SHARED.size + size_bytes
+    if bringer == index:
+        memory = bytearray(data[start:position])
+        if len(memory) != size_bytes or not memory:
+            raise ProtocolError(f"shared memory of {size_bytes} bytes is cut short")
+        shared[index] = torch.frombuffer(memory, dtype=torch.uint8)
+    elif size_bytes:
+        raise ProtocolError("a view brings memory, and is on that of another tensor")
+    flat = shared[bringer]
+    dtype = dtype_of(code)
+    count = flat.numel() // dtype.itemsize
+    if 0 in shape or max((offset, *shape, *strides)) >= INT64_LIMIT:
+        raise ProtocolError(f"a view of shape {shape} has the strides {strides}")
+    if prod(shape) >= INT64_LIMIT or offset + extent(shape, strides) > count:
+        raise ProtocolError(f"a view of shape {shape} leaves the memory of its message")
+    whole = flat.narrow(0, 0, count * dtype.itemsize).view(dtype)
+    # Detached: no view to autograd, but with the version counter of the memory.
+    return whole.as_strided(shape, strides, offset).detach(), position
+
+
+def _check(flags: int, code: int) -> None:
+    if flags & ~_FLAGS or (flags & SHARED and not flags & STRIDED):
+        raise ProtocolError(f"a tensor of a message has the unknown flags {flags:#x}")
+    dtype = dtype_of(code)
+    if flags & REQUIRES_GRAD and not (dtype.is_floating_point or dtype.is_complex):
+        raise ProtocolError(f"a tensor of {dtype} cannot require grad")

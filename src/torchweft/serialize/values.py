@@ -45,7 +45,7 @@ from torch.nn import Parameter
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.serialize import functions
-from torchweft.serialize.reducers import reduce_tensor, set_attributes
+from torchweft.serialize.reducers import is_reduced, reduce_tensor, reduce_torch, set_attributes
 from torchweft.serialize.registry import rebuilds_plain
 
 PICKLE = 0x80
@@ -150,7 +150,8 @@ def encode_simple(
 
 TAKES = (
     "None, bool, int, float, complex, str, bytes, lists, tuples, sets and dicts of them, tensors, "
-    "RRefs, torch's dtypes, devices and sizes, and functions and classes that it has registered"
+    "RRefs, torch's dtypes, devices and sizes, arrays and scalars of numpy, paths, and functions "
+    "and classes that it has registered"
 )
 
 _SIZE_LIMIT = 1 << 32
@@ -302,8 +303,13 @@ class Encoder:
             self._add(dict(attributes))
 
     def _add_made(self, value: Any) -> None:
-        """Adds an object of Weft's own as the call that rebuilds it."""
+        """Adds an object of Weft's own, of numpy, or a path as the call that rebuilds it."""
         kind = type(value)
+        reduced = reduce_torch(value) if is_reduced(kind) else None
+        if _is_rebuilt(reduced):
+            assert reduced is not None
+            self._add_call(*reduced)
+            return
         if rebuilds_plain.has(_name(kind)):
             self._add_call(kind, tuple(getattr(value, each) for each in kind.__match_args__))
             return
