@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torchweft.agent.references import ReferenceKeeper
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.protocol.connecting import Outgoing
+from torchweft.serialize.inline import Inlined
 from torchweft.serialize.objects import Packed
 from torchweft.wire.messages import (
     CallHead,
@@ -25,11 +25,6 @@ from torchweft.wire.messages import (
     encode_reply,
     encode_reply_front,
 )
-
-Inlined = tuple[Sequence[Any], int]
-"""The bytes of small tensors in parts, and their size."""
-
-NO_TENSORS: Inlined = ((), 0)
 
 
 class Request:
@@ -90,7 +85,7 @@ class Request:
         """Returns the message to send, under the number of its call."""
         packed = self._packed
         if self._inlined is not None:
-            parts, size = self._inlined
+            parts, size, _ = self._inlined
             return [
                 encode_call(
                     number, self._flags, *self._head, self._handed, packed.payload, parts, size
@@ -131,7 +126,7 @@ def reply_message(
         local = LocalMessage(head, packed.payload, packed.tensors, packed.externals)
         return local_frame(Kind.REPLY, flags, number, local)
     if inlined is not None:
-        parts, size = inlined
+        parts, size, _ = inlined
         return [
             encode_reply(number, flags, context_id, message_id, handed, packed.payload, parts, size)
         ]

@@ -29,7 +29,6 @@ from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Worker, current_worker
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
-from torchweft.wire.frames import Frame
 from torchweft.wire.messages import POSITIONAL, TABLES, CallHead, decode_call
 
 _log = logging.getLogger("torchweft")
@@ -37,6 +36,8 @@ _log = logging.getLogger("torchweft")
 SLOW_S = 0.0005
 """A function whose last run took longer is slow: other calls need not wait while it runs."""
 _SLOW_LIMIT = 4096
+
+_NO_KWARGS: dict[str, Any] = {}
 
 NO_ARGUMENTS = "the arguments of a call are a tensor, which would be taken apart row by row"
 """A tensor of few bytes may have any number of rows."""
@@ -101,8 +102,15 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
         set_current_id(entered_id)
     before = current_call.set(call)
     try:
-        args, kwargs, function = _opened(worker, peer, call, frame, head, message)
-        del frame, control, message  # Free them with the arguments.
+        content = worker.open(peer, frame, head, message)
+        find = resolve if is_local else worker.reader.resolve
+        if frame.flags & POSITIONAL:
+            if isinstance(content, torch.Tensor):
+                raise ArgumentTypeError(NO_ARGUMENTS)
+            args, kwargs, function = content, _NO_KWARGS, find(name)
+        else:
+            args, kwargs, function = _parts(worker, call, content, name, find)
+        del frame, control, message, content  # Free them with the arguments.
         result = function(*args, **kwargs) if kwargs else function(*args)
         del args, kwargs
     except BaseException as error:
@@ -117,30 +125,17 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
             _note_speed(worker, name, was_slow)
 
 
-def _opened(
-    worker: Worker,
-    peer: Peer,
-    call: Call,
-    frame: Frame,
-    head: CallHead,
-    message: TensorMessage | None,
+def _parts(
+    worker: Worker, call: Call, content: Any, name: bytes, find: Callable[[bytes], Any]
 ) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
-    """Returns the arguments and the function of a call."""
-    content = worker.open(peer, frame, head, message)
-    is_local = isinstance(frame.control, LocalMessage)
-    kwargs: dict[str, Any] = {}
-    if head.function:
-        args = content
-        if not frame.flags & POSITIONAL:
-            if isinstance(content, torch.Tensor):
-                raise ArgumentTypeError(NO_ARGUMENTS)
-            args, kwargs = content
-        function = (resolve if is_local else worker.reader.resolve)(head.function)
+    """Returns the arguments and the function of a call that has more than positional arguments."""
+    if isinstance(content, torch.Tensor):
+        raise ArgumentTypeError(NO_ARGUMENTS)
+    if name:
+        (args, kwargs), function = content, find(name)
     else:
-        if isinstance(content, torch.Tensor):
-            raise ArgumentTypeError(NO_ARGUMENTS)
         args, kwargs, function = content
-        if not is_local:
+        if not call.peer.is_self:
             worker.reader.check_called(function)
         call.function = function
     if isinstance(args, torch.Tensor):

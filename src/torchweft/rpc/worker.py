@@ -28,17 +28,18 @@ from torchweft.ids import ReferenceId
 from torchweft.protocol.membership.registration import why_not_by_value
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.requests import NO_TENSORS, Inlined, Request, own_copy, reply_message
+from torchweft.rpc.requests import Request, own_copy, reply_message
 from torchweft.rpc.unseen import UnseenErrors
 from torchweft.runtime.reports import log_exception
 from torchweft.serialize import inline
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import name_of
-from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
+from torchweft.serialize.inline import NO_TENSORS, Inlined
+from torchweft.serialize.objects import Packed, new_packed, pack, pack_plain, unpack
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
 from torchweft.serialize.tensors import too_many
-from torchweft.serialize.values import encode_simple
+from torchweft.serialize.values import PICKLE, decode, encode_simple, no_home
 from torchweft.wire.frames import Buffer, Frame
 from torchweft.wire.messages import (
     ERROR_REPLY,
@@ -91,6 +92,7 @@ class Worker:
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
         self.unfinished: set[object] = set()
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
+        self._home_of: dict[int, Callable[[Any], ReferenceId | None]] = {}
         self._packers: dict[int, Callable[[object], Packed]] = {}
         agent.members.on_joined(self._learn_to_encode)
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
@@ -112,6 +114,14 @@ class Worker:
         else:
             obstacle = why_not_by_value(self.agent.me.registration, peer.registration)
             self._packers[peer.id] = partial(pack, main_by_name=by_name, not_by_value=obstacle)
+
+        def home_of(value: Any) -> ReferenceId | None:
+            if not isinstance(value, Handle) or value.id.owner != peer.id:
+                return None
+            value.check_travels()
+            return value.id
+
+        self._home_of[peer.id] = home_of
 
     def close(self, limit_s: float) -> None:
         """Ends the threads of the parts; the agent is closed separately.
@@ -148,6 +158,7 @@ class Worker:
             SerializationError: The callable or an argument cannot be serialized.
         """
         name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
+        is_own = peer.is_self
         packed: Packed | None = None
         inlined: Inlined | None = None
         content: Any
@@ -157,42 +168,31 @@ class Worker:
             flags, content = 0, (args, kwargs)
         else:
             flags, content = POSITIONAL, args
-            if not peer.is_self:
-                packed, inlined = self._simple(peer, args, creation)
+            if not is_own:
+                tensors: list[Tensor] = []
+                # No caller waits for a remote() call or keeps its references: hand them on.
+                home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
+                payload = encode_simple(args, tensors, peer.main_by_name, home_of)
+                if payload is not None:
+                    inlined = self._inline(tensors) if tensors else NO_TENSORS
+                    if inlined is not None:
+                        packed = new_packed((payload, tensors, []))
         if packed is None:
             packed = self._packers[peer.id](content)
-            if not peer.is_self:
-                inlined = self._inline(packed.tensors)
-        context_id, message_id = self._record_call(current_id(), packed.tensors, peer)
+            if not is_own:
+                inlined = self._inline(packed.tensors) if packed.tensors else NO_TENSORS
+        context_id, message_id = current_id(), 0
+        if not torch.is_grad_enabled():
+            # Neither the arguments nor the result of a call under no_grad are part of a graph.
+            context_id = 0 if is_own else self.arrivals.no_grad_id
+        elif context_id or inlined is None or inlined[2]:
+            context_id, message_id = self._record_send(context_id, packed.tensors, peer)
         handed = self._hand_on(packed.externals, peer) if packed.externals else ()
         head = (timeout_s, creation, context_id, message_id, name or b"")
         return self._new_request(peer, flags, head, packed, inlined, handed)
 
-    def _simple(
-        self, peer: Peer, args: Sequence[Any], creation: int
-    ) -> tuple[Packed | None, Inlined | None]:
-        """Packs arguments that are simple values and small tensors; None for any others."""
-        tensors: list[Tensor] = []
-
-        def home_of(value: Any) -> ReferenceId | None:
-            # No caller waits for a remote() call or keeps its references: hand them on instead.
-            if creation != NO_CREATION or not isinstance(value, Handle):
-                return None
-            if value.id.owner != peer.id:
-                return None
-            value.check_travels()
-            return value.id
-
-        payload = encode_simple(args, tensors, peer.main_by_name, home_of)
-        if payload is None:
-            return None, None
-        inlined = self._inline(tensors)
-        return (None, None) if inlined is None else (Packed(payload, tensors, []), inlined)
-
     def _inline(self, tensors: Sequence[Tensor]) -> Inlined | None:
         """Returns tensors as a part of their message; None if they need tables."""
-        if not tensors:
-            return NO_TENSORS
         if len(tensors) > self._tensor_limit:
             raise too_many(len(tensors), self._tensor_limit)
         return inline.encode(tensors)
@@ -216,14 +216,6 @@ class Worker:
         obstacles = [why_not_by_value(self.agent.me.registration, each) for each in registrations]
         obstacle = next(filter(None, obstacles), "")
         return pack(value, main_by_name=by_name, not_by_value=obstacle)
-
-    def _record_call(
-        self, context_id: int, tensors: Sequence[Tensor], peer: Peer
-    ) -> tuple[int, int]:
-        # Neither the arguments nor the result of a call under no_grad are part of a graph.
-        if not torch.is_grad_enabled():
-            return 0 if peer.is_self else self.arrivals.no_grad_id, 0
-        return self._record_send(context_id, tensors, peer) if context_id or tensors else (0, 0)
 
     def _record_send(
         self, context_id: int, tensors: Sequence[Tensor], peer: Peer
@@ -319,7 +311,10 @@ class Worker:
         payload = control[head.payload_start : end]
         if not payload:  # As ``unpack`` does; most results are one tensor or None.
             return tensors[0] if tensors else None
-        return self.reader.unpack(payload, tensors, externals, self._come_home)
+        reader = self.reader
+        if payload[0] == PICKLE:
+            return reader.unpack(payload, tensors, externals)
+        return decode(payload, tensors, externals, reader.resolve_value, self._come_home)
 
     def _own_tensors(self, message: LocalMessage, head: CallHead | ReplyHead) -> Sequence[Tensor]:
         if not self.copies_own:
@@ -415,11 +410,9 @@ class Worker:
         handed: Sequence[HandedReference] = ()
         message_id = 0
         try:
-            packed = self._packers[peer.id](result)
-            tensors = packed.tensors
-            inlined = None if peer.is_self else self._inline(tensors)
-            if context_id or tensors:
-                context_id, message_id = self._record_send(context_id, tensors, peer)
+            packed, inlined = self._packed_result(peer, result)
+            if context_id or inlined is None or inlined[2]:
+                context_id, message_id = self._record_send(context_id, packed.tensors, peer)
             if packed.externals:
                 handed = self._hand_on(packed.externals, peer)
             message = reply_message(
@@ -449,6 +442,26 @@ class Worker:
         except BaseException as error:
             self._take_back(peer, handed, message_id)
             self.reply_error(peer, number, error)
+
+    def _packed_result(self, peer: Peer, result: Any) -> tuple[Packed, Inlined | None]:
+        """Packs a result, with its tensors if they stand in the message."""
+        if not peer.is_self:
+            # Most results are a tensor, or a tuple of tensors and numbers.
+            if type(result) is Tensor and not result.__dict__:
+                inlined = inline.encode((result,))
+                if inlined is not None:
+                    return new_packed((b"", [result], [])), inlined
+            elif type(result) is tuple:
+                tensors: list[Tensor] = []
+                payload = encode_simple(result, tensors, peer.main_by_name)
+                if payload is not None:
+                    inlined = self._inline(tensors) if tensors else NO_TENSORS
+                    if inlined is not None:
+                        return new_packed((payload, tensors, [])), inlined
+        packed = self._packers[peer.id](result)
+        if peer.is_self:
+            return packed, None
+        return packed, self._inline(packed.tensors) if packed.tensors else NO_TENSORS
 
     def _take_back(self, peer: Peer, handed: Sequence[HandedReference], message_id: int) -> None:
         for each in handed:

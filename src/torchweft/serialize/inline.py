@@ -10,7 +10,7 @@ Layout, little-endian, for each tensor until the end::
     with the flag SHARED as well: offset u64, in elements · place u64 of the tensor with the memory
     memory
 
-Views of one storage arrive as views of one storage: the first of them brings the memory of all.
+Tensors that overlap in memory arrive as views of one storage: the first brings the memory of all.
 Tensors on other devices take a table, and large ones a channel, which moves them faster.
 """
 
@@ -73,9 +73,8 @@ _DTYPES = {
     "Q": torch.uint64,
 }
 _CODES = {name: CODES[dtype] for name, dtype in _DTYPES.items()}
-_NUMPY = {
-    CODES[dtype]: torch.empty(0, dtype=dtype).numpy().dtype for dtype in set(_DTYPES.values())
-}
+_TORCH = {CODES[dtype]: dtype for dtype in _DTYPES.values()}
+_NUMPY = {code: torch.empty(0, dtype=dtype).numpy().dtype for code, dtype in _TORCH.items()}
 
 _MALFORMED = (
     struct.error,
@@ -88,6 +87,11 @@ _MALFORMED = (
 )
 """What numpy, torch and struct raise for sizes that do not fit together."""
 
+Inlined = tuple[Sequence[Any], int, bool]
+"""The bytes of tensors in parts, their size, and whether some tensor requires grad."""
+
+NO_TENSORS: Inlined = ((), 0, False)
+
 shared_ranges: dict[int, int] = {}
 """Start and end of every memory range that may hold tensors which the user shares with other
 workers; usually empty. The layer that lends the memory registers it here. These tensors are never
@@ -99,19 +103,20 @@ def may_be_shared(address: int) -> bool:
     return any(start <= address < end for start, end in tuple(shared_ranges.items()))
 
 
-def encode(tensors: Sequence[Tensor]) -> tuple[list[Any], int] | None:
-    """Returns the bytes of ``tensors`` in parts, and their size; None if they need tables.
+def encode(tensors: Sequence[Tensor]) -> Inlined | None:
+    """Returns ``tensors``, of any kind, as a part of their message; None if they need tables.
 
     One inlined loop: this is most of the cost of a small call's tensors.
-
-    Args:
-        tensors: Tensors of any kind.
     """
     parts: list[Any] = []
+    spans: list[tuple[int, int]] = []
     size_bytes = 0
+    requires_grad = False
+    is_alone = len(tensors) == 1
     for tensor in tensors:
         flags = 0
         if tensor.requires_grad:
+            requires_grad = True
             flags = REQUIRES_GRAD if tensor.is_leaf else REQUIRES_GRAD | COMPUTED
         if type(tensor) is not Tensor:
             flags |= PARAMETER
@@ -130,42 +135,55 @@ def encode(tensors: Sequence[Tensor]) -> tuple[list[Any], int] | None:
         sizes = memory.shape
         if memory.c_contiguous:
             count = memory.nbytes
-        else:
+        elif is_alone:
             flat, strides = flatten(tensor)
             memory = flat.numpy().data
             count = memory.nbytes
             if strides is not None:
                 flags |= STRIDED
                 sizes += strides
+        else:
+            return _encode_views(tensors)
         size_bytes += count + 7 + 8 * len(sizes)
         if size_bytes > LIMIT_BYTES:
             return None
         parts.append(_HEADS[len(sizes)].pack(code, flags, ndim, count, *sizes))
         if count:
             parts.append(memory)
-    if len(tensors) > 1:
-        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        if len(storages) < len(tensors):
-            return _encode_views(tensors)
-    return parts, size_bytes
+            if not is_alone:
+                start = tensor.data_ptr()
+                spans.append((start, start + count))
+    if not is_alone:
+        spans.sort()
+        end = 0
+        for start, next_end in spans:
+            if start < end:
+                return _encode_views(tensors)
+            end = next_end
+    return parts, size_bytes, requires_grad
 
 
-def _encode_views(tensors: Sequence[Tensor]) -> tuple[list[Any], int] | None:
-    """Does the same for tensors some of which share a storage."""
-    placements, buffers = place([tensor.detach() for tensor in tensors])
+def _encode_views(tensors: Sequence[Tensor]) -> Inlined | None:
+    """Does the same for tensors some of which overlap in memory."""
+    try:
+        placements, buffers = place([tensor.detach() for tensor in tensors])
+        memories: list[Any] = [flat.numpy().data.cast("B") for flat in buffers]
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    requires_grad = False
     parts: list[Any] = []
     size_bytes = 0
     bringers: dict[int, int] = {}
     for index, (tensor, placement) in enumerate(zip(tensors, placements, strict=True)):
         flags = 0 if type(tensor) is Tensor else PARAMETER
         if tensor.requires_grad:
+            requires_grad = True
             flags |= REQUIRES_GRAD if tensor.is_leaf else REQUIRES_GRAD | COMPUTED
         memory: Any = b""
         sizes: tuple[int, ...] = tensor.shape
         bringer = bringers.setdefault(placement.buffer, index)
         if placement.buffer != NO_BUFFER and bringer == index:
-            flat = buffers[placement.buffer]
-            memory = flat.numpy().data.cast("B")
+            memory = memories[placement.buffer]
         if placement.strides is not None:
             flags |= STRIDED
             sizes += placement.strides
@@ -174,11 +192,11 @@ def _encode_views(tensors: Sequence[Tensor]) -> tuple[list[Any], int] | None:
                 sizes += (placement.offset, bringer)
         count = len(memory)
         size_bytes += count + 7 + 8 * len(sizes)
-        if size_bytes > LIMIT_BYTES:
+        code = CODES.get(tensor.dtype)
+        if size_bytes > LIMIT_BYTES or code not in _NUMPY or len(sizes) >= len(_HEADS):
             return None
-        head = _HEADS[len(sizes)]
-        parts += (head.pack(CODES[tensor.dtype], flags, tensor.dim(), count, *sizes), memory)
-    return parts, size_bytes
+        parts += (_HEADS[len(sizes)].pack(code, flags, tensor.dim(), count, *sizes), memory)
+    return parts, size_bytes, requires_grad
 
 
 def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Tensor], list[int]]:
@@ -222,7 +240,7 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
             memory = bytearray(data[start:position])
             kind = _NUMPY[code]
             if ndim == 1 and size_bytes:
-                tensor = torch.frombuffer(memory, dtype=dtype_of(code))
+                tensor = torch.frombuffer(memory, dtype=_TORCH[code])
                 is_whole = shape[0] * kind.itemsize == size_bytes
             else:
                 array = np.ndarray(shape, kind, memory)

@@ -19,13 +19,14 @@ starts with the few instructions that put it into the reader's memo.
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import operator
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import cloudpickle
 import torch
@@ -57,7 +58,7 @@ _STRIDED = torch.strided
 _external_types: tuple[type, ...] = ()
 
 
-class Packed:
+class Packed(NamedTuple):
     """An object as bytes, with the objects taken out of it.
 
     Attributes:
@@ -66,12 +67,13 @@ class Packed:
         externals: The objects of registered classes in order of first appearance, each once.
     """
 
-    __slots__ = ("externals", "payload", "tensors")
+    payload: bytes
+    tensors: list[Tensor]
+    externals: list[object]
 
-    def __init__(self, payload: bytes, tensors: list[Tensor], externals: list[object]) -> None:
-        self.payload = payload
-        self.tensors = tensors
-        self.externals = externals
+
+# The named tuple's own constructor is Python code.
+new_packed = functools.partial(tuple.__new__, Packed)
 
 
 def register_external(kind: type[Kind]) -> type[Kind]:
@@ -95,11 +97,9 @@ def pack(value: object, *, main_by_name: bool, not_by_value: str = "") -> Packed
     Raises:
         SerializationError: Some part cannot be sent; the text names it and says what to do.
     """
-    # Most results are one tensor or None, which need no pickle.
-    if value is None:
-        return Packed(b"", [], [])
-    if _is_plain(value):
-        return Packed(b"", [value], [])
+    packed = _pack_simple(value, main_by_name)
+    if packed is not None:
+        return packed
     try:
         return _pack_by_name(value, main_by_name)
     except Exception:
@@ -122,16 +122,26 @@ def pack_plain(value: object, *, main_by_name: bool) -> Packed:
     Raises:
         SerializationError: Some part is of another kind; the text names it and says what to do.
     """
-    if value is None:
-        return Packed(b"", [], [])
-    if _is_plain(value):
-        return Packed(b"", [value], [])
+    packed = _pack_simple(value, main_by_name)
+    if packed is not None:
+        return packed
     encoder = values.Encoder(main_by_name, _external_types)
     try:
         payload = encoder.encode(value)
     except Exception as error:
         raise diagnose(value, error, lambda part: _why_not_a_value(part, main_by_name)) from error
     return Packed(payload, encoder.tensors, encoder.externals)
+
+
+def _pack_simple(value: object, main_by_name: bool) -> Packed | None:
+    """Packs None, a number, a text, bytes, or a tensor; most results are one of these."""
+    kind = type(value)
+    if kind is Tensor or kind is Parameter:
+        return new_packed((b"", [value], [])) if _is_plain(value) else None
+    if value is None:
+        return new_packed((b"", [], []))
+    payload = values.encode_atom(value) if kind in values.ATOMS else None
+    return None if payload is None else new_packed((payload, [], []))
 
 
 def pack_with(value: object, reducers: Reducers) -> Packed:

@@ -33,7 +33,8 @@ class Reader(NamedTuple):
     Attributes:
         is_restricted: Whether it refuses anything.
         is_strict: Whether it refuses all pickles.
-        resolve: Returns the function with a name.
+        resolve: Returns the function with a name that is called.
+        resolve_value: Returns the function or class with a name that is a value.
         method_of: Returns the method of a value of this worker that another worker asks for.
         check_called: Raises if a function that a message contains may not be called.
         unpack: Does the same as ``objects.unpack``.
@@ -43,6 +44,7 @@ class Reader(NamedTuple):
     is_restricted: bool
     is_strict: bool
     resolve: Callable[[bytes], Any]
+    resolve_value: Callable[[bytes], Any]
     method_of: Callable[[Any, str], Any]
     check_called: Callable[[Any], None]
     unpack: Callable[..., Any]
@@ -54,7 +56,14 @@ def _may_be_called(function: Any) -> None:
 
 
 TRUSTING = Reader(
-    False, False, functions.resolve, getattr, _may_be_called, objects.unpack, unpack_error
+    False,
+    False,
+    functions.resolve,
+    functions.resolve,
+    getattr,
+    _may_be_called,
+    objects.unpack,
+    unpack_error,
 )
 """Reads everything that the workers of its group send."""
 
@@ -77,13 +86,13 @@ def make_reader(
     if is_strict:
         strict = StrictNames(callables, worker)
         restricted: _Restricted = _Strict(strict, worker)
-        calls = (strict.resolve, strict.method_of, strict.check_called)
+        calls = (strict.resolve, strict.resolve_value, strict.method_of, strict.check_called)
     elif allowed is None:
         return TRUSTING
     else:
         names = AllowList(allowed, worker)
         restricted = _Allowing(names)
-        calls = (names.resolve, names.method_of, _may_be_called)
+        calls = (names.resolve, names.resolve, names.method_of, _may_be_called)
     return Reader(True, is_strict, *calls, restricted.unpack, restricted.unpack_error)
 
 

@@ -146,6 +146,16 @@ def encode_simple(
     return b"".join(parts)
 
 
+ATOMS = frozenset({bool, int, float, str, bytes})
+"""The types of the values that ``encode_atom`` takes."""
+
+
+def encode_atom(value: Any) -> bytes | None:
+    """Returns a number, text or bytes as a payload; None if it is unusual."""
+    payload = encode_simple((value,), [], True)
+    return None if payload is None else payload[NUMBER.size :]
+
+
 # Any value
 
 TAKES = (
@@ -413,15 +423,43 @@ def decode(
         WeftError: A name does not exist here, or may not be followed.
     """
     data = bytes(payload)
-    decoder = _Decoder(data, tensors, externals, resolve, come_home)
+    position = 0
+    decoder: _Decoder | None = None
     try:
-        value = decoder.read_tuple() if data[0] == TUPLE else decoder.read()
+        if data[0] == TUPLE:  # The loop for simple values, which most calls have.
+            made = []
+            position = NUMBER.size
+            for _ in range(NUMBER.unpack_from(data)[1]):
+                tag = data[position]
+                if tag == TENSOR:
+                    made.append(tensors[NUMBER.unpack_from(data, position)[1]])
+                    position += NUMBER.size
+                elif tag == INTEGER:
+                    made.append(INTEGER_VALUE.unpack_from(data, position)[1])
+                    position += INTEGER_VALUE.size
+                elif tag < len(_CONSTANTS):
+                    made.append(_CONSTANTS[tag])
+                    position += 1
+                elif tag == FLOAT:
+                    made.append(FLOAT_VALUE.unpack_from(data, position)[1])
+                    position += FLOAT_VALUE.size
+                else:
+                    if decoder is None:
+                        decoder = _Decoder(data, tensors, externals, resolve, come_home)
+                    decoder.position = position
+                    made.append(decoder.read())
+                    position = decoder.position
+            value: Any = tuple(made)
+        else:
+            decoder = _Decoder(data, tensors, externals, resolve, come_home)
+            value = decoder.read()
+            position = decoder.position
     except WeftError:
         raise
     except Exception as error:
         raise ProtocolError(f"a message is malformed: {type(error).__name__}: {error}") from None
-    if decoder.position != len(data):
-        raise ProtocolError(f"a message has {len(data) - decoder.position} bytes too many")
+    if position != len(data):
+        raise ProtocolError(f"a message has {len(data) - position} bytes too many")
     return value
 
 
@@ -447,31 +485,6 @@ class _Decoder:
         self._containers: list[Any] = []
         self._depth = 0
         self.position = 0
-
-    def read_tuple(self) -> tuple[Any, ...]:
-        """Returns the tuple that comes next; the loop for simple values, which most calls have."""
-        data, values = self._data, []
-        position = NUMBER.size
-        for _ in range(NUMBER.unpack_from(data)[1]):
-            tag = data[position]
-            if tag == TENSOR:
-                values.append(self._tensors[NUMBER.unpack_from(data, position)[1]])
-                position += NUMBER.size
-            elif tag == INTEGER:
-                values.append(INTEGER_VALUE.unpack_from(data, position)[1])
-                position += INTEGER_VALUE.size
-            elif tag < len(_CONSTANTS):
-                values.append(_CONSTANTS[tag])
-                position += 1
-            elif tag == FLOAT:
-                values.append(FLOAT_VALUE.unpack_from(data, position)[1])
-                position += FLOAT_VALUE.size
-            else:
-                self.position = position
-                values.append(self.read())
-                position = self.position
-        self.position = position
-        return tuple(values)
 
     def read(self) -> Any:
         """Returns the next value."""
