@@ -40,7 +40,7 @@ from torchweft.protocol.membership.registration import Registration
 from torchweft.runtime.contention import ShortSwitches
 from torchweft.runtime.fair_queue import OWN, FairQueue
 from torchweft.runtime.reactor import Reactor
-from torchweft.runtime.timers import Job, ReactorChecks, Timers
+from torchweft.runtime.timers import ReactorChecks, Timers
 from torchweft.secret import Secret
 from torchweft.transport.link import Link
 from torchweft.transport.secure import TlsOptions
@@ -176,8 +176,9 @@ class Agent:
             self.reactor,
             lambda peer, link: self._connector.redial(peer, link),
             self.lose,
-            self.timers.wake_by,
+            lambda due_s: self._contacts_timer.wake_by(due_s),
         )
+        self._contacts_timer = self.timers.add(self.contacts.tick)
         self.links = Links(
             self.reactor, self.receiver, self.pool, self.contacts, patience, self.lose
         )
@@ -213,7 +214,6 @@ class Agent:
 
     def start(
         self,
-        jobs: list[Job],
         *,
         when_lost: PeerCallback | None = None,
         when_disconnected: PeerCallback | None = None,
@@ -221,7 +221,6 @@ class Agent:
         """Starts to accept connections; all handlers must be registered by now.
 
         Args:
-            jobs: Further timer jobs.
             when_lost: Run as a task when a worker is lost: tells the parts and, last of all, the
                 watchers. The default tells the watchers only.
             when_disconnected: Run as a task when a connection ends while the group is leaving.
@@ -230,8 +229,7 @@ class Agent:
             self._when_lost = when_lost
         if when_disconnected is not None:
             self._when_disconnected = when_disconnected
-        checks = [self._checks.help_stalled, self._checks.arm_left]
-        self.timers.start([self.calls.expire, self.contacts.tick, *checks, *jobs])
+        self.timers.start()
         for listener in self._listeners:
             listener.setblocking(False)
             self.reactor.watch_reading(

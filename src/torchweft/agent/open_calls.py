@@ -79,7 +79,7 @@ class OpenCalls:
     ) -> None:
         self._peers = peers
         self._reactor = reactor
-        self._timers = timers
+        self._timer = timers.add(self.expire)
         self._first_contacts = first_contacts
         self._sender = sender
         self._receiver = receiver
@@ -134,8 +134,8 @@ class OpenCalls:
         parent = call.parent
         if call.error is not None or (parent is not None and parent.was_cancelled):
             self._act(self._client.opened(call, was_sent=is_sent))
-        if call.deadline_s < self._timers.next_s:
-            self._timers.wake_by(call.deadline_s)
+        if call.deadline_s < self._timer.next_s:
+            self._timer.wake_by(call.deadline_s)
 
     def _ask_later(self, peer: Peer, unsent: _UnsentCall) -> None:
         if not self._first_contacts.keep(peer, unsent):

@@ -133,6 +133,7 @@ class ReferenceKeeper:
         self._remind_s = math.inf
         self.before_flush: Callable[[], None] = lambda: None
         """Sends messages that must precede the messages of the protocol."""
+        self._timer = agent.timers.add(self.tick)
         agent.receiver.on(Kind.REFERENCES, self._on_message, inline=True)
 
     # Values of this worker
@@ -456,7 +457,7 @@ class ReferenceKeeper:
         due_s = time.monotonic() + self._batch_s
         if due_s < self._due_s:
             self._due_s = due_s
-            self.agent.timers.wake_by(self._due_s)
+            self._timer.wake_by(due_s)
 
     def flush(self) -> None:
         """Sends the messages collected so far."""

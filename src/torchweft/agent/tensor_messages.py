@@ -133,6 +133,7 @@ class TensorMessages:
         self._memory = agent.memory
         self._idle_s = knobs.POOL_IDLE_S.get()
         self._next_trim_s = 0.0
+        agent.timers.add(self.tick)
         agent.receiver.on(Kind.SUPPLY, self._on_supply, inline=True)
 
     def peer_lost(self, peer: Peer) -> None:

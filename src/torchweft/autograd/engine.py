@@ -75,6 +75,7 @@ class Engine:
         self.outside = OutsideRecords(agent.me.id, self.contexts.message_counter)
         self.outside.on_ended = self._release_soon
         self._release_due_s = math.inf
+        self._timer = agent.timers.add(self.tick)
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._agent = agent
         self._envelopes = Envelopes(agent, tensor_messages, self.contexts, reader)
@@ -451,8 +452,7 @@ class Engine:
         due_s = time.monotonic() + self._batch_s
         if due_s < self._release_due_s:
             self._release_due_s = due_s
-            if self._agent.timers is not None:
-                self._agent.timers.wake_by(due_s)
+            self._timer.wake_by(due_s)
 
     def tick(self, now_s: float) -> float:
         """Tells senders which of their messages are unreachable here; a job of the timers."""

@@ -57,6 +57,7 @@ class Leaving:
         )
         self._changed = threading.Event()
         self._probe_at_s = math.inf
+        self._timer = worker.agent.timers.add(self.tick)
         self._is_settling_due = self._is_settling = False
         self._notes_held = False
         self._left: Left | None = None
@@ -182,8 +183,7 @@ class Leaving:
             self._look()
         elif isinstance(action, ProbeLater):
             self._probe_at_s = time.monotonic() + _PROBE_PAUSE_S
-            if agent.timers is not None:
-                agent.timers.wake_by(self._probe_at_s)
+            self._timer.wake_by(self._probe_at_s)
         elif isinstance(action, Retire):
             peer = agent.peers[action.worker]
             peer.depart()

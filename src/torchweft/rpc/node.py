@@ -20,7 +20,6 @@ from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime.contention import SpinLimit
 from torchweft.runtime.reports import LongWaits, log_exception
-from torchweft.runtime.timers import Job
 from torchweft.serialize.reading import make_reader
 
 END_LIMIT_S = 5.0
@@ -60,6 +59,8 @@ class Node:
         name = agent.info.name
         self.waits = LongWaits(name)
         self.spin_limit = SpinLimit(f"weft-{name}-openmp")
+        agent.timers.add(self.waits.tick)
+        agent.timers.add(self.spin_limit.tick)
         self.worker = Worker(
             agent,
             options.reference_type,
@@ -88,10 +89,7 @@ class Node:
         # a process of ``multiprocessing`` ends; after exit handlers of the program, which may
         # include the shutdown.
         self._finalize = Finalize(None, self._end_unasked, exitpriority=0)
-        worker = self.worker
-        jobs: list[Job] = [worker.references.tick, worker.tensor_messages.tick, worker.unseen.tick]
-        jobs += [worker.engine.tick, self.leaving.tick, self.spin_limit.tick, self.waits.tick]
-        self.agent.start(jobs, when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
+        self.agent.start(when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
 
     def peer_lost(self, peer: Peer) -> None:
         """Tells all parts that a worker is lost, in this order, as one task.

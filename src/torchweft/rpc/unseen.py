@@ -113,6 +113,7 @@ class UnseenErrors:
         self._untold: deque[Report] = deque()
         agent.receiver.on(Kind.FAILED, self._on_message, inline=True)
         references.before_flush = self._tell_creators
+        self._timer = agent.timers.add(self.tick)
 
     def guard(self, error: BaseException, call: PendingCall) -> Guard | None:
         """Returns a guard for the error of this worker's call; None if it needs no report."""
@@ -138,8 +139,7 @@ class UnseenErrors:
     def _enqueue(self, report: Report) -> None:
         """Queues a report; called by finalizers."""
         (self._failed if report.creator is None else self._untold).append(report)
-        if self._agent.timers is not None:
-            self._agent.timers.wake_by(0.0)
+        self._timer.wake_by(0.0)
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
         self._failed.append(Report(_VALUE.format(peer.name), bytes(frame.control)))

@@ -11,7 +11,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 
 from torchweft import knobs
 from torchweft.runtime.reactor import Reactor
@@ -25,33 +26,56 @@ _MEND_S = 0.9
 """A little less than the longest sleep of the timers."""
 
 
+class Timer:
+    """One job of ``Timers``.
+
+    Attributes:
+        next_s: When the job will be called next, unless ``wake_by`` asks for an earlier time.
+    """
+
+    __slots__ = ("_timers", "job", "next_s")
+
+    def __init__(self, timers: Timers, job: Job) -> None:
+        self._timers = timers
+        self.job = job
+        self.next_s = 0.0
+
+    def wake_by(self, due_s: float) -> None:
+        """Has the job called at ``due_s`` at the latest. Safe in a finalizer."""
+        if due_s < self.next_s:
+            self._timers.ask(self, due_s)
+
+
 class Timers:
-    """Calls jobs when they are due; with none due, once a second.
+    """Calls each job when it is due, and every job at least once a second.
 
     Args:
         name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
-        self.next_s = math.inf
-        """When the jobs will be called next, unless ``wake_by`` asks for an earlier time."""
-        self._jobs: Sequence[Job] = ()
+        self._timers: list[Timer] = []
+        self._asked: deque[tuple[Timer, float]] = deque()
+        self._next_s = math.inf
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self, jobs: Sequence[Job]) -> None:
-        """Starts the thread, which calls all jobs immediately.
+    def add(self, job: Job) -> Timer:
+        """Returns the timer of a new job, which is given the time of ``time.monotonic``."""
+        timer = Timer(self, job)
+        self._timers.append(timer)
+        self.ask(timer, 0.0)
+        return timer
 
-        Args:
-            jobs: Each is given the time of ``time.monotonic``.
-        """
-        self._jobs = jobs
+    def start(self) -> None:
+        """Starts the thread, which calls all jobs immediately."""
         self._thread.start()
 
-    def wake_by(self, due_s: float) -> None:
-        """Has the jobs called at ``due_s`` at the latest. Safe in a finalizer."""
-        if due_s < self.next_s and not self._is_closing:
+    def ask(self, timer: Timer, due_s: float) -> None:
+        """Has the job of ``timer`` called at ``due_s`` at the latest. Safe in a finalizer."""
+        self._asked.append((timer, due_s))
+        if due_s < self._next_s and not self._is_closing:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._wake_fd, 1)
 
@@ -67,13 +91,19 @@ class Timers:
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
         while not self._is_closing:
-            # Accept every wake-up meanwhile: the job it is meant for may have run already.
-            self.next_s = math.inf
+            # Accept every request meanwhile: it may be for a job that has been called already.
+            self._next_s = math.inf
+            while self._asked:
+                timer, due_s = self._asked.popleft()
+                timer.next_s = min(timer.next_s, due_s)
             now_s = time.monotonic()
-            due_s = min((_called(job, now_s) for job in self._jobs), default=math.inf)
-            self.next_s = min(due_s, now_s + _LONGEST_SLEEP_S)
-            delay_s = self.next_s - time.monotonic()
-            if delay_s > 0 and poller.poll(math.ceil(delay_s * 1e3)):
+            for timer in self._timers.copy():
+                if timer.next_s <= now_s:
+                    timer.next_s = math.inf  # As above.
+                    timer.next_s = min(_called(timer.job, now_s), now_s + _LONGEST_SLEEP_S)
+            self._next_s = min((timer.next_s for timer in self._timers), default=math.inf)
+            delay_s = self._next_s - time.monotonic()
+            if delay_s > 0 and not self._asked and poller.poll(math.ceil(delay_s * 1e3)):
                 os.eventfd_read(self._wake_fd)
 
 
@@ -90,7 +120,7 @@ class ReactorChecks:
 
     Args:
         reactor: The reactor, whose callbacks are set here.
-        timers: The timers, which are woken for the jobs.
+        timers: The timers that call the jobs.
         open_calls: Returns how many answers this worker waits for.
         mend: Continues what an interrupt of the main thread cut short; called about once a second.
     """
@@ -103,7 +133,8 @@ class ReactorChecks:
         mend: Callable[[], None],
     ) -> None:
         self._reactor = reactor
-        self._timers = timers
+        self._stall_timer = timers.add(self.help_stalled)
+        self._arm_timer = timers.add(self.arm_left)
         self._open_calls = open_calls
         self._mend = mend
         self._stall_s = knobs.STALL_S.get()
@@ -125,10 +156,8 @@ class ReactorChecks:
         return now_s + self._rearm_s if self._reactor.arm_if_left() else math.inf
 
     def _look_soon(self) -> None:
-        self._timers.wake_by(time.monotonic() + self._stall_s)
+        self._stall_timer.wake_by(time.monotonic() + self._stall_s)
 
     def arm_soon(self) -> None:
         """Has ``arm_left`` called in time; usually it is already due in time."""
-        due_s = time.monotonic() + self._rearm_s
-        if due_s < self._timers.next_s:
-            self._timers.wake_by(due_s)
+        self._arm_timer.wake_by(time.monotonic() + self._rearm_s)

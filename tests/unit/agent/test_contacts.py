@@ -109,10 +109,7 @@ def test_a_short_patience_keeps_the_kernel_of_an_idle_peer_answering() -> None:
 def ticks_of(member: Member) -> list[float]:
     """Returns a list that collects the times at which a member's timer jobs run."""
     seen: list[float] = []
-    jobs = member.agent.timers._jobs
-    assert isinstance(jobs, list)
-    jobs.append(lambda now_s: seen.append(now_s) or now_s + 0.01)
-    member.agent.timers.wake_by(0.0)
+    member.agent.timers.add(lambda now_s: seen.append(now_s) or now_s + 0.01)
     return seen
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.descriptors import nothing_is_written
-from torchweft.runtime.timers import Timers
+from torchweft.runtime.timers import Timer, Timers
 
 LIMIT_S = 20.0
 
@@ -30,10 +30,11 @@ class Job:
         return self.calls.get(timeout=LIMIT_S)
 
 
-def started(jobs: list[Callable[[float], float]]) -> Timers:
-    made = Timers("test-clock")
-    made.start(jobs)
-    return made
+def started(*jobs: Callable[[float], float]) -> tuple[Timers, list[Timer]]:
+    clock = Timers("test-clock")
+    timers = [clock.add(job) for job in jobs]
+    clock.start()
+    return clock, timers
 
 
 @pytest.fixture
@@ -42,40 +43,70 @@ def job() -> Job:
 
 
 @pytest.fixture
-def timers(job: Job) -> Iterator[Timers]:
-    clock = started([job])
+def other() -> Job:
+    return Job()
+
+
+@pytest.fixture
+def timer(job: Job, other: Job) -> Iterator[Timer]:
+    clock, (timer, _) = started(job, other)
     job.next_call()
-    yield clock
+    other.next_call()
+    yield timer
     clock.close()
 
 
-def test_jobs_are_called_once_at_the_start_and_no_more(timers: Timers, job: Job) -> None:
-    with pytest.raises(queue.Empty):
+def is_called(job: Job) -> bool:
+    try:
         job.calls.get(timeout=0.02)
+    except queue.Empty:
+        return False
+    return True
 
 
-def test_a_wake_up_has_the_jobs_called_at_once(timers: Timers, job: Job) -> None:
+def test_jobs_are_called_once_at_the_start_and_no_more(timer: Timer, job: Job, other: Job) -> None:
+    assert not is_called(job)
+    assert not is_called(other)
+
+
+def test_a_wake_up_has_its_own_job_called_at_once(timer: Timer, job: Job, other: Job) -> None:
     before_s = time.monotonic()
-    timers.wake_by(before_s)
+    timer.wake_by(before_s)
     assert job.next_call() >= before_s
+    assert not is_called(other)
 
 
-def test_a_job_is_called_again_when_it_wants_to_be(timers: Timers, job: Job) -> None:
+def test_a_wake_up_for_later_calls_the_job_then_and_not_before(timer: Timer, job: Job) -> None:
+    due_s = time.monotonic() + 0.03
+    timer.wake_by(due_s)
+    assert job.next_call() >= due_s
+
+
+def test_a_job_is_called_again_when_it_wants_to_be(timer: Timer, job: Job, other: Job) -> None:
     job.due_s = due_s = time.monotonic() + 0.02
-    timers.wake_by(due_s)
+    timer.wake_by(0.0)
     assert job.next_call() < due_s
-    while job.next_call() < due_s:
-        job.due_s = due_s
     job.due_s = math.inf
+    assert job.next_call() >= due_s
+    assert not is_called(other)
 
 
-def test_a_wake_up_for_later_than_the_next_look_wakes_nobody(timers: Timers, job: Job) -> None:
-    timers.wake_by(math.inf)
-    with pytest.raises(queue.Empty):
-        job.calls.get(timeout=0.02)
+def test_an_idle_job_is_called_once_a_second(timer: Timer, job: Job) -> None:
+    assert job.next_call() > 0.0
 
 
-def test_a_wake_up_while_the_jobs_are_called_is_not_lost() -> None:
+def test_a_wake_up_for_later_than_the_next_look_wakes_nobody(timer: Timer, job: Job) -> None:
+    timer.wake_by(math.inf)
+    assert not is_called(job)
+
+
+def test_a_job_can_be_added_later(timer: Timer) -> None:
+    late = Job()
+    timer._timers.add(late)
+    late.next_call()
+
+
+def test_a_wake_up_while_jobs_are_called_is_not_lost() -> None:
     """The first job gets work after it has run, while the second still runs."""
     may_return, has_looked = threading.Event(), threading.Event()
     calls: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -89,12 +120,32 @@ def test_a_wake_up_while_the_jobs_are_called_is_not_lost() -> None:
         may_return.wait(LIMIT_S)
         return math.inf
 
-    clock = started([first, second])
+    clock, (timer, _) = started(first, second)
     assert has_looked.wait(LIMIT_S)
     calls.get(timeout=LIMIT_S)
-    clock.wake_by(time.monotonic())
+    timer.wake_by(time.monotonic())
     may_return.set()
     # An idle thread runs its jobs once a second anyway.
+    calls.get(timeout=0.5)
+    clock.close()
+
+
+def test_a_wake_up_while_its_own_job_runs_is_not_lost() -> None:
+    """The job has looked for work already, and is about to say that it has none."""
+    may_return, has_looked = threading.Event(), threading.Event()
+    calls: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    def job(now_s: float) -> float:
+        calls.put(now_s)
+        has_looked.set()
+        may_return.wait(LIMIT_S)
+        return math.inf
+
+    clock, (timer,) = started(job)
+    assert has_looked.wait(LIMIT_S)
+    calls.get(timeout=LIMIT_S)
+    timer.wake_by(time.monotonic())
+    may_return.set()
     calls.get(timeout=0.5)
     clock.close()
 
@@ -105,9 +156,10 @@ def test_a_job_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> No
     def fails(now_s: float) -> float:
         raise ValueError("broken")
 
-    clock = started([fails, job])
+    clock, timers = started(fails, job)
     job.next_call()
-    clock.wake_by(time.monotonic())
+    for timer in timers:
+        timer.wake_by(time.monotonic())
     job.next_call()
     clock.close()
     assert "a timer's job failed" in caplog.text
@@ -115,16 +167,16 @@ def test_a_job_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> No
 
 def test_nothing_is_written_to_a_descriptor_that_another_file_has_got_since() -> None:
     job = Job()
-    clock = started([job])
+    clock, (timer,) = started(job)
     clock.close()
     with nothing_is_written():
-        clock.wake_by(0.0)
+        timer.wake_by(0.0)
 
 
-def test_finalizers_of_many_threads_may_wake_it(timers: Timers, job: Job) -> None:
+def test_finalizers_of_many_threads_may_wake_it(timer: Timer, job: Job) -> None:
     class Wakes:
         def __del__(self) -> None:
-            timers.wake_by(0.0)
+            timer.wake_by(0.0)
 
     def make_and_drop() -> None:
         for _ in range(200):
