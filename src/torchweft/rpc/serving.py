@@ -24,6 +24,7 @@ from torchweft.errors import (
     QueueFull,
     UnknownFunction,
 )
+from torchweft.protocol.calls import SLOW_S
 from torchweft.rpc.completion import Call, WhenReady, settle
 from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Worker, current_worker
@@ -37,10 +38,6 @@ from torchweft.wire.messages import (
 )
 
 _log = logging.getLogger("torchweft")
-
-SLOW_S = 0.0005
-"""A function whose last run took longer is slow: other calls need not wait while it runs."""
-_SLOW_LIMIT = 4096
 
 NO_ARGUMENTS = "the arguments of a call are a tensor, which would be taken apart row by row"
 """A tensor of few bytes may have any number of rows."""
@@ -115,7 +112,7 @@ def _serve_tensor_message(worker: Worker, peer: Peer, call: Call) -> None:
     finally:
         current_call.reset(before)
         if was_slow != (time.monotonic() - began_s > SLOW_S):
-            _note_speed(worker, head.function, was_slow)
+            worker.slow.note(head.function, was_slow=was_slow)
 
 
 def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
@@ -175,15 +172,7 @@ def _serve_compact(worker: Worker, peer: Peer, call: Call) -> None:
         if entered_id:
             set_current_id(0)
         if was_slow != (time.monotonic() - began_s > SLOW_S):
-            _note_speed(worker, name, was_slow)
-
-
-def _note_speed(worker: Worker, name: bytes, was_slow: bool) -> None:
-    """Records that a function has become slow, or is slow no more."""
-    if was_slow:
-        worker.slow.discard(name)
-    elif name and len(worker.slow) < _SLOW_LIMIT:
-        worker.slow.add(name)
+            worker.slow.note(name, was_slow=was_slow)
 
 
 def _run(worker: Worker, peer: Peer, head: CallHead, message: TensorMessage, call: Call) -> None:
