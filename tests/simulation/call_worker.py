@@ -162,14 +162,12 @@ class Served(AnsweredCall):
         self.has_outcome = False
         self.is_referred = worker.world.chance.random() < 0.5
 
-    def create(self, creation: int) -> bool:
+    def create(self, creation: int) -> int | None:
         if self.peer.is_forgotten:  # The owner of references has noted the loss.
-            self.end()
-            return False
-        self.owned = creation
+            return None
         self.worker.making.add(self)
         self.worker.world.creations.append(self)
-        return True
+        return creation
 
     def cancel(self) -> None:
         self.worker.world.cancels(self)
@@ -179,7 +177,7 @@ class Served(AnsweredCall):
         self.owned = None
         self.worker.making.discard(self)
 
-    def cannot_tell(self, failure: BaseException) -> None:
+    def not_delivered(self, failure: BaseException) -> BaseException:
         raise failure
 
     def is_referred_to(self) -> bool:
