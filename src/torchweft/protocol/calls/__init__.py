@@ -11,10 +11,11 @@ Guarantees, see ``docs/protocols/calls.md``: **Once**, a function runs at most o
 **Bounded**, a call ends by its answer, its timeout, or the loss of its worker; **In vain**, no
 function begins after its caller has stopped waiting, and nested calls end with their parent.
 
-The rules of this package: ``client`` is the caller's side; ``server`` is the callee's side, with
-the ``slow`` functions; ``table`` has the entries, ``failures`` the errors. Every call takes the
-*hot path*: the data, and the few methods marked so, which return no actions. All other methods are
-rare events and may return actions. Any thread may call any method at any time.
+The rules of this package: ``client`` is the caller's side, with the calls in ``kept`` that wait for
+a connection; ``server`` is the callee's side, with the ``slow`` functions; ``table`` has the
+entries, ``failures`` the errors. Every call takes the *hot path*: the data, and the few methods
+marked so, which return no actions. All other methods are rare events and may return actions. Any
+thread may call any method at any time.
 """
 
 from torchweft.protocol.calls.client import (
@@ -24,8 +25,10 @@ from torchweft.protocol.calls.client import (
     Completion,
     TellCancelled,
     nest,
+    own_answer,
 )
 from torchweft.protocol.calls.failures import function_name
+from torchweft.protocol.calls.kept import KeptCall, Request
 from torchweft.protocol.calls.server import (
     AnsweredCall,
     CallServer,
@@ -40,11 +43,14 @@ __all__ = [
     "CallTable",
     "CallClient",
     "OpenCall",
+    "KeptCall",
+    "Request",
     "Completion",
     "Action",
     "Complete",
     "TellCancelled",
     "nest",
+    "own_answer",
     "CallServer",
     "ServedCall",
     "AnsweredCall",
