@@ -8,7 +8,6 @@ call is taken from its queue, and so on.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,11 +28,13 @@ from torchweft.protocol.calls import (
     CallServer,
     CancelNested,
     Complete,
+    KeptCall,
     OpenCall,
     ServedCall,
     has_awaited,
     nest,
 )
+from torchweft.protocol.connecting import Keeping, Unsent, UnsentMessages
 from torchweft.protocol.membership.leader import Report, Send, Step
 from torchweft.protocol.membership.leaving import BeginSettling, Left, OpenLeaving, Retire, Stage
 from torchweft.runtime.fair_queue import FairQueue
@@ -142,8 +143,27 @@ class Asked(OpenCall):
         self.deadline_s = record.deadline_s
         self.parent = parent
         self.number = 0
-        self.frame = self.error = None
+        self.frame = self.error = self.on_done = None
         self.outcome: Any = None
+
+
+class CallRequest:
+    """The request of a call, which notes that it is taken back."""
+
+    def __init__(self, world: CallWorld, peer: Peer, call: Asked) -> None:
+        self._world = world
+        self._peer = peer
+        self._call = call
+
+    def message(self, number: int) -> Any:
+        record = self._call.record
+        self._world.is_due(record)
+        return Request(number, record.limit_s, record, self._call.depth)
+
+    def take_back(self) -> None:
+        record = self._call.record
+        assert record.is_closed or self._peer.lost, f"{record} is open, and is not sent"
+        record.was_taken_back = True
 
 
 class Served(AnsweredCall):
@@ -162,14 +182,12 @@ class Served(AnsweredCall):
         self.has_outcome = False
         self.is_referred = worker.world.chance.random() < 0.5
 
-    def create(self, creation: int) -> bool:
+    def create(self, creation: int) -> int | None:
         if self.peer.is_forgotten:  # The owner of references has noted the loss.
-            self.end()
-            return False
-        self.owned = creation
+            return None
         self.worker.making.add(self)
         self.worker.world.creations.append(self)
-        return True
+        return creation
 
     def cancel(self) -> None:
         self.worker.world.cancels(self)
@@ -179,7 +197,7 @@ class Served(AnsweredCall):
         self.owned = None
         self.worker.making.discard(self)
 
-    def cannot_tell(self, failure: BaseException) -> None:
+    def not_delivered(self, failure: BaseException) -> BaseException:
         raise failure
 
     def is_referred_to(self) -> bool:
@@ -199,7 +217,7 @@ class Peer:
     lost_s: float = math.inf
     is_retired: bool = False
     is_forgotten: bool = False
-    unsent: deque[Any] = field(default_factory=deque)
+    unsent: UnsentMessages = field(default_factory=UnsentMessages)
 
 
 class Worker:
@@ -257,10 +275,9 @@ class Worker:
         if self.is_closed:
             return
         self.is_closed = True
-        for action in self.client.closed(NotInitialized("shut down")):
-            assert isinstance(action, Complete)
-            self.world.closes(action.call)
-            self._tell(action.call)
+        for call in self.client.closed(NotInitialized("shut down")):
+            self.world.closes(call)
+            self._tell(call)
         self.world.end(self.id, "leaves")
 
     # The program
@@ -329,49 +346,56 @@ class Worker:
     # As OpenCalls.ask
 
     def _ask(self, peer: Peer, call: Asked) -> None:
-        if peer.lost is not None:
-            call.number = -1
-            self._raise(call, peer.lost)
-            return
-        is_sent = peer.is_connected and not peer.unsent
         self.writing.add(call.record)
-        if is_sent:
-            call.record.was_due = True
+        self.soon(self._add, peer, call, peer.is_connected and not peer.unsent)
+
+    def _add(self, peer: Peer, call: Asked, is_sent: bool) -> None:
+        request = CallRequest(self.world, peer, call)
+        if peer.lost is not None and not is_sent:
+            call.number = -1
+            self.writing.discard(call.record)
+            self._raise(call, peer.lost)
+        elif is_sent:
             self._asked[peer.id, self.client.add(call)] = call.record
-            self.soon(self._write, peer, call)
+            self.soon(self._write, peer, call, request.message(call.number))
         else:
             self._asked[peer.id, self.client.keep(call)] = call.record
-            self._keep(peer, call)
-            self.soon(self._opened, peer, call, False)
+            kept = KeptCall(self.client, call, request, self._act)
+            if self._keep(peer, kept):
+                self.soon(self._opened, peer, call, False)
+            else:
+                self.soon(self._write, peer, call, kept.make())
 
-    def _write(self, peer: Peer, call: Asked) -> None:
-        if peer.lost is not None:
+    def _write(self, peer: Peer, call: Asked, request: Request) -> None:
+        if peer.lost is not None and self.chance.random() < 0.5:
             if self.client.withdraw(call):
                 self._raise(call, peer.lost)
             else:
                 call.record.was_taken_back = True
             self.writing.discard(call.record)
             return
-        self._send(peer, self._request(call))
+        self._send(peer, request)  # A connection that has just been lost may take it.
         self.soon(self._opened, peer, call, True)
 
     def _opened(self, peer: Peer, call: Asked, was_sent: bool) -> None:
         self.writing.discard(call.record)
-        if peer.lost is not None and self.client.withdraw(call):
-            self._raise(call, peer.lost)
+        lost = peer.lost
+        loss = None if lost is None else lambda: lost
+        try:
+            self._act(self.client.opened(call, was_sent=was_sent, loss=loss))
+        except WorkerLost as error:
+            self._raise(call, error)
             return
-        parent = call.parent
-        if call.error is not None or (parent is not None and parent.was_cancelled):
-            self._act(self.client.opened(call, was_sent=was_sent))
         if self.chance.random() < 0.2 and call.deadline_s < math.inf:
-            # The main thread waits for this call itself.
+            # A thread waits for this call itself.
             delay_s = max(call.deadline_s - self.now_s, 0.0) + 1e-9
             self.clock.later(delay_s, self._time_out, call)
         self._wake_by(call.deadline_s)
 
     def _time_out(self, call: Asked) -> None:
         if self.now_s >= call.deadline_s:
-            self._act(self.client.timed_out(call, self.now_s))
+            is_main = self.chance.random() < 0.5
+            self._act(self.client.wait_ended(call, self.now_s, may_be_interrupted=is_main))
 
     def _raise(self, call: Asked, error: WorkerLost) -> None:
         """Tells the maker of a call at once; the request is taken back."""
@@ -381,56 +405,50 @@ class Worker:
         call.error = error
         self._tell(call)
 
-    def _request(self, call: Asked) -> Request:
-        return Request(call.number, call.record.limit_s, call.record, call.depth)
-
     # As FirstContacts
 
-    def _keep(self, peer: Peer, entry: Any) -> None:
-        peer.unsent.append(entry)
-        if not peer.is_connected:
+    def _keep(self, peer: Peer, unsent: Unsent) -> bool:
+        keeping = peer.unsent.keep(unsent, is_linked=peer.is_connected)
+        if keeping is Keeping.CONNECT:
             self.world.connect(self.id, peer.id)
-        elif len(peer.unsent) == 1:
-            self.soon(self._flush, peer)
+        return keeping is not Keeping.SEND
 
     def connected(self, other: int) -> None:
         peer = self.peers[other]
         if peer.lost is None:
             peer.is_connected = True
-            self.soon(self._flush, peer)
+            if peer.unsent:
+                self.soon(self._flush, peer)
 
     def _flush(self, peer: Peer) -> None:
         if peer.lost is not None or not peer.unsent:
             return
-        entry = peer.unsent[0]
-        if not isinstance(entry, Asked):
-            self._send(peer, entry)
-        elif self.client.has(entry.number):
-            self.soon(self._make, peer, entry)
-            return
+        unsent = peer.unsent[0]
+        if unsent.is_wanted():
+            self.soon(self._make, peer, unsent)
         else:
-            entry.record.was_taken_back = True
-            self.client.withdraw(entry)
-        self._flushed(peer)
+            unsent.drop(None)
+            self._flushed(peer)
 
-    def _make(self, peer: Peer, call: Asked) -> None:
+    def _make(self, peer: Peer, unsent: Unsent) -> None:
         if peer.lost is not None:
             return
         try:
-            self.client.sending(call)
+            message: Any = unsent.make()
         except CallCancelled as error:
-            call.record.was_taken_back = True
-            self._act(self.client.not_sent(call, error))
+            unsent.drop(error)
             self._flushed(peer)
-        else:
-            self.world.is_due(call.record)
-            self.writing.add(call.record)
-            self.soon(self._write_kept, peer, call)
+            return
+        record = message.record if isinstance(message, Request) else None
+        if record is not None:
+            self.writing.add(record)
+        self.soon(self._write_kept, peer, message, record)
 
-    def _write_kept(self, peer: Peer, call: Asked) -> None:
-        self.writing.discard(call.record)
+    def _write_kept(self, peer: Peer, message: Any, record: Record | None) -> None:
+        if record is not None:
+            self.writing.discard(record)
         if peer.lost is None:
-            self._send(peer, self._request(call))
+            self._send(peer, message)
             self._flushed(peer)
 
     def _flushed(self, peer: Peer) -> None:
@@ -441,12 +459,8 @@ class Worker:
     # Messages
 
     def _post(self, peer: Peer, message: Any) -> None:
-        if peer.lost is not None:
-            return
-        if peer.is_connected and not peer.unsent:
+        if peer.lost is None and not self._keep(peer, Unsent(message)):
             self._send(peer, message)
-        else:
-            self._keep(peer, message)
 
     def _send(self, peer: Peer, message: Any) -> None:
         self.world.sent(self.id, peer.id, message)
@@ -555,10 +569,7 @@ class Worker:
         self.leaving.member_lost(peer.id)
         peer.is_forgotten = True
         while peer.unsent:
-            entry = peer.unsent.popleft()
-            if isinstance(entry, Asked):
-                entry.record.was_taken_back = True
-                self._act(self.client.not_sent(entry, WorkerLost("lost", worker=peer.name)))
+            peer.unsent.popleft().drop(WorkerLost("lost", worker=peer.name))
         self._act_on_cancelled(self.server.caller_lost(peer))
         self._act_on_cancelled(self.server.creations_lost(self.making.copy(), peer))
 
@@ -577,7 +588,8 @@ class Worker:
             self._free(served)
             return
         self.world.begins(served, self.now_s)
-        self.chance.choice((self._work, self._work, self._poll, self._await, self._call_on))(served)
+        ways = (self._work, self._work, self._poll, self._await, self._await_value, self._call_on)
+        self.chance.choice(ways)(served)
 
     def _refuse(self, served: Served) -> None:
         request = served.request
@@ -640,6 +652,35 @@ class Worker:
         if self.chance.random() < 0.5:
             self.clock.later(self._draw_work_s(), self._outcome, served)
 
+    def _await_value(self, served: Served) -> None:
+        """Begins its work when a value is ready, or ends when that is in vain."""
+        self._free(served)
+        error = ValueError("could not be made") if self.chance.random() < 0.2 else None
+        waiting = [served]
+
+        def be_ready() -> None:
+            if waiting:
+                waiting.clear()
+                self.soon(go_on)
+
+        def go_on() -> None:
+            if served.goes_on(error, self.now_s):
+                self.world.goes_on(served, self.now_s)
+                self._work(served)
+            else:
+                if error is None:
+                    self.world.not_begun(served, self.now_s)
+                served.has_outcome, served.was_told = True, served.was_cancelled
+                self.world.finished(served)
+
+        def give_up() -> None:
+            if waiting:
+                waiting.clear()
+                self._outcome(served, CallCancelled("given up"))
+
+        self.clock.later(self._draw_work_s(), be_ready)
+        served.on_cancel(lambda: self.soon(give_up))
+
     def _call_on(self, served: Served) -> None:
         """Calls other workers, waits for the ends of these calls, and perhaps calls again."""
         count = self.chance.choice((1, 1, 2)) if served.request.depth < DEEPEST else 0
@@ -689,10 +730,15 @@ class Worker:
                 self.peers[action.worker].is_retired = True
             elif isinstance(action, Left):
                 self.world.polite.add(self.id)
-                # Its last messages arrive first.
-                self.clock.later(10 * self.world.longest_delay_s, self.close)
+                self._close_later()
             else:
                 assert isinstance(action, BeginSettling)
+
+    def _close_later(self) -> None:
+        """Leaves once its last messages have arrived."""
+        is_flushed = not any(peer.unsent and peer.lost is None for peer in self.peers.values())
+        then = self.close if is_flushed else self._close_later
+        self.clock.later(10 * self.world.longest_delay_s, then)
 
     # The end
 

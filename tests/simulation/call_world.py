@@ -125,7 +125,8 @@ class CallWorld:
             record = message.record
             assert not record.was_taken_back, f"{record} is sent, and was taken back"
             record.was_sent, record.was_closed_before = True, record.is_closed
-            record.was_owed = not self.workers[source].peers[target].is_retired
+            peer = self.workers[source].peers[target]
+            record.was_owed = not peer.is_retired and peer.lost is None
         elif isinstance(message, Cancel):
             for record in self.workers[source].records_of(target, message.numbers):
                 assert record.is_closed, f"{record} is cancelled, and open"
@@ -165,6 +166,16 @@ class CallWorld:
         assert served.peer.lost is None, f"{record} runs for a lost worker"
         assert record.arrived_s is not None
         assert now_s <= record.arrived_s + record.limit_s + ROUNDING_S, f"{record} begins late"
+
+    def goes_on(self, served: Served, now_s: float) -> None:
+        """Checks a function that begins its work when a value is ready."""
+        self.note("goes on", served.record)
+        record = served.record
+        if record is not None:
+            assert not record.is_cancel_received, f"{record} was cancelled, and goes on"
+            assert served.peer.lost is None, f"{record} goes on for a lost worker"
+            assert record.arrived_s is not None
+            assert now_s <= record.arrived_s + record.limit_s + ROUNDING_S, f"{record} is late"
 
     def not_begun(self, served: Served, now_s: float) -> None:
         """Checks why a function does not run in its turn."""

@@ -15,6 +15,7 @@ from torchweft.protocol.calls import (
     CallClient,
     CallServer,
     CancelNested,
+    KeptCall,
     ServedCall,
     TellCancelled,
     nest,
@@ -25,6 +26,7 @@ SEEDS = 60
 """A fault must be found within this many runs of each program."""
 
 Actions = list[Action[Asked]]
+Loss = Callable[[], BaseException] | None
 
 
 class AnswersEndNothing(CallClient[Asked]):
@@ -63,16 +65,24 @@ class SendsEndedCalls(CallClient[Asked]):
 class LooksOnce(CallClient[Asked]):
     """Does not check the call again after the request was written."""
 
-    def opened(self, call: Asked, *, was_sent: bool) -> Actions:
+    def opened(self, call: Asked, *, loss: Loss = None, **how: bool) -> Actions:
+        super().opened(call, was_sent=False, loss=loss)
         return []
 
 
 class TellsOnce(CallClient[Asked]):
     """Checks the call again, but does not tell the callee again."""
 
-    def opened(self, call: Asked, *, was_sent: bool) -> Actions:
-        actions = super().opened(call, was_sent=was_sent)
+    def opened(self, call: Asked, *, loss: Loss = None, **how: bool) -> Actions:
+        actions = super().opened(call, loss=loss, **how)
         return actions if len(actions) > 1 else []
+
+
+class OverlooksALoss(CallClient[Asked]):
+    """Does not check, after the request was written, whether the callee was lost before."""
+
+    def opened(self, call: Asked, *, loss: Loss = None, **how: bool) -> Actions:
+        return super().opened(call, loss=None, **how)
 
 
 class IsImpatient(CallClient[Asked]):
@@ -129,6 +139,20 @@ class CancelsTheWrongCalls(CallClient[Asked]):
         return [*others, *(TellCancelled(told[0].worker, each.numbers) for each in told)]
 
 
+class LeavesRequestsKept(KeptCall[Asked]):
+    """Does not take requests back that are not sent."""
+
+    def drop(self, error: Exception | None) -> None:
+        pass
+
+
+class SendsNoKeptCalls(KeptCall[Asked]):
+    """Drops the calls that wait for a connection, as if they had ended."""
+
+    def is_wanted(self) -> bool:
+        return False
+
+
 class RunsTwice(Served):
     """Treats a call with an open number as a new call."""
 
@@ -163,6 +187,15 @@ class ForgetsDeadlines(Served):
         is_run = super().begins(*arguments)
         self.deadline_s = math.inf
         return is_run
+
+
+class GoesOnForNobody(Served):
+    """Runs calls that have waited for a value when no caller waits any more."""
+
+    def goes_on(self, error: BaseException | None, now_s: float) -> bool:
+        if error is None:
+            return True
+        return super().goes_on(error, now_s)
 
 
 class AnswersCancelledCalls(Served):
@@ -262,6 +295,7 @@ MUTANTS: dict[str, list[Any]] = {
         SendsEndedCalls,
         LooksOnce,
         TellsOnce,
+        OverlooksALoss,
         IsImpatient,
         ForgetsTheNextDeadline,
         LetsNestedCallsGoOn,
@@ -270,11 +304,13 @@ MUTANTS: dict[str, list[Any]] = {
         BlamesTheCallee,
         CancelsTheWrongCalls,
     ],
+    "KeptCall": [LeavesRequestsKept, SendsNoKeptCalls],
     "Served": [
         RunsTwice,
         BeginsCancelledCalls,
         BeginsLateCalls,
         ForgetsDeadlines,
+        GoesOnForNobody,
         AnswersCancelledCalls,
         AnswersTwice,
         StaysInItsTable,

@@ -121,7 +121,7 @@ def test_everything_happens_that_may_happen() -> None:
             counts += run.world.counts
             counts["left"] += len(run.world.polite)
     expected = (
-        "begins,not begun,refused,late answer,no nested call,turns away,dies,leaves,lost,left,"
-        "object,ValueError,QueueFull,CallTimeout,CallCancelled,WorkerLost,NotInitialized"
+        "begins,goes on,not begun,refused,late answer,no nested call,turns away,dies,leaves,lost,"
+        "left,object,ValueError,QueueFull,CallTimeout,CallCancelled,WorkerLost,NotInitialized"
     )
     assert {name for name in expected.split(",") if counts[name] < 5} == set(), counts

@@ -22,7 +22,7 @@ class PendingCall(OpenCall):
     thread (the ``reader``) read the answer itself.
     """
 
-    __slots__ = ("_done", "kept", "on_done", "reader")
+    __slots__ = ("_done", "kept", "reader")
 
     def __init__(
         self,

@@ -11,32 +11,30 @@ import sys
 import time
 from _thread import get_ident
 from collections.abc import Callable, Mapping, Set
-from types import FrameType
-from typing import Protocol
+from traceback import walk_stack
 
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.agent.receiving import Receiver
 from torchweft.agent.sending import FirstContacts, Sender
 from torchweft.errors import NotInitialized
-from torchweft.protocol.calls import Action, CallClient, Complete, Completion, ServedCall
-from torchweft.protocol.connecting import Outgoing, Unsent
+from torchweft.protocol.calls import (
+    Action,
+    CallClient,
+    Complete,
+    Completion,
+    KeptCall,
+    Request,
+    ServedCall,
+    own_answer,
+)
+from torchweft.protocol.connecting import Outgoing
 from torchweft.runtime import interrupts
 from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.timers import Timers
 from torchweft.transport.link import READ_TICK_S, Link
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
-
-
-class Request(Protocol):
-    """The request that opens a call."""
-
-    def message(self, number: int) -> Outgoing:
-        """Returns the frame, given the number of the call."""
-
-    def take_back(self) -> None:
-        """Takes back what the frame hands on (references, graph records): it is not sent."""
 
 
 class SimpleRequest:
@@ -51,9 +49,6 @@ class SimpleRequest:
 
     def take_back(self) -> None:
         """Does nothing."""
-
-
-_REPLY, _PULLED = int(Kind.REPLY), int(Kind.PULLED)
 
 
 class OpenCalls:
@@ -124,45 +119,29 @@ class OpenCalls:
                 self._sender.send(peer, request.message(number), may_block=may_block)
             else:
                 self._client.keep(call)
-                self._ask_later(peer, _UnsentCall(self, call, request))
+                kept = KeptCall(self._client, call, request, self._act)
+                if not self._first_contacts.keep(peer, kept):
+                    is_sent = True  # There is a connection by now.
+                    self._sender.send(peer, kept.make())
         except BaseException:
             self._client.withdraw(call)
             raise
-        # Race: a loss that was handled before the call was in the table has not failed the call.
-        if peer.lost is not None and self._client.withdraw(call):
-            raise peer.lost_error()
         parent = call.parent
-        if call.error is not None or (parent is not None and parent.was_cancelled):
-            self._act(self._client.opened(call, was_sent=is_sent))
+        if peer.lost or call.error or (parent is not None and parent.was_cancelled):
+            loss = peer.lost_error if peer.lost is not None else None
+            self._act(self._client.opened(call, was_sent=is_sent, loss=loss))
         if call.deadline_s < self._timer.next_s:
             self._timer.wake_by(call.deadline_s)
 
-    def _ask_later(self, peer: Peer, unsent: _UnsentCall) -> None:
-        if not self._first_contacts.keep(peer, unsent):
-            self._sender.send(peer, unsent.make())  # There is a connection by now.
-
     def ask_and_wait(self, peer: Peer, call: PendingCall, request: Request) -> None:
         """Like ``ask`` and ``wait``, with the answer read by this thread wherever possible."""
-        link = None if peer.is_self else peer.link
         if get_ident() == interrupts.main_id:
             consumed: list[int] = []
-            self._ask_and_wait_in_main(peer, link, call, request, consumed)
-            if consumed and self._client.take(call.number) is not None:
+            self._ask_and_wait_in_main(peer, call, request, consumed)
+            if consumed and self._client.pop(call.number, None) is not None:
                 call.finish()
             return
-        if link is None or link.readers.setdefault(0, call) is not call:
-            self.ask(peer, call, request)
-            self.wait(call)
-            return
-        # From here on this thread is the reader. The link is paused before the request is sent, so
-        # that the answer wakes no other thread.
-        self._reactor.pause_reading(link.read_fd)
-        try:
-            self.ask(peer, call, request, may_block=False)
-            self._read_until_done(peer, link, call)
-        finally:
-            link.readers.pop(0)
-            self._reactor.resume_reading(link.read_fd)
+        self._ask_and_read(peer, call, call, request)
         # Check ``is_done`` too: reading the outcome clears it.
         if not (call.frame or call.error or call.is_done):
             self.wait(call)
@@ -184,21 +163,27 @@ class OpenCalls:
                 self._wait_in_main(call)
             return
         if not call.is_done:
-            self._read_for(call)
+            # The reader is not the call: several threads may wait for one future.
+            self._ask_and_read(self._peers[call.worker], call, object())
         if not call.is_done:
             self._wait_for_others(call)
         if call.reader == get_ident() and call.on_done is not None:
             call.on_done(call)
 
-    def _read_for(self, call: PendingCall) -> None:
-        """Reads the link on which the answer will come, unless another thread does so already."""
-        peer = self._peers[call.worker]
+    def _ask_and_read(
+        self, peer: Peer, call: PendingCall, reader: object, request: Request | None = None
+    ) -> None:
+        """Opens a call, if there is a request; reads its answer, unless another thread reads."""
         link = peer.link
-        me = object()  # Not the call: several threads may wait for one future.
-        if link is None or link.readers.setdefault(0, me) is not me:
+        if link is None or link.readers.setdefault(0, reader) is not reader:
+            if request is not None:
+                self.ask(peer, call, request)
             return
+        # Pause the link before the request is sent, so that the answer wakes no other thread.
         self._reactor.pause_reading(link.read_fd)
         try:
+            if request is not None:
+                self.ask(peer, call, request, may_block=False)
             self._read_until_done(peer, link, call)
         finally:
             link.readers.pop(0)
@@ -209,19 +194,18 @@ class OpenCalls:
 
         The future of a call outlives an interrupted wait: another thread then completes it.
         """
-        peer, on_done = self._peers[call.worker], call.on_done
+        on_done = call.on_done
         if on_done is None:
             self._wait_in_main(call)
             return
         completion = Completion(call, on_done)
         self._client.completions[call.number] = completion
         try:
-            self._ask_and_wait_in_main(peer, peer.link, call, None, completion.consumed)
-            if completion.consumed:
-                completion.taken += map(self._client.pop, (call.number,), (None,))
-                if completion.taken == [call]:
-                    call.finish()
-                    on_done(call)
+            peer = self._peers[call.worker]
+            self._ask_and_wait_in_main(peer, call, None, completion.consumed)
+            if self._client.take_consumed(completion):
+                call.finish()
+                on_done(call)
         except BaseException:
             self._leave_completion(completion)
             raise
@@ -241,9 +225,8 @@ class OpenCalls:
 
     def mend(self) -> None:
         """Recovers calls and links at which the main thread was interrupted."""
-        for completion in list(self._client.completions.values()):
-            if not is_waiting(completion.call):
-                self._leave_completion(completion)
+        for completion in self._client.abandoned(is_waiting):
+            self._reactor.submit(self._complete_interrupted, completion)
         for peer in list(self._peers.values()):
             link = peer.link
             if link is None:
@@ -256,7 +239,6 @@ class OpenCalls:
     def _ask_and_wait_in_main(
         self,
         peer: Peer,
-        link: Link | None,
         call: PendingCall,
         request: Request | None,
         consumed: list[int],
@@ -267,11 +249,11 @@ class OpenCalls:
 
         Args:
             peer: The callee.
-            link: The connection to the callee, if there is one.
             call: The call. If its answer was ``consumed``, the call is still in the table.
             request: Opens the call; None if the call is open.
             consumed: Takes the sizes of the data read, once no other thread will read that data.
         """
+        link = peer.link
         if link is None or not link.may_be_interrupted:
             if request is not None:
                 self.ask(peer, call, request)
@@ -315,14 +297,12 @@ class OpenCalls:
                 if look is not None and not look.goes_on():
                     look = None
                 continue
-            answer = None
-            for frame in frames:
-                if frame.kind == _REPLY and frame.id == call.number:
-                    answer = frame
-                elif frame.kind == _PULLED:
-                    peer.held.release(int.from_bytes(frame.control[:8], "little"))
-                else:
-                    return  # The next reader handles all these frames again, which is harmless.
+            own = own_answer(frames, call.number)
+            if own is None:
+                return  # The next reader handles all these frames.
+            answer, pulled = own
+            for frame in pulled:
+                peer.held.release(int.from_bytes(frame.control[:8], "little"))
             if answer is not None:
                 call.frame = answer
                 link.end_own(consumed)
@@ -332,15 +312,9 @@ class OpenCalls:
             link.end_own([])
 
     def _wait_in_main(self, call: PendingCall) -> None:
-        """Waits for other threads to complete ``call``, and ends it at its deadline.
-
-        The timer thread ends a call for which a future waits: an interrupt must not lose that call.
-        """
+        """Waits, in the main thread, for another thread to complete ``call``."""
         self._reactor.arm_unarmed()
-        is_late = not call.wait(call.deadline_s - time.monotonic())
-        if is_late and call.on_done is None:
-            self._act(self._client.timed_out(call, time.monotonic()))
-        call.wait(math.inf)
+        self._wait_until_done(call, may_be_interrupted=True)
 
     def _read_until_done(self, peer: Peer, link: Link, call: PendingCall) -> None:
         """Reads a link, as the thread in its ``readers``, until ``call`` is answered."""
@@ -367,16 +341,21 @@ class OpenCalls:
                 reactor.end_wait()
 
     def _wait_for_others(self, call: PendingCall) -> None:
-        """Waits for another thread to complete ``call``, at most until its deadline."""
+        """Waits for another thread to complete ``call``."""
         is_counted = self._reactor.begin_wait()
         try:
-            if not call.wait(call.deadline_s - time.monotonic()):
-                # Either ``expire`` fails the call here, or another thread completes it now.
-                self.expire(time.monotonic())
-                call.wait(math.inf)
+            self._wait_until_done(call, may_be_interrupted=False)
         finally:
             if is_counted:
                 self._reactor.end_wait()
+
+    def _wait_until_done(self, call: PendingCall, *, may_be_interrupted: bool) -> None:
+        if call.wait(call.deadline_s - time.monotonic()):
+            return
+        now_s = time.monotonic()
+        self._act(self._client.wait_ended(call, now_s, may_be_interrupted=may_be_interrupted))
+        # Either the call has ended here, or another thread completes it now.
+        call.wait(math.inf)
 
     def expire(self, now_s: float) -> float:
         """Fails the calls that are past their deadlines; a timer job."""
@@ -420,13 +399,11 @@ class OpenCalls:
         if call is None:
             return False
         if call is awaited:
-            if call.on_done is not None:
-                call.reader = get_ident()
-            call.finish()
-        elif call.on_done is None:
-            call.finish()
-        else:
+            call.reader = get_ident()
+        elif call.on_done is not None:
             self._reactor.urgent.append((_run_on_done, call, None))
+            return True
+        call.finish()
         return True
 
     def fail_of_worker(self, peer: Peer) -> None:
@@ -435,43 +412,17 @@ class OpenCalls:
 
     def fail_all(self, error: NotInitialized) -> None:
         """Fails all calls in this thread, because the other threads are ending."""
-        for action in self._client.closed(error):
-            assert isinstance(action, Complete)
-            _run_on_done(action.call, None)
-
-
-class _UnsentCall(Unsent):
-    """A request that waits for the first connection to its callee."""
-
-    def __init__(self, calls: OpenCalls, call: PendingCall, request: Request) -> None:
-        self._calls = calls
-        self._call = call
-        self._request = request
-
-    def make(self) -> Outgoing:
-        self._calls._client.sending(self._call)
-        return self._request.message(self._call.number)
-
-    def is_wanted(self) -> bool:
-        return self._calls._client.has(self._call.number)
-
-    def drop(self, error: Exception | None) -> None:
-        self._request.take_back()
-        if error is None:  # The call has ended.
-            self._calls._client.withdraw(self._call)
-        else:
-            self._calls._act(self._calls._client.not_sent(self._call, error))
+        for call in self._client.closed(error):
+            _run_on_done(call, None)
 
 
 def is_waiting(call: PendingCall) -> bool:
     """Whether some thread waits for ``call``, and will give back the link that it reads."""
-    for frame in sys._current_frames().values():
-        step: FrameType | None = frame
-        while step is not None:
-            if step.f_code in _WAITING and step.f_locals.get("call") is call:
-                return True
-            step = step.f_back
-    return False
+    return any(
+        step.f_code in _WAITING and step.f_locals.get("call") is call
+        for thread in sys._current_frames().values()
+        for step, _ in walk_stack(thread)
+    )
 
 
 _WAITING = {

@@ -51,18 +51,14 @@ class Call(AnsweredCall):
         else:
             self(None, error)
 
-    def cannot_tell(self, failure: BaseException) -> None:
-        """Logs that the outcome could not be delivered, and reports an error in its place."""
+    def not_delivered(self, failure: BaseException) -> SerializationError:
+        """Logs that the outcome could not be delivered; returns the error to deliver instead."""
         name = self.worker.agent.info.name
         log_exception("the result of a call of worker %r could not be sent", self.peer.name)
-        error = SerializationError(
+        return SerializationError(
             f"worker {name!r} could not send the result of the call: {type(failure).__name__} was "
             "raised meanwhile; its log says more"
         )
-        if self.owned is not None:
-            self.keep(None, error)
-        else:
-            self.worker.reply_error(self.peer, self.number, error)
 
     def keep(self, result: Any, error: BaseException | None) -> None:
         """Resolves the value ``owned`` with the outcome; ``owned`` is None afterwards."""
@@ -81,16 +77,14 @@ class Call(AnsweredCall):
         self.worker.unfinished.discard(self)
         self.owned = None  # Futures of nested calls may outlive the value.
 
-    def create(self, creation: int) -> bool:
-        """Makes the outcome a value of this worker; returns False if it is not to be made."""
+    def create(self, creation: int) -> OwnedValue | None:
+        """Returns the value of this worker that the outcome becomes, or None."""
         worker = self.worker
         self.reference = ReferenceId(self.peer.id, worker.agent.me.id, creation)
-        self.owned = worker.references.created(self.reference)
-        if self.owned is None:
-            self.end()
-            return False
-        worker.unfinished.add(self)
-        return True
+        owned = worker.references.created(self.reference)
+        if owned is not None:
+            worker.unfinished.add(self)
+        return owned
 
     def is_referred_to(self) -> bool:
         """Whether any worker holds a reference to the value that the call makes."""
@@ -147,12 +141,10 @@ def _finish_with_future(
 
 def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call: Call) -> None:
     def proceed(owned: OwnedValue, _: object = None) -> None:
-        if owned.error is not None:
-            call(None, owned.error)
+        if not call.goes_on(owned.error, time.monotonic()):
             return
         before = current_call.set(call)
         try:
-            _check_wanted(call)
             with enter(context_id):
                 function, result = waiting.then(owned.value)
         except BaseException as error:
@@ -177,9 +169,3 @@ def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call
         owned.when_ready(ready)
         # As a task: dropping the callback may finalize objects of the program.
         call.on_cancel(lambda: worker.agent.reactor.submit_task(give_up, owned))
-
-
-def _check_wanted(call: Call) -> None:
-    """Raises CallCancelled if the caller no longer waits for a call."""
-    if call.is_unwanted(time.monotonic()):
-        raise CallCancelled("the caller no longer waits for this call")

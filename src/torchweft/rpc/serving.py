@@ -24,6 +24,7 @@ from torchweft.errors import (
     QueueFull,
     UnknownFunction,
 )
+from torchweft.protocol.calls import SLOW_S
 from torchweft.rpc.completion import Call, WhenReady, settle
 from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Worker, current_worker
@@ -32,10 +33,6 @@ from torchweft.serialize.registry import remotely_callable
 from torchweft.wire.messages import POSITIONAL, TABLES, CallHead, decode_call
 
 _log = logging.getLogger("torchweft")
-
-SLOW_S = 0.0005
-"""A function whose last run took longer is slow: other calls need not wait while it runs."""
-_SLOW_LIMIT = 4096
 
 _NO_KWARGS: dict[str, Any] = {}
 
@@ -122,7 +119,7 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
         if entered_id:
             set_current_id(entered_before)
         if was_slow != (time.monotonic() - began_s > SLOW_S):
-            _note_speed(worker, name, was_slow)
+            worker.slow.note(name, was_slow=was_slow)
 
 
 def _parts(
@@ -180,14 +177,6 @@ def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
     call.context_id = head.context_id
     if call.begins(head.creation, head.remaining_s, time.monotonic()):
         call(None, error)
-
-
-def _note_speed(worker: Worker, name: bytes, was_slow: bool) -> None:
-    """Records that a function has become slow, or is slow no more."""
-    if was_slow:
-        worker.slow.discard(name)
-    elif name and len(worker.slow) < _SLOW_LIMIT:
-        worker.slow.add(name)
 
 
 # Functions that other workers call by name: see torchweft.rpc.calls.

@@ -25,6 +25,7 @@ from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import NO_GRAD, Arrivals
 from torchweft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceGone
 from torchweft.ids import ReferenceId
+from torchweft.protocol.calls import SlowFunctions
 from torchweft.protocol.membership.registration import why_not_by_value
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.handles import Handle
@@ -96,8 +97,7 @@ class Worker:
         self._packers: dict[int, Callable[[object], Packed]] = {}
         agent.members.on_joined(self._learn_to_encode)
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
-        self.slow: set[bytes] = set()
-        """Names of functions whose last run was slow; see ``serving.SLOW_S``."""
+        self.slow = SlowFunctions()
         self.has_left = False
         """Whether this process has left its group, though it may still serve for a moment."""
         self.as_raised_here: Callable[[BaseException], BaseException] = lambda error: error

@@ -14,6 +14,7 @@ from torchweft.agent.open_calls import SimpleRequest
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallCancelled, CallTimeout
 from torchweft.protocol.calls import ServedCall
+from torchweft.protocol.connecting import Unsent
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind
 
@@ -137,12 +138,27 @@ def test_what_is_asked_just_after_its_parent_was_cancelled_ends_at_once(
     assert len(first.agent.calls) == 0
 
 
+class ComesMeanwhile:
+    """The connection comes between the caller's check and the moment to keep its request."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def keep(self, peer: Peer, unsent: Unsent) -> bool:
+        self._member.agent.connect(peer)
+        return False
+
+
+@pytest.mark.parametrize("comes_meanwhile", [False, True])
 def test_what_ends_while_its_request_is_made_is_cancelled_at_its_callee(
-    pair: tuple[Member, Callee],
+    pair: tuple[Member, Callee], monkeypatch: pytest.MonkeyPatch, comes_meanwhile: bool
 ) -> None:
     first, callee = pair
     peer = first.agent.peers[1]
-    first.agent.connect(peer)
+    if comes_meanwhile:
+        monkeypatch.setattr(first.agent.calls, "_first_contacts", ComesMeanwhile(first))
+    else:
+        first.agent.connect(peer)
     parent = new_parent(first)
     call = PendingCall(peer.id, peer.name, "function", math.inf, None, parent)
 

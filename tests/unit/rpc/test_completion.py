@@ -103,7 +103,7 @@ def test_what_was_cancelled_is_not_answered(worker: Any, error: Exception | None
 def test_a_creation_becomes_a_value(worker: Any) -> None:
     call = new_call(worker, 0)
     owned = worker.owned
-    assert call.create(5)
+    assert call.begins(5, math.inf, 0.0)
     assert worker.unfinished == {call}
     call("result", None)
     assert owned.value == "result"
@@ -115,14 +115,14 @@ def test_a_creation_becomes_a_value(worker: Any) -> None:
 def test_a_creation_that_is_not_wanted_ends(worker: Any) -> None:
     call = new_call(worker, 0)
     worker.owned = None
-    assert not call.create(5)
+    assert not call.begins(5, math.inf, 0.0)
     assert call.has_ended
     assert worker.unfinished == set()
 
 
 def test_a_value_is_wanted_while_its_caller_lives_or_somebody_refers_to_it(worker: Any) -> None:
     call = new_call(worker, 0)
-    call.create(5)
+    assert call.begins(5, math.inf, 0.0)
     call.deadline_s = 1.0
     worker.is_referred_to = False
     assert not call.is_unwanted(math.inf)

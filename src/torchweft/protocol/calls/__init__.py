@@ -11,8 +11,9 @@ Guarantees, see ``docs/protocols/calls.md``: **Once**, a function runs at most o
 **Bounded**, a call ends by its answer, its timeout, or the loss of its worker; **In vain**, no
 function begins after its caller has stopped waiting, and nested calls end with their parent.
 
-The rules of this package: ``client`` is the caller's side, ``server`` the callee's, ``table`` has
-the entries, ``failures`` the errors. Every call takes the *hot path*: the data, and the few methods
+The rules of this package: ``client`` is the caller's side, with the calls in ``kept`` that wait for
+a connection; ``server`` is the callee's side, with the ``slow`` functions; ``table`` has the
+entries, ``failures`` the errors. Every call takes the *hot path*: the data, and the few methods
 marked so, which return no actions. All other methods are rare events and may return actions. Any
 thread may call any method at any time.
 """
@@ -24,8 +25,10 @@ from torchweft.protocol.calls.client import (
     Completion,
     TellCancelled,
     nest,
+    own_answer,
 )
 from torchweft.protocol.calls.failures import function_name
+from torchweft.protocol.calls.kept import KeptCall, Request
 from torchweft.protocol.calls.server import (
     AnsweredCall,
     CallServer,
@@ -33,22 +36,28 @@ from torchweft.protocol.calls.server import (
     ServedCall,
     has_awaited,
 )
+from torchweft.protocol.calls.slow import SLOW_S, SlowFunctions
 from torchweft.protocol.calls.table import CallTable, Named, OpenCall, Subject
 
 __all__ = [
     "CallTable",
     "CallClient",
     "OpenCall",
+    "KeptCall",
+    "Request",
     "Completion",
     "Action",
     "Complete",
     "TellCancelled",
     "nest",
+    "own_answer",
     "CallServer",
     "ServedCall",
     "AnsweredCall",
     "CancelNested",
     "has_awaited",
+    "SLOW_S",
+    "SlowFunctions",
     "Named",
     "Subject",
     "function_name",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -11,8 +11,12 @@ from torchweft.protocol.calls import failures
 from torchweft.protocol.calls.server import ServedCall
 from torchweft.protocol.calls.table import CallTable, Named, OpenCall
 from torchweft.wire.frames import Frame
+from torchweft.wire.messages import Kind
 
 Call = TypeVar("Call", bound=OpenCall)
+
+# Looking up a member of an enumeration takes longer than comparing it.
+_REPLY, _PULLED = int(Kind.REPLY), int(Kind.PULLED)
 
 
 @dataclass(slots=True)
@@ -113,13 +117,25 @@ class CallClient(CallTable[Call]):
         self._unsent.pop(call.number, None)
         return self.take(call.number) is not None
 
-    def opened(self, call: Call, *, was_sent: bool) -> list[Action[Call]]:
-        """Checks again, after the request was written, whether the call or its parent has ended.
+    def opened(
+        self, call: Call, *, was_sent: bool, loss: Callable[[], BaseException] | None = None
+    ) -> list[Action[Call]]:
+        """Checks again, after the request was written, whether the call has ended or has to end.
 
-        Two races: the thread that cancelled the parent may have searched for nested calls before
-        this one was added. The thread that ended this call may have told the callee before the
-        request was sent, when the callee did not know the call.
+        Three races: the thread that declared the callee lost, or cancelled the parent, may have
+        searched for calls to end before this one was added. The thread that ended this call may
+        have told the callee before the request was sent, when the callee did not know the call.
+
+        Args:
+            call: The call.
+            was_sent: Whether the request was sent, and not kept.
+            loss: Returns the error of a lost callee; None if the callee is not lost.
+
+        Raises:
+            BaseException: That error, if the loss has not ended the call; it is withdrawn.
         """
+        if loss is not None and self.withdraw(call):
+            raise loss()
         parent = call.parent
         if parent is not None and parent.was_cancelled and (taken := self._taken(call)):
             return self._end(taken, _parent_cancelled)
@@ -134,9 +150,17 @@ class CallClient(CallTable[Call]):
         expired, earliest_s = self.take_expired(now_s)
         return self._time_out(expired, now_s), earliest_s
 
-    def timed_out(self, call: Call, now_s: float) -> list[Action[Call]]:
-        """Ends a call whose time is up, unless it has ended."""
-        return self._time_out(self._taken(call), now_s)
+    def wait_ended(
+        self, call: Call, now_s: float, *, may_be_interrupted: bool
+    ) -> list[Action[Call]]:
+        """Ends late calls, after a thread has waited for ``call`` until its deadline.
+
+        A thread that may be interrupted would then leave calls without an outcome. It ends only
+        the call that it waits for. If that call has a future, ``expire`` ends it.
+        """
+        if not may_be_interrupted:
+            return self.expire(now_s)[0]
+        return [] if call.on_done is not None else self._time_out(self._taken(call), now_s)
 
     def cancelled(self, call: Call, error: BaseException) -> list[Action[Call]]:
         """Ends a given-up call with ``error``; returns no actions if it has ended."""
@@ -152,9 +176,11 @@ class CallClient(CallTable[Call]):
         """Ends the calls to a lost worker, each with an error of its own."""
         return self._end(self.take_of_worker(worker), lambda _, __: make_error(), is_told=False)
 
-    def closed(self, error: BaseException) -> list[Action[Call]]:
-        """Ends all calls, because this worker has left."""
-        return self._end(self.take_all(), lambda _, __: error, is_told=False)
+    def closed(self, error: BaseException) -> list[Call]:
+        """Ends all calls, because this worker has left; returns them to be completed."""
+        calls = self.take_all()
+        self._end(calls, lambda _, __: error, is_told=False)
+        return calls
 
     def _taken(self, call: Call) -> list[Call]:
         return [call] if self.take(call.number) is not None else []
@@ -183,6 +209,16 @@ class CallClient(CallTable[Call]):
 
     # Futures that the main thread completes: an interrupt may come at any point
 
+    def take_consumed(self, completion: Completion[Call]) -> bool:
+        """Takes a call from the table, if the main thread has consumed its answer.
+
+        Returns:
+            Whether the main thread is to complete the call; otherwise another thread does.
+        """
+        if completion.consumed:
+            completion.taken += map(self.pop, (completion.call.number,), (None,))
+        return completion.taken == [completion.call]
+
     def interrupted(self, completion: Completion[Call]) -> bool:
         """Notes that the main thread has left a completion, or will not return to it.
 
@@ -193,6 +229,15 @@ class CallClient(CallTable[Call]):
             return True
         self.completions.pop(completion.call.number, None)
         return False
+
+    def abandoned(self, is_waiting: Callable[[Call], bool]) -> list[Completion[Call]]:
+        """Returns the completions that the main thread has left, which have to be resumed.
+
+        Args:
+            is_waiting: Whether the main thread still waits for a call.
+        """
+        left = [each for each in self.completions.copy().values() if not is_waiting(each.call)]
+        return [completion for completion in left if self.interrupted(completion)]
 
     def resume(self, completion: Completion[Call]) -> Call | None:
         """Takes over a completion; returns its call if this thread is to complete it.
@@ -205,6 +250,31 @@ class CallClient(CallTable[Call]):
         if self.take(call.number) is not None:
             completion.taken.append(call)
         return call if completion.taken == [call] else None
+
+
+def own_answer(frames: Iterable[Frame], number: int) -> tuple[Frame | None, list[Frame]] | None:
+    """Decides whether the main thread handles frames that it has received. Hot path.
+
+    It may be interrupted, and handles only ``PULLED`` and the answer of its own call.
+
+    Args:
+        frames: The frames.
+        number: The number of its call.
+
+    Returns:
+        The answer, if it is among them, and the other frames; None if a frame is for another
+        thread, which then handles all of them.
+    """
+    answer: Frame | None = None
+    pulled: list[Frame] = []
+    for frame in frames:
+        if frame.kind == _REPLY and frame.id == number:
+            answer = frame
+        elif frame.kind == _PULLED:
+            pulled.append(frame)
+        else:
+            return None
+    return answer, pulled
 
 
 def _parent_cancelled(call: OpenCall, _: bool) -> BaseException:

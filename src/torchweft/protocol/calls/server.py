@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
-from torchweft.errors import ProtocolError
+from torchweft.errors import CallCancelled, ProtocolError
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import NO_CREATION
 
@@ -154,11 +154,10 @@ class AnsweredCall(ServedCall, ABC):
     owned: Any
 
     @abstractmethod
-    def create(self, creation: int) -> bool:
-        """Sets ``owned``, so that the outcome becomes a value; ends the call if it must not.
+    def create(self, creation: int) -> Any:
+        """Returns the owned value that the outcome becomes.
 
-        Returns:
-            Whether to make the value: not if it was made before, or if it is not wanted.
+        Returns None if the value was made before, or is not wanted.
         """
 
     @abstractmethod
@@ -166,8 +165,8 @@ class AnsweredCall(ServedCall, ABC):
         """Stores the outcome in ``owned``, which is None afterwards."""
 
     @abstractmethod
-    def cannot_tell(self, failure: BaseException) -> None:
-        """Reports, as far as possible, that sending the outcome failed."""
+    def not_delivered(self, failure: BaseException) -> BaseException:
+        """Logs that the outcome could not be delivered; returns the error to deliver instead."""
 
     @abstractmethod
     def is_referred_to(self) -> bool:
@@ -182,7 +181,10 @@ class AnsweredCall(ServedCall, ABC):
             now_s: The time.
         """
         if creation != NO_CREATION:
-            return self.create(creation)
+            self.owned = self.create(creation)
+            if self.owned is None:
+                self.end()
+            return self.owned is not None
         self.deadline_s = self.arrived_s + remaining_s
         # ``is_unwanted``, inlined.
         if self.was_cancelled or now_s > self.deadline_s or self.peer.lost is not None:
@@ -202,12 +204,31 @@ class AnsweredCall(ServedCall, ABC):
             else:
                 self.worker.reply_error(self.peer, self.number, error)
         except BaseException as failure:
-            self.cannot_tell(failure)
+            self._deliver_instead(self.not_delivered(failure))
         # ``end``, inlined.
         if self.number and not self.has_ended:
             del self.peer.served[self.number]
         self.has_ended = True
         self._on_cancel = None
+
+    def _deliver_instead(self, error: BaseException) -> None:
+        if self.owned is not None:
+            self.keep(None, error)
+        else:
+            self.worker.reply_error(self.peer, self.number, error)
+
+    def goes_on(self, error: BaseException | None, now_s: float) -> bool:
+        """Decides, when the value that it waits for is ready, whether to run it; if not, ends it.
+
+        Args:
+            error: The error of that value, or None.
+            now_s: The time.
+        """
+        if error is None and self.notice_unwanted(now_s):
+            error = CallCancelled("the caller no longer waits for this call")
+        if error is not None:
+            self(None, error)
+        return error is None
 
     def is_unwanted(self, now_s: float) -> bool:
         """Returns whether its caller no longer waits, or its value can no longer be wanted."""

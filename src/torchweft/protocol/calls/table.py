@@ -110,6 +110,7 @@ class OpenCall:
         number: Its number at the callee, set by ``add`` or ``keep``.
         frame: The answer.
         error: The error that ended it.
+        on_done: Completes its future; None if it has no future, or if that was completed.
     """
 
     __slots__ = (
@@ -118,6 +119,7 @@ class OpenCall:
         "frame",
         "function",
         "number",
+        "on_done",
         "parent",
         "started_s",
         "timeout_s",
@@ -135,6 +137,7 @@ class OpenCall:
     number: int
     frame: Frame | None
     error: BaseException | None
+    on_done: Callable[[Any], None] | None
 
     @property
     def has_outcome(self) -> bool:

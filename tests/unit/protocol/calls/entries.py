@@ -40,6 +40,7 @@ class Asked(OpenCall):
         self.number = 0
         self.frame = None
         self.error = None
+        self.on_done = None
 
 
 class Served(AnsweredCall):
@@ -63,19 +64,18 @@ class Served(AnsweredCall):
     def reply_error(self, peer: Any, number: int, error: BaseException) -> None:
         self.reply(peer, number, error, 0)
 
-    def create(self, creation: int) -> bool:
-        if self.is_wanted:
-            self.owned = creation
-        else:
-            self.end()
-        return self.is_wanted
+    def create(self, creation: int) -> int | None:
+        return creation if self.is_wanted else None
 
     def keep(self, result: Any, error: BaseException | None) -> None:
+        if self.failure is not None:
+            raise self.failure
         self.told.append((f"value {self.owned}", result or error))
         self.owned = None
 
-    def cannot_tell(self, failure: BaseException) -> None:
-        self.told.append(("cannot tell", failure))
+    def not_delivered(self, failure: BaseException) -> BaseException:
+        self.failure = None
+        return ValueError(f"instead of {failure!r}")
 
     def is_referred_to(self) -> bool:
         return self.is_referred

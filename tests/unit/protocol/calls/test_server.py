@@ -131,13 +131,61 @@ def test_a_creation_becomes_a_value_also_where_it_was_cancelled(peer: Peer) -> N
     assert call.told == [("value 5", "result")]
 
 
-def test_an_outcome_that_cannot_be_told_is_reported(peer: Peer) -> None:
+@pytest.mark.parametrize(("creation", "told"), [(NO_CREATION, 7), (5, "value 5")])
+def test_an_error_is_delivered_instead_of_an_outcome_that_cannot_be(
+    peer: Peer, creation: int, told: object
+) -> None:
     call = Served(peer)
+    assert call.begins(creation, 2.0, 11.0)
     call.failure = MemoryError("no room")
     call("result", None)
-    assert call.told == [("cannot tell", call.failure)]
+    ((where, error),) = call.told
+    assert where == told
+    assert str(error) == "instead of MemoryError('no room')"
     assert call.has_ended
+    assert call.owned is None
     assert peer.served == {}
+
+
+# Functions that wait for a value
+
+
+def test_a_function_goes_on_when_the_value_is_ready(peer: Peer) -> None:
+    call = Served(peer, arrived_s=10.0)
+    call.begins(NO_CREATION, 2.0, 10.0)
+    assert call.goes_on(None, 12.0)
+    assert call.told == []
+    assert not call.has_ended
+
+
+def test_the_error_of_the_value_is_the_answer(peer: Peer) -> None:
+    call, error = Served(peer), ValueError("not made")
+    assert not call.goes_on(error, 11.0)
+    assert call.told == [(7, error)]
+    assert call.has_ended
+
+
+@pytest.mark.parametrize("why", ["late", "cancelled", "lost"])
+def test_a_function_that_waited_for_a_value_does_not_go_on_for_nobody(peer: Peer, why: str) -> None:
+    call = Served(peer, arrived_s=10.0)
+    call.begins(NO_CREATION, 2.0, 10.0)
+    if why == "cancelled":
+        call.cancel()
+    if why == "lost":
+        peer.lost = WorkerLost("lost")
+    assert not call.goes_on(None, 12.1 if why == "late" else 11.0)
+    assert call.has_ended
+    assert call.told == [], "it would be told that it was cancelled, not that it was late"
+
+
+def test_a_function_that_has_waited_makes_its_value_while_it_is_referred_to(peer: Peer) -> None:
+    call = Served(peer, number=0)
+    call.begins(5, math.inf, 10.0)
+    peer.lost = WorkerLost("lost")
+    assert call.goes_on(None, 1e9)
+    call.is_referred = False
+    assert not call.goes_on(None, 1e9)
+    assert [what for what, _ in call.told] == ["value 5"]
 
 
 # Cancelling
