@@ -1,8 +1,7 @@
 """Accepts and authenticates the connections that other workers dial to one worker.
 
-Unauthenticated connections are limited in number and time; each occupies a thread. Beyond the limit
-the oldest one is closed, because a group member completes the handshake within moments. An
-unauthenticated peer learns only that its proof failed.
+Unauthenticated connections are limited in number, by ``Strangers``, and in time. An unauthenticated
+peer learns only that its proof failed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchweft import knobs
@@ -21,6 +20,7 @@ from torchweft.channel.choice import Capabilities, close_all, map_memory
 from torchweft.errors import DuplicateName, ProtocolError
 from torchweft.protocol.connecting import Answer, Hello, Purpose, Terms, Verdict
 from torchweft.protocol.connecting.hello import POSITION
+from torchweft.protocol.connecting.strangers import Admission, Admissions, Strangers
 from torchweft.protocol.membership.registration import Registration
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
@@ -46,56 +46,56 @@ class Acceptor:
     Args:
         connector: Dials the same worker's connections.
         lookup: Finds the worker that connects.
+        begin: Has another thread call ``greet`` with a connection.
         dial: Has another thread dial a worker whose connection cannot be accepted.
     """
 
-    def __init__(self, connector: Connector, lookup: Lookup, dial: Callable[[Peer], None]) -> None:
+    def __init__(
+        self,
+        connector: Connector,
+        lookup: Lookup,
+        begin: Callable[[socket.socket], None],
+        dial: Callable[[Peer], None],
+    ) -> None:
         self._connector = connector
         self._lookup = lookup
+        self._acts = {
+            Admission.BEGIN: begin,
+            Admission.TURN_OUT: shut,
+            Admission.CLOSE: socket.socket.close,
+        }
         self._dial = dial
-        self._limit = knobs.STRANGER_LIMIT.get()
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, None] = {}
-        self._is_closed = False
+        self._strangers: Strangers[socket.socket] = Strangers(knobs.STRANGER_LIMIT.get())
+
+    def accept(self, connection: socket.socket) -> None:
+        """Takes a new connection: has it greeted now or later, or closes it."""
+        with self._lock:
+            self._act(self._strangers.came(connection))
 
     def close(self) -> None:
         """Closes unauthenticated connections and refuses later ones."""
         with self._lock:
-            self._is_closed = True
-            for connection in self._strangers:
-                shut(connection)
+            self._act(self._strangers.close())
 
-    def accept(self, connection: socket.socket) -> None:
+    def _act(self, admissions: Admissions[socket.socket]) -> None:
+        for what, connection in admissions:
+            self._acts[what](connection)
+
+    def greet(self, stranger: socket.socket) -> None:
         """Performs the handshake and keeps the connection if the peer belongs to the group."""
         try:
-            with self._admitted(connection):
-                connection, handshake, greeting = self._greet(connection)
+            connection, handshake, greeting = self._greet(stranger)
         except Exception:
-            connection.close()  # An unauthenticated peer is not told the reason.
+            stranger.close()  # An unauthenticated peer is not told the reason.
             return
+        finally:
+            with self._lock:
+                self._act(self._strangers.ended(stranger))
         try:
             self._take(connection, handshake, greeting)
         except (OSError, ProtocolError):
             connection.close()
-
-    @contextlib.contextmanager
-    def _admitted(self, connection: socket.socket) -> Iterator[None]:
-        """Counts a connection as unauthenticated while the block runs."""
-        with self._lock:
-            if self._is_closed:
-                raise ConnectionAbortedError("this worker has shut down")
-            oldest = None
-            if len(self._strangers) >= self._limit:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-            self._strangers[connection] = None
-            if oldest is not None:
-                shut(oldest)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._strangers.pop(connection, None)
 
     def _greet(self, connection: socket.socket) -> tuple[socket.socket, Handshake, Greeting]:
         connector = self._connector

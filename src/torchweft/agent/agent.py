@@ -190,7 +190,12 @@ class Agent:
             protection.tls,
             has_secret=protection.has_secret,
         )
-        self._acceptor = Acceptor(self._connector, self._lookup, self.first_contacts.connect_soon)
+        self._acceptor = Acceptor(
+            self._connector,
+            self._lookup,
+            functools.partial(self.reactor.submit, self._greet),
+            self.first_contacts.connect_soon,
+        )
         self.memory = self._connector.memory
         self.receiver.on(Kind.PULLED, _on_pulled, inline=True)
         self.receiver.on(Kind.VERDICT, _on_verdict, inline=True)
@@ -249,13 +254,13 @@ class Agent:
         try:
             with contextlib.suppress(BlockingIOError):
                 connection, _ = listener.accept()
-                self.reactor.submit(self._accept, connection)
+                self._acceptor.accept(connection)
         finally:
             self.reactor.resume_reading(listener.fileno())
 
-    def _accept(self, connection: socket.socket, _: object) -> None:
+    def _greet(self, connection: socket.socket, _: object) -> None:
         with self.reactor.idling():
-            self._acceptor.accept(connection)
+            self._acceptor.greet(connection)
 
     def _lookup(self, worker: int, registration: Registration | None) -> Peer | None:
         if registration is not None and registration.id == worker:

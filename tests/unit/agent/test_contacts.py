@@ -240,13 +240,13 @@ def freeze(member: Member, other: Member) -> Callable[[], None]:
     link, acceptor, thawed = member.session(other), member.agent._acceptor, threading.Event()
     me = object()
     wait_until(lambda: link.readers.setdefault(0, me) is me)
-    accept = acceptor.accept
+    greet = acceptor.greet
 
-    def accept_later(connection: socket.socket) -> None:
+    def greet_later(connection: socket.socket) -> None:
         assert thawed.wait(LIMIT_S)
-        accept(connection)
+        greet(connection)
 
-    acceptor.accept = accept_later  # type: ignore[method-assign]
+    acceptor.greet = greet_later  # type: ignore[method-assign]
 
     def thaw() -> None:
         thawed.set()

@@ -45,7 +45,9 @@ class Side:
         me = Registration(f"worker{rank}", rank, (str(self.address),), facts={"host": "here"})
         with knobs.CONNECT_TIMEOUT_S.override(timeout_s):
             self.connector = Connector(me, False, KEY, capabilities, self, None, has_secret=False)
-        self.acceptor = Acceptor(self.connector, self._lookup, lambda peer: None)
+        self.acceptor = Acceptor(
+            self.connector, self._lookup, lambda connection: None, lambda peer: None
+        )
         self.refusals = 0
 
     def know(self, sides: list[Side]) -> None:
@@ -74,7 +76,7 @@ class Side:
 
     def accept(self) -> None:
         connection, _ = self.listener.accept()
-        self.acceptor.accept(connection)
+        self.acceptor.greet(connection)
         self.refusals += connection.fileno() < 0
 
     def _lookup(self, worker: int, registration: Registration | None) -> Peer | None:
