@@ -14,11 +14,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchweft import knobs
-from torchweft.agent.connector import REGISTRATION, TAKEN, VERDICT, Connector, send_verdict
+from torchweft.agent.connector import REGISTRATION, VERDICT, Connector, send_verdict
 from torchweft.agent.peers import Peer
 from torchweft.channel.choice import Capabilities, close_all, map_memory
 from torchweft.errors import DuplicateName, ProtocolError
-from torchweft.protocol.connecting import Answer, Hello, Purpose, Terms, Verdict
+from torchweft.protocol.connecting import Answer, Hello, Purpose, Verdict
+from torchweft.protocol.connecting.failures import TAKEN
 from torchweft.protocol.connecting.hello import POSITION
 from torchweft.protocol.connecting.strangers import Admission, Admissions, Strangers
 from torchweft.protocol.membership.registration import Registration
@@ -118,8 +119,11 @@ class Acceptor:
 
     def _take(self, connection: socket.socket, handshake: Handshake, greeting: Greeting) -> None:
         said = Hello.from_facts(greeting.facts)
-        if said.to not in (None, self._connector.worker):
-            self._answer(connection, handshake, "the worker that was here is gone")
+        answer = said.stray_answer(
+            self._connector.worker, is_unix=connection.family == socket.AF_UNIX
+        )
+        if answer is not None:
+            self._close(connection, handshake, answer)
             return
         try:
             peer = self._lookup(greeting.worker, _registration_in(greeting.facts))
@@ -128,9 +132,6 @@ class Acceptor:
             return
         if peer is None:
             raise ProtocolError(f"there is no other worker {greeting.worker}")
-        is_unix = connection.family == socket.AF_UNIX
-        if said.purpose is Purpose.LINK and (said.session is None) != is_unix:
-            raise ProtocolError("a session goes over TCP, and only there")
         with peer.state_lock:
             answer = peer.connecting.hello(self._connector.worker, said)
         if answer.must_dial and not self._connector.end_attempt(peer):
@@ -139,20 +140,18 @@ class Acceptor:
             self._accept_link(connection, handshake, peer, said, greeting)
         elif answer.verdict in (Verdict.RESUME, Verdict.WELCOME_AGAIN):
             self._resume(connection, handshake, peer, said)
-        elif said.purpose is Purpose.DATA and answer.verdict is Verdict.CONFIRM:
+        elif answer.verdict is Verdict.TAKE_DATA:
             self._take_data(connection, handshake, peer, said)
         else:
-            self._close(connection, handshake, peer, answer)
+            self._close(connection, handshake, answer)
+        if answer.verdict is Verdict.BREAK_OFF and isinstance(peer.link, ResumableLink):
+            peer.link.break_off(f"worker {peer.name!r} says that it broke")
 
-    def _close(
-        self, connection: socket.socket, handshake: Handshake, peer: Peer, answer: Answer
-    ) -> None:
+    def _close(self, connection: socket.socket, handshake: Handshake, answer: Answer) -> None:
         """Closes a connection that is not needed, after an answer unless told to hang up."""
         if answer.verdict is Verdict.HANG_UP:
             raise ProtocolError(answer.text)
         self._answer(connection, handshake, answer.text)
-        if answer.verdict is Verdict.BREAK_OFF and isinstance(peer.link, ResumableLink):
-            peer.link.break_off(f"worker {peer.name!r} says that it broke")
 
     def _answer(self, connection: socket.socket, handshake: Handshake, refusal: str) -> None:
         with connection, contextlib.suppress(OSError):
@@ -168,14 +167,13 @@ class Acceptor:
         said: Hello,
         greeting: Greeting,
     ) -> None:
-        terms = None if said.session is None else Terms(said.session, False, said.attempt)
         try:
             theirs = self._connector.choose_channels(peer, connection, greeting)
             self._welcome(connection, handshake, peer)
-            with_memory = bool(theirs.memory_nonce) and terms is None
+            with_memory = bool(theirs.memory_nonce) and said.terms is None
             if with_memory:
                 self._receive_memory(peer, handshake, theirs)
-            link = self._connector.install(peer, connection, terms)
+            link = self._connector.install(peer, connection, said.terms)
         except BaseException:
             with peer.state_lock:
                 peer.connecting.accept_failed()

@@ -27,7 +27,7 @@ from torchweft.agent.connector import Connector, verdict_in
 from torchweft.agent.contacts import Contacts
 from torchweft.agent.links import Links, Traffic
 from torchweft.agent.open_calls import OpenCalls
-from torchweft.agent.peers import HandshakeTimeout, Members, Peer, Unreachable
+from torchweft.agent.peers import Members, Peer
 from torchweft.agent.receiving import Receiver
 from torchweft.agent.sending import Answers, FirstContacts, Lifetime, Sender
 from torchweft.agent.served_calls import Cancelling
@@ -36,6 +36,7 @@ from torchweft.channel.cma import Nonce
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
 from torchweft.protocol.connecting import Patience
+from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable
 from torchweft.protocol.membership.registration import Registration
 from torchweft.runtime.contention import ShortSwitches
 from torchweft.runtime.fair_queue import OWN, FairQueue

@@ -13,11 +13,12 @@ from tests.unit.transport.reading import not_main, reading  # noqa: F401
 from torchweft import knobs
 from torchweft.agent.acceptor import Acceptor
 from torchweft.agent.connector import Connector
-from torchweft.agent.peers import HandshakeTimeout, Peer, Unreachable
+from torchweft.agent.peers import Peer
 from torchweft.channel.choice import Capabilities, describe
 from torchweft.channel.cma import Nonce
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.protocol.connecting import Hello, Patience, Purpose, State, Terms, Verdict
+from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable
 from torchweft.protocol.membership.registration import Registration
 from torchweft.secret import Secret
 from torchweft.transport.addresses import UnixAddress, dial, listen_unix
