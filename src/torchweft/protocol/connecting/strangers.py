@@ -3,12 +3,15 @@
 Any host can open connections, and each occupies a thread until it is authenticated. A connection
 that has to go occupies its thread a while longer: until the thread notices. So connections and
 threads are counted separately, and a connection waits, unread, until a thread is free for it.
+
+The latest connection is the first to get a thread. If connections come faster than threads become
+free, the oldest waiting ones go unserved. Served in their order, each would get its thread just
+before it had to go, and no group member would get in.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import deque
 from typing import Generic, TypeVar
 
 C = TypeVar("C")
@@ -45,8 +48,8 @@ class Strangers(Generic[C]):
         self._limit = limit
         self._open: dict[C, None] = {}
         """Connections that have not been told to go, the oldest first."""
-        self._waiting: deque[C] = deque()
-        """Those of them that no thread serves yet: the latest."""
+        self._waiting: list[C] = []
+        """Those of them that no thread serves yet, the oldest first."""
         self._served: set[C] = set()
         """Connections that occupy a thread, even if they have been told to go."""
         self._is_closed = False
@@ -81,7 +84,7 @@ class Strangers(Generic[C]):
     def _begin(self) -> Admissions[C]:
         begun: Admissions[C] = []
         while self._waiting and len(self._served) < self._limit:
-            connection = self._waiting.popleft()
+            connection = self._waiting.pop()
             self._served.add(connection)
             begun.append((Admission.BEGIN, connection))
         return begun

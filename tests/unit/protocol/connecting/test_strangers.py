@@ -42,6 +42,21 @@ def test_a_connection_that_waits_goes_when_it_is_the_oldest() -> None:
     assert strangers.ended(1) == [(BEGIN, 3)]
 
 
+def test_in_a_fast_flood_a_served_connection_has_time() -> None:
+    """Four connections come while one thread becomes free."""
+    limit = 8
+    shell = Shell(limit)
+    lives: dict[int, int] = {}
+    for _ in range(50):
+        for _ in range(4):
+            shell.come()
+        before = set(shell.served)
+        shell.end_leaving()
+        lives |= {connection: shell.count - connection for connection in set(shell.served) - before}
+    assert len(lives) > 20
+    assert max(lives.values()) < limit / 2
+
+
 def test_when_closed_all_go_and_none_comes() -> None:
     strangers: Strangers[int] = Strangers(1)
     strangers.came(1)
@@ -78,6 +93,10 @@ class Shell:
             (self.served if ended in self.served else self.leaving).remove(ended)
             self._act(self.strangers.ended(ended))
 
+    def end_leaving(self) -> None:
+        if self.leaving:
+            self._act(self.strangers.ended(self.leaving.pop(0)))
+
     def close(self) -> None:
         self._act(self.strangers.close())
         assert not self.served
@@ -86,7 +105,7 @@ class Shell:
     def _act(self, actions: Admissions[int]) -> None:
         for action, connection in actions:
             if action is BEGIN:
-                assert connection == self.waiting.pop(0)
+                assert connection == self.waiting.pop()
                 self.served.append(connection)
             elif action is TURN_OUT:
                 assert connection == min(self.served + self.waiting)
