@@ -36,12 +36,12 @@ from torchweft.protocol.connecting import (
     Terms,
     Wait,
 )
+from torchweft.protocol.connecting.rounds import Rounds
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.session import Incoming, Outgoing
 
 ACKNOWLEDGED, GOODBYE = 255, 254
 """Kinds of the frames that only the sessions themselves see."""
-ACKNOWLEDGE_AFTER_S = 0.5
 _POSITION = struct.Struct("<q")
 _MOMENT_S = 1e-6
 _PAUSES_S = (0.0, 0.0, 0.001, 0.05)
@@ -102,7 +102,6 @@ class Half:
         self._names = 0
         self._is_wanted = False
         self._attempt: Dialled | None = None
-        self._is_acknowledgement_due = False
         self._reminder_s = math.inf
 
     # The first connection
@@ -200,13 +199,11 @@ class Half:
                     has_news = True
                     self.node.on_frame(self.peer, frame)
         if is_due:
-            self._acknowledge()
-        elif has_news and not self._is_acknowledgement_due:
-            self._is_acknowledgement_due = True
-            self.node.clock.later(ACKNOWLEDGE_AFTER_S, self._acknowledge)
+            self.acknowledge()
+        elif has_news:
+            self.node.acknowledge_later()
 
-    def _acknowledge(self) -> None:
-        self._is_acknowledgement_due = False
+    def acknowledge(self) -> None:
         position = None if self.is_lost else self.incoming.acknowledgement()
         if position is not None:
             self.acknowledgements += 1
@@ -347,6 +344,8 @@ class Node:
         self.place = place
         self.clock = clock
         self.limits = limits
+        self.rounds = Rounds(limits.detection_s, limits.probe_s)
+        self._is_round_due = False
         self.is_alive = True
         self.is_eager = True
         self.halves: dict[int, Half] = {}
@@ -396,6 +395,21 @@ class Node:
         if not half.resumptions:
             half.want(math.inf)
         return not half.is_lost
+
+    def acknowledge_later(self) -> None:
+        """Has the data that has come acknowledged in the next round."""
+        if not self._is_round_due:
+            self._is_round_due = True
+            self._go_round()
+
+    def _go_round(self) -> None:
+        now_s = self.clock.now_s
+        if not self.rounds.must_acknowledge(now_s):
+            self.clock.later(max(self.rounds.acknowledge_at_s - now_s, _MOMENT_S), self._go_round)
+            return
+        self._is_round_due = False
+        for half in list(self.halves.values()):
+            half.acknowledge()
 
     def lose(self, peer: int, cause: str) -> None:
         half = self.halves[peer]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.streams import End
 from torchweft.protocol.connecting import Failure, Hello, Purpose, Terms, Verdict
-from torchweft.protocol.connecting.machine import CROSSED
+from torchweft.protocol.connecting.failures import check_welcome, failure_of
 
 if TYPE_CHECKING:
     from tests.simulation.connections import Half, Node
@@ -135,15 +135,15 @@ class Dialled:
                 return
             position = half.stop()
         assert terms is not None
-        said = Hello(self._purpose, half.peer, terms.name, terms.attempt, position)
+        said = Hello.about(self._purpose, half.peer, terms, position)
         self._talk.listen(self._on_answer)
         self._talk.say(sender=self._node.id, place=self._node.place, facts=said.facts())
 
     def _on_answer(self, answer: Any) -> None:
-        if answer["refusal"] == CROSSED:
-            self._fail(Failure.CROSSED, "it makes a connection itself")
-        elif answer["refusal"]:
-            self._fail(Failure.REFUSED, f"turned away: {answer['refusal']}")
+        try:
+            check_welcome(answer["refusal"])
+        except ConnectionError as error:
+            self._fail(failure_of(error), str(error))
         else:
             self._on_welcome(answer["position"])
 
@@ -195,8 +195,9 @@ class Accepted:
 
     def _on_hello(self, told: Any) -> None:
         said = Hello.from_facts(told["facts"])
-        if said.to != self._node.id:
-            self._answer("the worker that was here is gone")
+        stray = said.stray_answer(self._node.id, is_unix=False)
+        if stray is not None:
+            self._answer(stray.text)
             return
         half = self._node.half_of(told["sender"], told["place"])
         answer = half.machine.hello(self._node.id, said)
@@ -204,8 +205,7 @@ class Accepted:
         if answer.must_dial:
             half.repeat_offer()
         if answer.verdict is Verdict.ACCEPT:
-            terms = Terms(said.session or "", False, said.attempt)
-            self._node.pause(self._welcome, half, terms)
+            self._node.pause(self._welcome, half, said.terms)
         elif answer.verdict in (Verdict.RESUME, Verdict.WELCOME_AGAIN):
             self._resume(half, said)
         elif answer.verdict is Verdict.HANG_UP:
@@ -219,14 +219,14 @@ class Accepted:
         self._talk.say(refusal=refusal, position=0)
         self._talk.close()
 
-    def _welcome(self, half: Half, terms: Terms) -> None:
+    def _welcome(self, half: Half, terms: Terms | None) -> None:
         if not self._talk.end.is_open:
             half.machine.accept_failed()
             return
         self._talk.say(refusal="", position=0)
         self._node.pause(self._adopt, half, terms)
 
-    def _adopt(self, half: Half, terms: Terms) -> None:
+    def _adopt(self, half: Half, terms: Terms | None) -> None:
         obstacle = half.adopt(terms)
         if obstacle:
             half.machine.accept_failed()

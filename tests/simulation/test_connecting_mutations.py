@@ -26,7 +26,7 @@ from torchweft.protocol.connecting import (
     Step,
     Verdict,
 )
-from torchweft.protocol.connecting.machine import CROSSED
+from torchweft.protocol.connecting.failures import CROSSED
 
 SEEDS = 60
 """A fault must be found within this many runs of each program."""

@@ -1,8 +1,7 @@
 """Accepts and authenticates the connections that other workers dial to one worker.
 
-Unauthenticated connections are limited in number and time; each occupies a thread. Beyond the limit
-the oldest one is closed, because a group member completes the handshake within moments. An
-unauthenticated peer learns only that its proof failed.
+Unauthenticated connections are limited in number, by ``Strangers``, and in time. An unauthenticated
+peer learns only that its proof failed.
 """
 
 from __future__ import annotations
@@ -11,16 +10,18 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchweft import knobs
-from torchweft.agent.connector import REGISTRATION, TAKEN, VERDICT, Connector, send_verdict
+from torchweft.agent.connector import REGISTRATION, VERDICT, Connector, send_verdict
 from torchweft.agent.peers import Peer
 from torchweft.channel.choice import Capabilities, close_all, map_memory
 from torchweft.errors import DuplicateName, ProtocolError
-from torchweft.protocol.connecting import Answer, Hello, Purpose, Terms, Verdict
+from torchweft.protocol.connecting import Answer, Hello, Purpose, Verdict
+from torchweft.protocol.connecting.failures import TAKEN
 from torchweft.protocol.connecting.hello import POSITION
+from torchweft.protocol.connecting.strangers import Admission, Admissions, Strangers
 from torchweft.protocol.membership.registration import Registration
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
@@ -46,56 +47,56 @@ class Acceptor:
     Args:
         connector: Dials the same worker's connections.
         lookup: Finds the worker that connects.
+        begin: Has another thread call ``greet`` with a connection.
         dial: Has another thread dial a worker whose connection cannot be accepted.
     """
 
-    def __init__(self, connector: Connector, lookup: Lookup, dial: Callable[[Peer], None]) -> None:
+    def __init__(
+        self,
+        connector: Connector,
+        lookup: Lookup,
+        begin: Callable[[socket.socket], None],
+        dial: Callable[[Peer], None],
+    ) -> None:
         self._connector = connector
         self._lookup = lookup
+        self._acts = {
+            Admission.BEGIN: begin,
+            Admission.TURN_OUT: shut,
+            Admission.CLOSE: socket.socket.close,
+        }
         self._dial = dial
-        self._limit = knobs.STRANGER_LIMIT.get()
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, None] = {}
-        self._is_closed = False
+        self._strangers: Strangers[socket.socket] = Strangers(knobs.STRANGER_LIMIT.get())
+
+    def accept(self, connection: socket.socket) -> None:
+        """Takes a new connection: has it greeted now or later, or closes it."""
+        with self._lock:
+            self._act(self._strangers.came(connection))
 
     def close(self) -> None:
         """Closes unauthenticated connections and refuses later ones."""
         with self._lock:
-            self._is_closed = True
-            for connection in self._strangers:
-                shut(connection)
+            self._act(self._strangers.close())
 
-    def accept(self, connection: socket.socket) -> None:
+    def _act(self, admissions: Admissions[socket.socket]) -> None:
+        for what, connection in admissions:
+            self._acts[what](connection)
+
+    def greet(self, stranger: socket.socket) -> None:
         """Performs the handshake and keeps the connection if the peer belongs to the group."""
         try:
-            with self._admitted(connection):
-                connection, handshake, greeting = self._greet(connection)
+            connection, handshake, greeting = self._greet(stranger)
         except Exception:
-            connection.close()  # An unauthenticated peer is not told the reason.
+            stranger.close()  # An unauthenticated peer is not told the reason.
             return
+        finally:
+            with self._lock:
+                self._act(self._strangers.ended(stranger))
         try:
             self._take(connection, handshake, greeting)
         except (OSError, ProtocolError):
             connection.close()
-
-    @contextlib.contextmanager
-    def _admitted(self, connection: socket.socket) -> Iterator[None]:
-        """Counts a connection as unauthenticated while the block runs."""
-        with self._lock:
-            if self._is_closed:
-                raise ConnectionAbortedError("this worker has shut down")
-            oldest = None
-            if len(self._strangers) >= self._limit:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-            self._strangers[connection] = None
-            if oldest is not None:
-                shut(oldest)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._strangers.pop(connection, None)
 
     def _greet(self, connection: socket.socket) -> tuple[socket.socket, Handshake, Greeting]:
         connector = self._connector
@@ -118,8 +119,11 @@ class Acceptor:
 
     def _take(self, connection: socket.socket, handshake: Handshake, greeting: Greeting) -> None:
         said = Hello.from_facts(greeting.facts)
-        if said.to not in (None, self._connector.worker):
-            self._answer(connection, handshake, "the worker that was here is gone")
+        answer = said.stray_answer(
+            self._connector.worker, is_unix=connection.family == socket.AF_UNIX
+        )
+        if answer is not None:
+            self._close(connection, handshake, answer)
             return
         try:
             peer = self._lookup(greeting.worker, _registration_in(greeting.facts))
@@ -128,9 +132,6 @@ class Acceptor:
             return
         if peer is None:
             raise ProtocolError(f"there is no other worker {greeting.worker}")
-        is_unix = connection.family == socket.AF_UNIX
-        if said.purpose is Purpose.LINK and (said.session is None) != is_unix:
-            raise ProtocolError("a session goes over TCP, and only there")
         with peer.state_lock:
             answer = peer.connecting.hello(self._connector.worker, said)
         if answer.must_dial and not self._connector.end_attempt(peer):
@@ -139,20 +140,18 @@ class Acceptor:
             self._accept_link(connection, handshake, peer, said, greeting)
         elif answer.verdict in (Verdict.RESUME, Verdict.WELCOME_AGAIN):
             self._resume(connection, handshake, peer, said)
-        elif said.purpose is Purpose.DATA and answer.verdict is Verdict.CONFIRM:
+        elif answer.verdict is Verdict.TAKE_DATA:
             self._take_data(connection, handshake, peer, said)
         else:
-            self._close(connection, handshake, peer, answer)
+            self._close(connection, handshake, answer)
+        if answer.verdict is Verdict.BREAK_OFF and isinstance(peer.link, ResumableLink):
+            peer.link.break_off(f"worker {peer.name!r} says that it broke")
 
-    def _close(
-        self, connection: socket.socket, handshake: Handshake, peer: Peer, answer: Answer
-    ) -> None:
+    def _close(self, connection: socket.socket, handshake: Handshake, answer: Answer) -> None:
         """Closes a connection that is not needed, after an answer unless told to hang up."""
         if answer.verdict is Verdict.HANG_UP:
             raise ProtocolError(answer.text)
         self._answer(connection, handshake, answer.text)
-        if answer.verdict is Verdict.BREAK_OFF and isinstance(peer.link, ResumableLink):
-            peer.link.break_off(f"worker {peer.name!r} says that it broke")
 
     def _answer(self, connection: socket.socket, handshake: Handshake, refusal: str) -> None:
         with connection, contextlib.suppress(OSError):
@@ -168,14 +167,13 @@ class Acceptor:
         said: Hello,
         greeting: Greeting,
     ) -> None:
-        terms = None if said.session is None else Terms(said.session, False, said.attempt)
         try:
             theirs = self._connector.choose_channels(peer, connection, greeting)
             self._welcome(connection, handshake, peer)
-            with_memory = bool(theirs.memory_nonce) and terms is None
+            with_memory = bool(theirs.memory_nonce) and said.terms is None
             if with_memory:
                 self._receive_memory(peer, handshake, theirs)
-            link = self._connector.install(peer, connection, terms)
+            link = self._connector.install(peer, connection, said.terms)
         except BaseException:
             with peer.state_lock:
                 peer.connecting.accept_failed()

@@ -27,7 +27,7 @@ from torchweft.agent.connector import Connector, verdict_in
 from torchweft.agent.contacts import Contacts
 from torchweft.agent.links import Links, Traffic
 from torchweft.agent.open_calls import OpenCalls
-from torchweft.agent.peers import HandshakeTimeout, Members, Peer, Unreachable
+from torchweft.agent.peers import Members, Peer
 from torchweft.agent.receiving import Receiver
 from torchweft.agent.sending import Answers, FirstContacts, Lifetime, Sender
 from torchweft.agent.served_calls import Cancelling
@@ -36,6 +36,7 @@ from torchweft.channel.cma import Nonce
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
 from torchweft.protocol.connecting import Patience
+from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable
 from torchweft.protocol.membership.registration import Registration
 from torchweft.runtime.contention import ShortSwitches
 from torchweft.runtime.fair_queue import OWN, FairQueue
@@ -191,7 +192,12 @@ class Agent:
             protection.tls,
             has_secret=protection.has_secret,
         )
-        self._acceptor = Acceptor(self._connector, self._lookup, self.first_contacts.connect_soon)
+        self._acceptor = Acceptor(
+            self._connector,
+            self._lookup,
+            functools.partial(self.reactor.submit, self._greet),
+            self.first_contacts.connect_soon,
+        )
         self.memory = self._connector.memory
         self.receiver.on(Kind.PULLED, _on_pulled, inline=True)
         self.receiver.on(Kind.VERDICT, _on_verdict, inline=True)
@@ -247,13 +253,13 @@ class Agent:
         try:
             with contextlib.suppress(BlockingIOError):
                 connection, _ = listener.accept()
-                self.reactor.submit(self._accept, connection)
+                self._acceptor.accept(connection)
         finally:
             self.reactor.resume_reading(listener.fileno())
 
-    def _accept(self, connection: socket.socket, _: object) -> None:
+    def _greet(self, connection: socket.socket, _: object) -> None:
         with self.reactor.idling():
-            self._acceptor.accept(connection)
+            self._acceptor.greet(connection)
 
     def _lookup(self, worker: int, registration: Registration | None) -> Peer | None:
         if registration is not None and registration.id == worker:

@@ -18,35 +18,32 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torchweft import knobs
-from torchweft.agent.peers import (
-    Crossed,
-    HandshakeTimeout,
-    Peer,
-    Refused,
-    Unreachable,
-    error_of,
-    failure_of,
-)
+from torchweft.agent.peers import Peer
 from torchweft.channel.choice import Capabilities, MemoryExchange, choose, close_all, map_memory
 from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
 from torchweft.protocol.connecting import (
     Busy,
     Dial,
     Done,
-    Failure,
     Hello,
     Lose,
     Means,
-    Outcome,
     Probe,
     Purpose,
     Reaching,
     Resume,
-    Step,
     Terms,
 )
+from torchweft.protocol.connecting.failures import (
+    HandshakeTimeout,
+    Refused,
+    Taken,
+    check_welcome,
+    error_of,
+    failure_of,
+    no_connection,
+)
 from torchweft.protocol.connecting.hello import position_in
-from torchweft.protocol.connecting.machine import CROSSED
 from torchweft.protocol.membership.registration import Registration
 from torchweft.secret import Secret
 from torchweft.transport import addresses
@@ -58,7 +55,6 @@ from torchweft.transport.secure import TlsOptions, secure_client
 from torchweft.wire.frames import Buffer, encode_frame
 from torchweft.wire.messages import Kind
 
-TAKEN = "taken"
 REGISTRATION = "registration"
 CAPABILITIES, VERDICT = "capabilities", "verdict"
 _DATA_LIMIT_S = 2.0
@@ -168,7 +164,7 @@ class Connector:
             if isinstance(step, Busy):
                 raise HandshakeTimeout(step.cause) from cause
             if isinstance(step, Lose) or self._is_closed:
-                raise _unreachable(peer, step) from cause
+                raise no_connection(peer.name, peer.registration.addresses, step) from cause
             if isinstance(step, Dial):
                 error = self._try_to_dial(peer, step)
                 cause = error or cause
@@ -196,6 +192,8 @@ class Connector:
         """Makes one attempt; returns the error if it failed."""
         try:
             self._dial(peer, step.terms, step.limit_s)
+        except LinkClosed as error:
+            return Refused(str(error))  # It comes too late.
         except (OSError, ProtocolError, ConfigurationError) as error:
             return error
         return None
@@ -204,7 +202,7 @@ class Connector:
         connection = self._open(peer, deadline_s)
         self._dialling[peer.id] = connection
         memory: list[int] = []
-        is_unix = connection.family == socket.AF_UNIX
+        offered = None if connection.family == socket.AF_UNIX else terms
         try:
             self._check_open()
             handshake = self._begin(connection, deadline_s)
@@ -213,15 +211,16 @@ class Connector:
             if not may_offer:
                 connection.close()
                 return
-            answer = self._offer(peer, handshake, None if is_unix else terms, memory)
+            said = Hello.about(Purpose.LINK, peer.id, offered)
+            answer = self._ask(handshake, said, self.facts(), memory)
             theirs = self.choose_channels(peer, connection, answer)
             map_memory(peer.channels, memory, theirs.memory_nonce)
             peer.channels.confirm(answer.facts.get(VERDICT))
-            if is_unix and self.memory.nonce:
+            lends_memory = offered is None and self.memory.nonce
+            if lends_memory:
                 self._send_memory(peer, connection, handshake)
-                self.install(peer, connection, None)
-            else:
-                link = self.install(peer, connection, None if is_unix else terms)
+            link = self.install(peer, connection, offered)
+            if not lends_memory:
                 send_verdict(peer, link)
         except BaseException:
             connection.close()
@@ -229,22 +228,6 @@ class Connector:
         finally:
             close_all(memory)
             self._dialling.pop(peer.id)
-
-    def _offer(
-        self, peer: Peer, handshake: Handshake, terms: Terms | None, memory: list[int]
-    ) -> Greeting:
-        """Sends the ``HELLO`` of a first connection; returns the ``WELCOME``."""
-        said = Hello(Purpose.LINK, peer.id)
-        if terms is not None:
-            said = said._replace(session=terms.name, attempt=terms.attempt)
-        facts = self.facts() | self._registration | said.facts()
-        handshake.send(Kind.HELLO, Greeting(self.worker, facts=facts))
-        answer = handshake.receive(Kind.WELCOME, memory)
-        if answer.refusal == CROSSED:
-            raise Crossed("it makes a connection itself")
-        if answer.refusal:
-            raise Refused(f"turned away: {answer.refusal}")
-        return answer
 
     def _send_memory(self, peer: Peer, connection: socket.socket, handshake: Handshake) -> None:
         verdict = Greeting(self.worker, facts={VERDICT: peer.channels.verdict()})
@@ -287,14 +270,14 @@ class Connector:
                 raise LinkClosed("the session has ended")
             # Data that arrives over the old connection from here on is retransmitted.
             position = link.stop()
-            said = Hello(Purpose.RESUME, peer.id, terms.name, terms.attempt, position)
+            said = Hello.about(Purpose.RESUME, peer.id, terms, position)
             answer = self._ask(handshake, said)
             self.shell.resume(peer, link, connection, position_in(answer.facts))
 
     def probe(self, peer: Peer, terms: Terms, deadline_s: float) -> None:
         """Tells the side that dialled a session that its connection broke."""
         with self._greeted(peer, deadline_s) as (connection, handshake):
-            self._ask(handshake, Hello(Purpose.PROBE, peer.id, terms.name, terms.attempt))
+            self._ask(handshake, Hello.about(Purpose.PROBE, peer.id, terms))
             connection.close()
 
     def introduce(self, peer: Peer, timeout_s: float) -> None:
@@ -309,9 +292,7 @@ class Connector:
         with self._greeted(peer, deadline_s) as (connection, handshake):
             try:
                 self._ask(handshake, Hello(Purpose.INTRODUCTION, peer.id))
-            except Refused as error:
-                if TAKEN not in error.args:
-                    raise
+            except Taken:
                 raise DuplicateName(
                     f"worker name {self.me.name!r} or rank {self.me.rank} is not unique: "
                     f"worker {peer.name!r} (rank {peer.info.id}) is there already"
@@ -364,13 +345,18 @@ class Connector:
             check_user(connection)
         return handshake
 
-    def _ask(self, handshake: Handshake, said: Hello) -> Greeting:
-        handshake.send(Kind.HELLO, Greeting(self.worker, facts=said.facts() | self._registration))
-        answer = handshake.receive(Kind.WELCOME)
-        if answer.refusal == TAKEN:
-            raise Refused(TAKEN)
-        if answer.refusal:
-            raise Refused(f"turned away: {answer.refusal}")
+    def _ask(
+        self,
+        handshake: Handshake,
+        said: Hello,
+        facts: dict[str, Any] | None = None,
+        descriptors: list[int] | None = None,
+    ) -> Greeting:
+        """Sends the ``HELLO`` of a connection; returns the ``WELCOME`` if it is not a refusal."""
+        facts = (facts or {}) | self._registration | said.facts()
+        handshake.send(Kind.HELLO, Greeting(self.worker, facts=facts))
+        answer = handshake.receive(Kind.WELCOME, descriptors)
+        check_welcome(answer.refusal)
         return answer
 
     def _open(self, peer: Peer, deadline_s: float) -> socket.socket:
@@ -387,14 +373,9 @@ class Connector:
                 is_secure = getattr(address, "is_secure", None)  # Not of a Unix socket.
                 if reaching.may_dial(text, is_secure, is_far=addresses.is_far(address)):
                     return self._open_at(address, deadline_s)
-            except (TimeoutError, ProtocolError):
-                raise  # The listener is silent, or does not speak the same protocol.
-            except ConfigurationError as error:
-                reaching.failed(text, Outcome.UNSUITABLE, str(error))
-            except OSError as error:
-                is_refused = isinstance(error, ConnectionRefusedError)
-                outcome = Outcome.REFUSED if is_refused else Outcome.UNANSWERED
-                reaching.failed(text, outcome, error.strerror or str(error))
+            except (OSError, ProtocolError, ConfigurationError) as error:
+                if not reaching.goes_on_after(text, error):
+                    raise
         raise error_of(reaching.failure, reaching.cause)
 
     def _open_at(self, address: addresses.Address, deadline_s: float) -> socket.socket:
@@ -456,13 +437,3 @@ def verdict_in(control: Buffer) -> object:
         return json.loads(bytes(control).decode())
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a verdict is malformed: {error}") from error
-
-
-def _unreachable(peer: Peer, step: Step) -> Unreachable:
-    """Returns the error if the peer does not answer, or this worker no longer wants the peer."""
-    if not isinstance(step, Lose):
-        return Unreachable("it is not wanted any more")
-    if step.failure is Failure.GONE:
-        return Unreachable(step.cause)
-    where = ", ".join(peer.registration.addresses) or "no address"
-    return Unreachable(f"no connection to worker {peer.name!r} at {where}: {step.cause}")

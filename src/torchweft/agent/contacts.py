@@ -8,17 +8,17 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchweft.agent.peers import Peer, failure_of
+from torchweft.agent.peers import Peer
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.protocol.connecting import Action, Lose, Redial
+from torchweft.protocol.connecting.failures import failure_of
+from torchweft.protocol.connecting.rounds import Rounds
 from torchweft.runtime.reactor import Reactor
 from torchweft.transport.keepalive import probe_interval_s
 from torchweft.transport.link import LinkClosed
 from torchweft.transport.resumable import ResumableLink
 
 _log = logging.getLogger("torchweft")
-
-_ACKNOWLEDGE_S = 1.0
 
 
 class Contacts:
@@ -44,13 +44,9 @@ class Contacts:
         self._redial = redial
         self._lose = lose
         self._wake_by = wake_by
-        probe_s = float(probe_interval_s(detection_s))
-        self._interval_s = min(probe_s, detection_s / 5)
-        # Silence for half of ``detection_s`` is suspicious: the kernel's probes may come too late.
-        self._prompt_after_s = detection_s / 8 if probe_s > detection_s / 4 else math.inf
+        self._rounds = Rounds(detection_s, float(probe_interval_s(detection_s)))
         self._lock = threading.Lock()
         self._watched: dict[int, tuple[Peer, ResumableLink]] = {}
-        self._acknowledge_at_s = math.inf
 
     # What happens to sessions
 
@@ -59,7 +55,7 @@ class Contacts:
         with self._lock:
             if peer.connecting.has_session:
                 self._watched[peer.id] = peer, link
-        self._wake_by(time.monotonic() + self._interval_s)
+        self._wake_by(time.monotonic() + self._rounds.interval_s)
 
     def forget(self, peer: Peer) -> None:
         """Stops watching the session of a peer, if there is one: the session has ended."""
@@ -105,22 +101,19 @@ class Contacts:
             watched = list(self._watched.values())
         due_s = math.inf
         for peer, link in watched:
-            if self._listen(peer, link, now_s) >= self._prompt_after_s:
+            if self._rounds.must_prompt(self._listen(peer, link, now_s)):
                 link.prompt()
             due_s = min(due_s, self._look_at(peer, now_s))
-        if watched and now_s >= self._acknowledge_at_s:
+        if watched and self._rounds.must_acknowledge(now_s):
             for _, link in watched:
                 link.acknowledge()
-            self._acknowledge_at_s = now_s + _ACKNOWLEDGE_S
-        elif watched and math.isinf(self._acknowledge_at_s):
-            self._acknowledge_at_s = now_s + _ACKNOWLEDGE_S
-        return min(due_s, self._acknowledge_at_s) if watched else math.inf
+        return min(due_s, self._rounds.acknowledge_at_s) if watched else math.inf
 
     def _look_at(self, peer: Peer, now_s: float) -> float:
         """Performs the due actions of one session; returns when to look again."""
         with peer.state_lock:
             actions = peer.connecting.step(now_s)
-            due_s = min(peer.connecting.due_s(), now_s + self._interval_s)
+            due_s = min(peer.connecting.due_s(), now_s + self._rounds.interval_s)
         self._act(peer, actions)
         return due_s
 

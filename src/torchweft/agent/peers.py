@@ -1,7 +1,6 @@
 """The other workers as one worker sees them: how to reach each, and whether it is still there.
 
-``Members`` is the directory of the group. The errors of dialling another worker are here as well,
-with their meaning to the state machine.
+``Members`` is the directory of the group.
 """
 
 from __future__ import annotations
@@ -15,69 +14,14 @@ from torchweft.agent.deaths import cause_of
 from torchweft.arguments import did_you_mean, wrong_type
 from torchweft.channel.buffers import HeldTensors
 from torchweft.channel.choice import Channels
-from torchweft.errors import (
-    ConfigurationError,
-    DuplicateName,
-    ProtocolError,
-    UnknownWorker,
-    WorkerLost,
-)
+from torchweft.errors import DuplicateName, ProtocolError, UnknownWorker, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import ServedCall
-from torchweft.protocol.connecting import (
-    Connecting,
-    Failure,
-    Patience,
-    State,
-    Terms,
-    UnsentMessages,
-)
+from torchweft.protocol.connecting import Connecting, Patience, State, Terms, UnsentMessages
 from torchweft.protocol.membership.registration import Registration, Roster
-from torchweft.transport.link import Link, LinkClosed
+from torchweft.transport.link import Link
 
 _NAMED = 16
-
-
-class Unreachable(ConnectionError):
-    """A peer does not answer at its addresses; the agent declares the peer lost."""
-
-
-class HandshakeTimeout(TimeoutError):
-    """A worker did not answer in time. It may be busy or stopped: it is not lost."""
-
-
-class Refused(ConnectionRefusedError):
-    """Nothing listens there, or the listener refuses this worker: a retry is useless."""
-
-
-class Gone(Refused):
-    """Nothing listens any more at the addresses of a worker of this host."""
-
-
-class Crossed(ConnectionError):
-    """Simultaneous open: the peer dials itself, so it lives; its connection is yet to arrive."""
-
-
-_FAILURES: tuple[tuple[tuple[type[Exception], ...], Failure], ...] = (
-    ((Gone,), Failure.GONE),
-    ((Crossed,), Failure.CROSSED),
-    ((Refused, LinkClosed, ProtocolError, ConfigurationError), Failure.REFUSED),
-    ((TimeoutError,), Failure.BUSY),
-)
-
-
-def failure_of(error: Exception) -> Failure:
-    """Returns what an error means to the state machine; any unlisted one means the network."""
-    for kinds, failure in _FAILURES:
-        if isinstance(error, kinds):
-            return failure
-    return Failure.BROKEN
-
-
-def error_of(failure: Failure, cause: str) -> Exception:
-    """Returns the error for a worker that none of its addresses leads to."""
-    kind = {Failure.GONE: Gone, Failure.REFUSED: Refused}.get(failure, ConnectionError)
-    return kind(cause)
 
 
 class Peer:

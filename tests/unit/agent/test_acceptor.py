@@ -3,13 +3,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.unit.agent.group import KEY, LIMIT_S, TOKEN, Member, group_of, wait_until
 from torchweft import knobs
+from torchweft.agent.acceptor import Acceptor
 from torchweft.errors import WorkerLost
 from torchweft.secret import Secret
 from torchweft.transport import addresses, peer_credentials
@@ -69,7 +72,7 @@ def test_strangers_beyond_the_limit_turn_out_the_oldest(pair: list[Member]) -> N
     first, second = pair
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(dial(second)) for _ in range(3 * STRANGERS)]
-        taken = second.agent._acceptor._strangers
+        taken = second.agent._acceptor._strangers._open
         wait_until(lambda: len(ended_ones(strangers)) == 2 * STRANGERS)
         assert len(taken) == STRANGERS
         # Members still get in, and count as strangers for a moment only.
@@ -82,6 +85,36 @@ def test_strangers_beyond_the_limit_turn_out_the_oldest(pair: list[Member]) -> N
         with dial(second), dial(second):
             wait_until(lambda: oldest not in taken)
     wait_until(lambda: not taken)
+
+
+def test_strangers_that_go_slowly_occupy_no_more_threads(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    running: list[socket.socket] = []
+    counts: list[int] = []
+    may_end = threading.Event()
+    greet = Acceptor._greet
+
+    def greet_slowly(acceptor: Acceptor, connection: socket.socket) -> Any:
+        running.append(connection)
+        counts.append(len(running))
+        try:
+            assert may_end.wait(LIMIT_S)
+            return greet(acceptor, connection)
+        finally:
+            running.remove(connection)
+
+    with contextlib.ExitStack() as stack:
+        monkeypatch.setattr(Acceptor, "_greet", greet_slowly)
+        strangers = [stack.enter_context(dial(second)) for _ in range(5 * STRANGERS)]
+        # Nobody serves those in the middle, and they are closed all the same.
+        wait_until(lambda: set(strangers[STRANGERS:-STRANGERS]) <= set(ended_ones(strangers)))
+        may_end.set()
+        first.agent.connect(first.peer(second))
+        assert first.peer(second).lost is None
+    wait_until(lambda: not running)
+    assert max(counts) <= STRANGERS
 
 
 def test_members_get_in_during_a_flood(pair: list[Member]) -> None:
@@ -102,7 +135,7 @@ def test_members_get_in_during_a_flood(pair: list[Member]) -> None:
     assert first.peer(second).lost is None
     for stranger in flood:
         stranger.close()
-    wait_until(lambda: not second.agent._acceptor._strangers)
+    wait_until(lambda: not second.agent._acceptor._strangers._open)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +265,7 @@ def test_the_worker_that_was_here_before_is_not_taken_for_this_one(pair: list[Me
 def test_who_closes_turns_away_who_has_not_said_who_it_is(pair: list[Member]) -> None:
     _, second = pair
     with dial(second) as stranger:
-        wait_until(lambda: second.agent._acceptor._strangers)
+        wait_until(lambda: second.agent._acceptor._strangers._open)
         began_s = time.monotonic()
         second.close()
         assert time.monotonic() - began_s < AT_ONCE_S - 1

@@ -14,9 +14,8 @@ import pytest
 from tests.unit.agent.group import LIMIT_S, Member, group_of, wait_until
 from tests.unit.agent.sessions import HEAD, Pair, content, pair_of, send
 from torchweft import knobs
-from torchweft.agent import contacts
 from torchweft.agent.connector import Connector
-from torchweft.protocol.connecting import Patience, Terms
+from torchweft.protocol.connecting import Patience, Terms, rounds
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.transport.resumable import ResumableLink
@@ -82,7 +81,7 @@ def test_whatever_is_cut_every_message_comes_once_and_in_order(pair: Pair, seed:
 def test_after_a_while_nothing_is_kept_and_nothing_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contacts, "_ACKNOWLEDGE_S", 0.01)
+    monkeypatch.setattr(rounds, "ACKNOWLEDGE_S", 0.01)
     with pair_of() as pair:
         for number in range(5):
             send(pair.dialler, pair.acceptor, number, 100_000)
@@ -237,13 +236,13 @@ def freeze(member: Member, other: Member) -> Callable[[], None]:
     link, acceptor, thawed = member.session(other), member.agent._acceptor, threading.Event()
     me = object()
     wait_until(lambda: link.readers.setdefault(0, me) is me)
-    accept = acceptor.accept
+    greet = acceptor.greet
 
-    def accept_later(connection: socket.socket) -> None:
+    def greet_later(connection: socket.socket) -> None:
         assert thawed.wait(LIMIT_S)
-        accept(connection)
+        greet(connection)
 
-    acceptor.accept = accept_later  # type: ignore[method-assign]
+    acceptor.greet = greet_later  # type: ignore[method-assign]
 
     def thaw() -> None:
         thawed.set()
@@ -345,7 +344,7 @@ def test_a_peer_that_was_lost_is_turned_away(pair: Pair) -> None:
 def test_a_goodbye_is_the_end_and_nobody_dials(
     leaver: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contacts, "_ACKNOWLEDGE_S", 1000.0)  # Closing must not wait that long.
+    monkeypatch.setattr(rounds, "ACKNOWLEDGE_S", 1000.0)  # Closing must not wait that long.
     dialled: list[str] = []
     for name in ("resume", "probe"):
         monkeypatch.setattr(Connector, name, lambda *_, name=name: dialled.append(name))
@@ -362,7 +361,7 @@ def test_a_goodbye_is_the_end_and_nobody_dials(
 def test_two_that_leave_at_once_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contacts, "_ACKNOWLEDGE_S", 1000.0)
+    monkeypatch.setattr(rounds, "ACKNOWLEDGE_S", 1000.0)
     with pair_of() as pair:
         pair.check()
         threads = [threading.Thread(target=m.close) for m in (pair.dialler, pair.acceptor)]

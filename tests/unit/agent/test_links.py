@@ -95,14 +95,14 @@ def test_a_dialler_that_leaves_before_its_greeting_was_answered_is_heard(
 
 def test_a_dialler_that_leaves_before_the_verdict_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     has_left, is_accepted = threading.Event(), threading.Event()
-    accept, on_readable = acceptor.Acceptor.accept, Receiver.on_readable
+    greet, on_readable = acceptor.Acceptor.greet, Receiver.on_readable
 
     def send_verdict(*arguments: Any) -> None:
         assert has_left.wait(LIMIT_S)
         connector.send_verdict(*arguments)
 
     def note_accepted(*arguments: Any) -> None:
-        accept(*arguments)
+        greet(*arguments)
         is_accepted.set()
 
     def read_after_it(receiver: Receiver, *arguments: Any) -> None:
@@ -111,7 +111,7 @@ def test_a_dialler_that_leaves_before_the_verdict_is_heard(monkeypatch: pytest.M
         on_readable(receiver, *arguments)
 
     monkeypatch.setattr(acceptor, "send_verdict", send_verdict)
-    monkeypatch.setattr(acceptor.Acceptor, "accept", note_accepted)
+    monkeypatch.setattr(acceptor.Acceptor, "greet", note_accepted)
     monkeypatch.setattr(Receiver, "on_readable", read_after_it)
     with group_of(2) as (first, second):
         assert leave_while_accepted(first, second, has_left) == "it had to go"

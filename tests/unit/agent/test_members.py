@@ -175,3 +175,19 @@ def test_a_life_that_was_replaced_and_is_not_over_is_not_forgotten() -> None:
     for worker in range(3, 2 * ENDED_LIMIT):
         group.join(registration("guest", worker, rank=7))
     assert group.by_id[2] is first
+
+
+def test_a_replaced_life_that_is_never_lost_keeps_no_other_from_being_forgotten() -> None:
+    group = members()
+    first, _ = group.join(registration("guest", 2, rank=7))
+    for worker in range(3, 2 * ENDED_LIMIT):
+        peer, _ = group.join(registration("guest", worker, rank=7))
+        peer.declare_lost("it has crashed")
+    assert group.by_id[2] is first
+    assert len(group.by_id) <= ENDED_LIMIT + 4
+    # Once it is over, it is forgotten in its turn.
+    first.declare_lost("it has crashed too")
+    for worker in range(2 * ENDED_LIMIT, 4 * ENDED_LIMIT):
+        group.join(registration("guest", worker, rank=7))[0].declare_lost("it has crashed")
+    assert 2 not in group.by_id
+    assert len(group.by_id) <= ENDED_LIMIT + 3

@@ -13,11 +13,12 @@ from tests.unit.transport.reading import not_main, reading  # noqa: F401
 from torchweft import knobs
 from torchweft.agent.acceptor import Acceptor
 from torchweft.agent.connector import Connector
-from torchweft.agent.peers import HandshakeTimeout, Peer, Unreachable
+from torchweft.agent.peers import Peer
 from torchweft.channel.choice import Capabilities, describe
 from torchweft.channel.cma import Nonce
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.protocol.connecting import Hello, Patience, Purpose, State, Terms, Verdict
+from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable
 from torchweft.protocol.membership.registration import Registration
 from torchweft.secret import Secret
 from torchweft.transport.addresses import UnixAddress, dial, listen_unix
@@ -45,7 +46,9 @@ class Side:
         me = Registration(f"worker{rank}", rank, (str(self.address),), facts={"host": "here"})
         with knobs.CONNECT_TIMEOUT_S.override(timeout_s):
             self.connector = Connector(me, False, KEY, capabilities, self, None, has_secret=False)
-        self.acceptor = Acceptor(self.connector, self._lookup, lambda peer: None)
+        self.acceptor = Acceptor(
+            self.connector, self._lookup, lambda connection: None, lambda peer: None
+        )
         self.refusals = 0
 
     def know(self, sides: list[Side]) -> None:
@@ -74,7 +77,7 @@ class Side:
 
     def accept(self) -> None:
         connection, _ = self.listener.accept()
-        self.acceptor.accept(connection)
+        self.acceptor.greet(connection)
         self.refusals += connection.fileno() < 0
 
     def _lookup(self, worker: int, registration: Registration | None) -> Peer | None:

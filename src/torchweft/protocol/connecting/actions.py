@@ -135,8 +135,10 @@ class Verdict(enum.Enum):
     """If ``take_attempt`` allows it, answer, and resume the session over it."""
     BREAK_OFF = enum.auto()
     """Confirm, and end the session's connection: it broke at the peer."""
+    TAKE_DATA = enum.auto()
+    """Answer without a refusal, and keep the connection for data."""
     CONFIRM = enum.auto()
-    """Answer without a refusal; for data, keep the connection."""
+    """Answer without a refusal, and close it."""
     REFUSE = enum.auto()
     """Answer with a refusal that says why."""
     HANG_UP = enum.auto()

@@ -6,6 +6,7 @@ import enum
 from typing import Any, NamedTuple
 
 from torchweft.errors import ProtocolError
+from torchweft.protocol.connecting.actions import Answer, Terms, Verdict
 
 PURPOSE, TO = "purpose", "to"
 SESSION, POSITION, ATTEMPT, SET = "session", "position", "attempt", "set"
@@ -40,6 +41,31 @@ class Hello(NamedTuple):
     attempt: int = 0
     position: int = 0
     set_number: int = 0
+
+    @classmethod
+    def about(cls, purpose: Purpose, to: int, terms: Terms | None, position: int = 0) -> Hello:
+        """Returns the greeting for a session, or for a connection without one."""
+        if terms is None:
+            return cls(purpose, to)
+        return cls(purpose, to, terms.name, terms.attempt, position)
+
+    @property
+    def terms(self) -> Terms | None:
+        """The terms of the session that the dialler offers, for the acceptor."""
+        return None if self.session is None else Terms(self.session, False, self.attempt)
+
+    def stray_answer(self, me: int, *, is_unix: bool) -> Answer | None:
+        """Returns the answer to a greeting that came to the wrong place; None if it did not.
+
+        Args:
+            me: The id of this worker.
+            is_unix: Whether the connection is over a Unix socket, where there are no sessions.
+        """
+        if self.to not in (None, me):
+            return Answer(Verdict.REFUSE, "the worker that was here is gone")
+        if self.purpose is Purpose.LINK and (self.session is None) != is_unix:
+            return Answer(Verdict.HANG_UP, "a session goes over TCP, and only there")
+        return None
 
     def facts(self) -> dict[str, Any]:
         """Returns the fields of the greeting."""

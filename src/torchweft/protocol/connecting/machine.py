@@ -22,11 +22,10 @@ from torchweft.protocol.connecting.actions import (
 )
 from torchweft.protocol.connecting.contact import Contact
 from torchweft.protocol.connecting.contact import Step as ContactStep
+from torchweft.protocol.connecting.failures import CROSSED
 from torchweft.protocol.connecting.first_dial import FirstDial
 from torchweft.protocol.connecting.hello import Hello, Purpose
 
-CROSSED = "crossed"
-"""The refusal of a redundant connection: the other connection stays."""
 LEFT_CAUSE = "left the group"
 FAREWELL_BYTES = 256
 REDIAL_LIMIT_S = 2.0
@@ -193,7 +192,7 @@ class Connecting:
         if self.cause is not None:
             return Answer(Verdict.REFUSE, f"this group lost worker {self._name!r} before")
         if said.purpose is Purpose.DATA:
-            return Answer(Verdict.CONFIRM)
+            return Answer(Verdict.TAKE_DATA)
         if said.purpose is Purpose.LINK:
             return self._answer_offer(me, said)
         if not self._is_linked:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchweft import knobs
+from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.protocol.connecting.actions import Failure
 from torchweft.protocol.membership.registration import HOST, NETWORK
 
@@ -84,6 +85,21 @@ class Reaching:
     def failed(self, address: str, outcome: Outcome, reason: str) -> None:
         """Notes that connecting to one address failed."""
         self._tried.append((address, outcome, reason))
+
+    def goes_on_after(self, address: str, error: Exception) -> bool:
+        """Notes the error of dialling an address; returns whether to dial the next address.
+
+        A listener that is silent, or that does not speak the same protocol, ends the attempt.
+        """
+        if isinstance(error, ConfigurationError):
+            self.failed(address, Outcome.UNSUITABLE, str(error))
+        elif isinstance(error, TimeoutError | ProtocolError) or not isinstance(error, OSError):
+            return False
+        else:
+            is_refused = isinstance(error, ConnectionRefusedError)
+            outcome = Outcome.REFUSED if is_refused else Outcome.UNANSWERED
+            self.failed(address, outcome, error.strerror or str(error))
+        return True
 
     @property
     def failure(self) -> Failure:

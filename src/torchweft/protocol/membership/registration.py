@@ -319,7 +319,10 @@ class Roster(Generic[L]):
         self.by_rank: dict[int, L] = {}
         self._me = me
         self._introduced: set[int] = set()
+        self._retired: dict[int, L] = {}
+        """Lives that have no name any more and were not over when last looked at."""
         self._ended: dict[int, L] = {}
+        """Lives that are over and remembered in full, the earliest first."""
         self._forgotten: set[int] = set()
         for life in (me, *others):
             self.admit(life)
@@ -392,14 +395,15 @@ class Roster(Generic[L]):
             del self.by_name[registration.name]
         if self.by_rank.get(registration.rank) is life:
             del self.by_rank[registration.rank]
-        self._ended[registration.id] = life
+        self._retired[registration.id] = life
         self._forget_ended()
 
     def _forget_ended(self) -> None:
+        # A life that was replaced may be declared lost much later than its successors, or never.
+        for worker in [worker for worker, life in self._retired.items() if life.is_over]:
+            self._ended[worker] = self._retired.pop(worker)
         while len(self._ended) > ENDED_LIMIT:
-            worker, life = next(iter(self._ended.items()))
-            if not life.is_over:
-                return
+            worker = next(iter(self._ended))
             del self._ended[worker]
             self.by_id.pop(worker, None)
             self._forgotten.add(worker)

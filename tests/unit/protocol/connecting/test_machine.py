@@ -395,3 +395,8 @@ def test_whatever_happens_there_is_one_connection_and_one_loss(
         assert losses <= 1
         if before is State.LOST:
             assert machine.state is State.LOST
+
+
+def test_data_connections_are_taken_with_and_without_a_link() -> None:
+    for machine in (Connecting(LOWER, "other"), linked()):
+        assert machine.hello(ME, Hello(Purpose.DATA, ME)) == Answer(Verdict.TAKE_DATA)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
 
+from torchweft.errors import ConfigurationError, ProtocolError, TlsError
 from torchweft.protocol.connecting import Failure, Means, Outcome, Reaching
 from torchweft.protocol.membership.registration import HOST, NETWORK
 
@@ -32,6 +34,31 @@ def test_what_failed_addresses_mean(
     for outcome in outcomes:
         reaching.failed("tcp:x:1", outcome, "why")
     assert reaching.failure is failure
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), Failure.GONE),
+        (FileNotFoundError(errno.ENOENT, "no such file"), Failure.BROKEN),
+        (ConnectionError("no answer"), Failure.BROKEN),
+        (ConfigurationError("malformed"), Failure.REFUSED),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_after_an_error_of_one_address_the_next_is_dialled(
+    error: Exception, failure: Failure
+) -> None:
+    reaching = Reaching(HERE, HERE, ALL)
+    assert reaching.goes_on_after("tcp:x:1", error)
+    assert reaching.failure is failure
+    shown = "its process has ended" if failure is Failure.GONE else "tcp:x:1: "
+    assert reaching.cause.startswith(shown)
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), ProtocolError("noise"), TlsError("no trust")])
+def test_a_listener_that_is_silent_or_speaks_nonsense_ends_the_attempt(error: Exception) -> None:
+    assert not Reaching(HERE, HERE, ALL).goes_on_after("tcp:x:1", error)
 
 
 def test_nothing_is_known_of_a_network_that_has_no_name() -> None:
