@@ -252,6 +252,8 @@ class TensorMessages:
 
     def _fetch(self, peer: Peer, message: TensorMessage) -> Sequence[Buffer]:
         table = self._read_table(message)
+        if len(table.entries) == 1:
+            return self._source(peer, table.entries[0].kind).fetch(peer, table)
         fetched = {
             kind: self._source(peer, kind).fetch(peer, table) for kind in _fetched_kinds(table)
         }

@@ -138,6 +138,10 @@ def prepare(
     """
     if not buffers:
         return Prepared(b"", buffers)
+    if len(buffers) == 1:
+        prepared = _prepare_one(buffers[0], channels, held, copier)
+        if prepared is not None:
+            return prepared
     kinds = [channels.channel_for(buffer.nbytes) for buffer in buffers]
     if len(buffers) > 1 and kinds.count(STREAM) > 1:
         kinds = _stripe_together(kinds, buffers, channels)
@@ -162,6 +166,23 @@ def prepare(
     striped = _of_kind(STRIPED, entries, buffers)
     in_slabs = [entry for entry in lent if entry is not None]
     return Prepared(encode_table(token, entries), following, striped, token, in_slabs)
+
+
+def _prepare_one(
+    buffer: memoryview, channels: Channels, held: HeldTensors, copier: Copier
+) -> Prepared | None:
+    """Does the same for the usual message, one tensor that follows or is in shared memory."""
+    kind, lender = channels.channel_for(buffer.nbytes), channels.lender
+    entry = None
+    if lender is not None:
+        if lender.has_shared:
+            entry = lender.pass_on(buffer)
+        if entry is None and kind == SHM:
+            entry = lender.put(buffer, copier)
+    if entry is not None:
+        token = held.hold(())
+        return Prepared(encode_table(token, (entry,)), (), (), token, (entry,))
+    return None if kind in FETCHED else Prepared(b"", (buffer,))
 
 
 def _stripe_together(

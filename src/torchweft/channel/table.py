@@ -30,6 +30,8 @@ from torchweft.errors import ProtocolError
 
 _HEAD = struct.Struct("<QI")
 _ENTRY = struct.Struct("<BQQQ")
+_ONE = struct.Struct("<QIBQQQ")
+"""A whole table of one buffer."""
 
 
 class ChannelKind(enum.IntEnum):
@@ -76,6 +78,8 @@ EMPTY_TABLE = BufferTable(0, ())
 
 def encode_table(token: int, entries: Sequence[BufferEntry]) -> bytes:
     """Returns the table as bytes; empty if every buffer follows."""
+    if len(entries) == 1 and entries[0].kind in FETCHED:
+        return _ONE.pack(token, 1, *entries[0])
     if not any(entry.kind in FETCHED for entry in entries):
         return b""
     return _HEAD.pack(token, len(entries)) + b"".join([_ENTRY.pack(*entry) for entry in entries])

@@ -38,6 +38,7 @@ from torchweft.serialize.functions import name_of
 from torchweft.serialize.inline import NO_TENSORS, Inlined
 from torchweft.serialize.objects import Packed, new_packed, pack, pack_plain, unpack
 from torchweft.serialize.reading import TRUSTING, Reader
+from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
 from torchweft.serialize.tensors import too_many
 from torchweft.serialize.values import PICKLE, decode, encode_simple, no_home
@@ -175,7 +176,7 @@ class Worker:
                 payload = encode_simple(args, tensors, peer.main_by_name, home_of)
                 if payload is not None:
                     inlined = self._inline(tensors) if tensors else NO_TENSORS
-                    if inlined is not None:
+                    if inlined is not None or all(map(is_dense, tensors)):
                         packed = new_packed((payload, tensors, []))
         if packed is None:
             packed = self._packers[peer.id](content)
@@ -449,14 +450,14 @@ class Worker:
             # Most results are a tensor, or a tuple of tensors and numbers.
             if type(result) is Tensor and not result.__dict__:
                 inlined = inline.encode((result,))
-                if inlined is not None:
+                if inlined is not None or is_dense(result):
                     return new_packed((b"", [result], [])), inlined
             elif type(result) is tuple:
                 tensors: list[Tensor] = []
                 payload = encode_simple(result, tensors, peer.main_by_name)
                 if payload is not None:
                     inlined = self._inline(tensors) if tensors else NO_TENSORS
-                    if inlined is not None:
+                    if inlined is not None or all(map(is_dense, tensors)):
                         return new_packed((payload, tensors, [])), inlined
         packed = self._packers[peer.id](result)
         if peer.is_self:
