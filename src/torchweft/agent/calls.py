@@ -14,6 +14,15 @@ from torchweft.runtime.interrupts import call as run
 from torchweft.wire.frames import Frame
 
 
+class MainReader:
+    """Reads links in the main thread for another purpose than a call.
+
+    Its function is in ``open_calls.WAITING``, so that links of an interrupted one are given back.
+    """
+
+    __slots__ = ()
+
+
 class PendingCall(OpenCall):
     """One open call, for which threads can wait.
 

@@ -13,7 +13,7 @@ from _thread import get_ident
 from collections.abc import Callable, Mapping, Set
 from traceback import walk_stack
 
-from torchweft.agent.calls import PendingCall
+from torchweft.agent.calls import MainReader, PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.agent.receiving import Receiver
 from torchweft.agent.sending import FirstContacts, Sender
@@ -232,7 +232,7 @@ class OpenCalls:
             if link is None:
                 continue
             reader = link.taken_by or link.readers.get(0)
-            if isinstance(reader, PendingCall) and not is_waiting(reader):
+            if isinstance(reader, (PendingCall, MainReader)) and not is_waiting(reader):
                 self._receiver.give_back(peer, link, reader)
             link.wake_writer()
 
@@ -416,16 +416,16 @@ class OpenCalls:
             _run_on_done(call, None)
 
 
-def is_waiting(call: PendingCall) -> bool:
-    """Whether some thread waits for ``call``, and will give back the link that it reads."""
+def is_waiting(reader: PendingCall | MainReader) -> bool:
+    """Whether some thread waits for ``reader``, and will give back the links that it reads."""
     return any(
-        step.f_code in _WAITING and step.f_locals.get("call") is call
+        step.f_code in WAITING and any(each is reader for each in step.f_locals.values())
         for thread in sys._current_frames().values()
         for step, _ in walk_stack(thread)
     )
 
 
-_WAITING = {
+WAITING = {
     method.__code__
     for method in (
         OpenCalls.ask_and_wait,
@@ -433,6 +433,7 @@ _WAITING = {
         OpenCalls._complete_in_main,
     )
 }
+"""The code of the functions that take links in the main thread, and give them back."""
 
 
 def _run_on_done(call: PendingCall, _: object) -> None:

@@ -11,6 +11,7 @@ import itertools
 import math
 import threading
 import time
+from _thread import get_ident
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -48,6 +49,7 @@ from torchweft.protocol.backward import (
     Tell,
 )
 from torchweft.protocol.numbers import Tombstones
+from torchweft.runtime import interrupts
 from torchweft.runtime.reports import OpenWait, names_of
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
@@ -249,6 +251,11 @@ class Engine:
     def _send_and_wait(
         self, led: LedPassState, sends: Sequence[Send], others: Sequence[Peer]
     ) -> None:
+        if get_ident() == interrupts.main_id:
+            self._listener.lead_in_main(others, partial(self._send_all, led, sends), led)
+            if not led.inbox and led.outcome is None:  # A failed send sets the outcome.
+                self._wait_for_others(led)
+            return
         reading = self._listener.take_over(others)
         try:
             self._send_all(led, sends)

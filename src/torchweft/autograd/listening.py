@@ -4,28 +4,51 @@ A thread that is woken by another thread, which the kernel woke, waits for two w
 leading thread takes over the connections of all workers that may send to it, before it sends
 anything itself. It returns them before it runs a graph, which may take long. If another thread of
 this worker already reads one of them, or there are many, other threads wake the leading thread.
+
+The main thread may be interrupted at any step; see ``runtime.interrupts``. It takes only messages
+of its own pass, and another thread reads everything else. An interrupt ends the pass. So it does no
+harm if another thread reads a message once more that the main thread had taken.
 """
 
 from __future__ import annotations
 
 import select
 import time
-from _thread import get_ident
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from torchweft.agent.agent import Agent
+from torchweft.agent.calls import MainReader
+from torchweft.agent.open_calls import WAITING
 from torchweft.agent.peers import Peer
-from torchweft.runtime import interrupts
+from torchweft.autograd.pass_state import LedPassState
 from torchweft.transport.link import READ_TICK_S, Link
 from torchweft.transport.spinning import Spinning
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import Kind
 
 Reading = list[tuple[Peer, Link]]
 
 _PASS_IN_CALLS = 3
 """How much longer to spin for the answer of a small pass than for that of a small call."""
 
+_KINDS = (int(Kind.BACKWARD), int(Kind.GRADIENTS))
+
 _MOST_READ = 8
 """The most connections for which taking over, at each wait, costs less than being woken."""
+
+
+class PassReader(MainReader):
+    """The main thread, as reader of the messages of a pass that it leads."""
+
+    __slots__ = ("led",)
+
+    def __init__(self, led: LedPassState) -> None:
+        self.led = led
+
+    def owns(self, frames: Sequence[Frame]) -> bool:
+        """Whether all of ``frames`` are messages of the pass."""
+        pass_id = self.led.pass_id
+        return all(frame.id == pass_id and frame.kind in _KINDS for frame in frames)
 
 
 class Listener:
@@ -43,8 +66,7 @@ class Listener:
     def take_over(self, peers: Collection[Peer]) -> Reading:
         """Takes over the connections of ``peers``: all, or none if one is unavailable."""
         reading: Reading = []
-        # The main thread could be interrupted while it handles what it has read.
-        if len(peers) > _MOST_READ or get_ident() == interrupts.main_id:
+        if len(peers) > _MOST_READ:
             return reading
         for peer in peers:
             link = peer.link
@@ -88,6 +110,72 @@ class Listener:
         finally:
             if is_counted:
                 reactor.end_wait()
+
+    def lead_in_main(
+        self,
+        peers: Sequence[Peer],
+        send: Callable[[], None],
+        led: LedPassState,
+    ) -> None:
+        """Sends, and reads messages of a pass in the main thread until there is one.
+
+        Returns without a message if another thread reads one of the connections, or has to.
+
+        Args:
+            peers: The workers that may send to this one.
+            send: Sends this worker's messages.
+            led: The pass, which gets the messages.
+        """
+        agent, reader = self._agent, PassReader(led)
+        links: list[Link] = []
+        try:
+            for peer in peers[: _MOST_READ + 1]:
+                link = peer.link
+                if link is None or not link.may_be_interrupted or link.is_free:
+                    break
+                if link.readers.setdefault(0, reader) is not reader:
+                    break
+                links.append(link)
+                link.taken_by = reader
+                agent.reactor.pause_reading(link.read_fd)
+            send()
+            if 0 < len(links) == len(peers) <= _MOST_READ and led.outcome is None:
+                self._read_own(peers, links, reader)
+        finally:
+            for peer in peers:
+                if peer.link is not None:
+                    agent.receiver.give_back(peer, peer.link, reader)
+                    peer.link.wake_writer()
+
+    def _read_own(self, peers: Sequence[Peer], links: list[Link], reader: PassReader) -> None:
+        """Reads until there is a message of the pass, or a message for another thread."""
+        led = reader.led
+        spinning = self._spinning_of(peers[0])
+        look = spinning.begin() if spinning.is_worthwhile() else None
+        if self._agent.reactor.unarmed:
+            self._agent.reactor.arm_unarmed()
+        poll = None
+        while not led.inbox and time.monotonic() < led.deadline_s():
+            for peer, link in zip(peers, links, strict=True):
+                frames = link.receive_own(may_block=look is None and len(links) == 1)
+                if frames:
+                    if not reader.owns(frames):
+                        return  # The next reader handles all of them.
+                    led.inbox += [(peer, frame) for frame in frames]
+                    link.end_own([])
+                elif frames is None or peer.lost is not None:
+                    return
+            if led.inbox:
+                if look is not None:
+                    spinning.succeeded()
+            elif look is not None and not look.goes_on():
+                look = None
+                if len(links) > 1:
+                    poll = select.poll()
+                    for link in links:
+                        poll.register(link.read_fd, select.POLLIN)
+            elif poll is not None:
+                poll.poll(READ_TICK_S * 1e3)
 
     def _wake_for_tasks(self) -> None:
         reactor = self._agent.reactor
@@ -136,3 +224,6 @@ def _spin(poll: select.poll, spinning: Spinning) -> list[tuple[int, int]]:
 
 def _is_any_lost(reading: Reading) -> bool:
     return any(peer.lost is not None for peer, _ in reading)
+
+
+WAITING.add(Listener.lead_in_main.__code__)

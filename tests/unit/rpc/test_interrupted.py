@@ -21,6 +21,7 @@ from tests.unit.agent.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.open_calls import is_waiting
+from torchweft.autograd.contexts import enter
 from torchweft.channel.shm import borrowed
 from torchweft.errors import CallCancelled
 from torchweft.rpc.futures import Future
@@ -111,6 +112,38 @@ def test_a_call_may_be_interrupted_at_any_step(
         check_is_sound(pair)
         step += stride
     assert step > 40
+
+
+def pass_in(pair: Pair) -> tuple[int, Callable[[], None]]:
+    """Returns a new context, and a function that runs a backward pass over one hop in it."""
+    engine = pair.caller.engine
+    context_id = engine.contexts.open()
+    leaf = torch.ones(3, requires_grad=True)
+    with enter(context_id):
+        loss = pair.sync(double, leaf).sum()
+
+    def run() -> None:
+        engine.backward(context_id, [loss])
+        (gradient,) = engine.contexts.get(context_id).get_gradients().values()
+        assert torch.equal(gradient, torch.full((3,), 2.0))
+
+    return context_id, run
+
+
+@pytest.mark.keeps("threads", "descriptors")
+def test_a_backward_pass_may_be_interrupted_at_any_step(pair: Pair) -> None:
+    assert threading.get_ident() == interrupts.main_id
+    step, is_interrupted = 1, True
+    while is_interrupted:
+        context_id, run = pass_in(pair)
+        is_interrupted = interrupt_at(step, run)
+        check_is_sound(pair)
+        pair.caller.engine.release(context_id)
+        step += 5
+    assert step > 100
+    context_id, run = pass_in(pair)
+    run()
+    pair.caller.engine.release(context_id)
 
 
 @pytest.mark.keeps("threads", "descriptors")
