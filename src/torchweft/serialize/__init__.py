@@ -1,8 +1,8 @@
 """Serializes objects and tensors to bytes, and back.
 
-A message is a pickle with all tensors taken out of it, a table that describes the tensors, and
-the tensors' memory, which travels beside it without a copy. This is the lowest layer that may
-import torch.
+A message is a value or a pickle with all tensors taken out of it, and the tensors: small ones with
+their memory, large ones as a table, with their memory beside the message. This is the lowest layer
+that may import torch.
 
 ==============  ===================================================================
 ``objects``     an object to a payload, its tensors and its external references
@@ -13,7 +13,8 @@ import torch.
 ``table``       the bytes of that table, the numbers of dtypes and devices, and the checks before
                 memory is touched
 ``extents``     which bytes of memory travel, so that views go on sharing it
-``plain``       values to bytes without pickle, for workers that are strict
+``values``      values of a closed list of kinds to bytes, without pickle
+``inline``      small tensors to bytes inside their message
 ``reading``     how a worker reads messages: anything, allowed names only, or plain values
 ``allowed``     an allow-list of modules
 ``registry``    the names that a message may follow on every worker

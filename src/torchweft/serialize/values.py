@@ -198,7 +198,7 @@ class Encoder:
         """Returns the payload for ``value``.
 
         Raises:
-            SerializationError: Some part of it cannot be plain.
+            SerializationError: Some part of it is of another kind.
         """
         self._add(value)
         return b"".join(self._parts)
