@@ -33,7 +33,7 @@ def fetch(reference: Handle, timeout: float) -> Any:
     peer = agent.peers[reference.id.owner]
     subject = (worker.references.describe_use, reference.id, "to_here")
     try:
-        return call_and_wait(worker, peer, FETCH, (tuple(reference.id),), {}, timeout, subject)
+        return call_and_wait(worker, peer, FETCH, reference.id, {}, timeout, subject)
     except WorkerLost as error:
         raise _as_owner_lost(worker, reference, peer, error) from None
 

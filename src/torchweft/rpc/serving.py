@@ -183,9 +183,9 @@ def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
 
 
 @remotely_callable
-def fetch(reference: tuple[int, int, int]) -> WhenReady:
-    """Returns the value behind a reference of this worker."""
-    return WhenReady(owned(reference), lambda value: (fetch, value))
+def fetch(creator: int, owner: int, number: int) -> WhenReady:
+    """Returns the value behind a reference of this worker, whose parts are given."""
+    return WhenReady(owned((creator, owner, number)), lambda value: (fetch, value))
 
 
 @remotely_callable

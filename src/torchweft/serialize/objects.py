@@ -233,6 +233,8 @@ EXTERNAL_MARKER = (__name__, _external.__name__)
 """The globals that stand for the objects taken out of a pickle."""
 
 _PREFIX = _marker_to_memo()
+_NO_MARKER = b"".join([pickle.PROTO, bytes([_PROTOCOL]), pickle.NONE, pickle.MEMOIZE, pickle.POP])
+"""The same for a pickle without tensors: the memo begins with an object that nothing uses."""
 _MEMO: Any = {id(_tensor): (0, _tensor)}
 
 
@@ -328,7 +330,8 @@ class _QuickPickler:
         self._pickler.memo = _MEMO
         try:
             self._pickler.dump(value)
-            return Packed(b"".join((_PREFIX, *parts)), tensors, externals)
+            prefix = _PREFIX if tensors else _NO_MARKER
+            return new_packed((b"".join((prefix, *parts)), tensors, externals))
         finally:
             # Its memo would keep the objects of the message alive.
             self._pickler.clear_memo()

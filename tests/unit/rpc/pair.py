@@ -51,7 +51,7 @@ class Pair:
         return calls.create(self.caller, self.peer, function, args, {}, LIMIT_S)
 
     def fetch(self, reference: Handle) -> Any:
-        return self.sync(serving.fetch, tuple(reference.id))
+        return self.sync(serving.fetch, *reference.id)
 
     def call_method(self, reference: Handle, name: str, *args: Any) -> Any:
         return self.sync(serving.call_method, tuple(reference.id), name, args, {}, None)
