@@ -112,9 +112,9 @@ def encode(tensors: Sequence[Tensor]) -> tuple[list[Any], int] | None:
             flags |= PARAMETER
         if flags:
             tensor = tensor.detach()
-        if shared_ranges and may_be_shared(tensor.data_ptr()):
-            return None
         try:
+            if shared_ranges and may_be_shared(tensor.data_ptr()):
+                return None
             memory: Any = tensor.numpy().data
             code = _CODES[memory.format]
         except (RuntimeError, TypeError, KeyError, ValueError):
@@ -163,6 +163,8 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
     tensors: list[Tensor] = []
     all_flags: list[int] = []
     end = len(data)
+    if end - position > LIMIT_BYTES:
+        raise ProtocolError(f"the tensors of a message have {end - position} bytes, too many")
     try:
         while position < end:
             code, flags, ndim, size_bytes = _HEAD.unpack_from(data, position)
@@ -222,6 +224,8 @@ def _unusual(
             raise ProtocolError(f"a tensor of shape {shape} has the strides {strides}")
         flat = torch.from_numpy(np.ndarray((size_bytes // kind.itemsize,), kind, memory))
         tensor = flat.as_strided(shape, strides)
-    if flags & REQUIRES_GRAD and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ProtocolError(f"a tensor of {tensor.dtype} cannot require grad")
+    if flags & (REQUIRES_GRAD | COMPUTED):
+        may_require_grad = tensor.is_floating_point() or tensor.is_complex()
+        if not (flags & REQUIRES_GRAD and may_require_grad):
+            raise ProtocolError(f"a tensor of {tensor.dtype} has the impossible flags {flags:#x}")
     return tensor, position + size_bytes
