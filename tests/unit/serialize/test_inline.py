@@ -203,7 +203,9 @@ def test_flags_name_their_tensors() -> None:
     parameter = Parameter(torch.ones(1))
     assert flags_of(plain, strided) == []
     expected = [0, 0, REQUIRES_GRAD, 0, REQUIRES_GRAD | PARAMETER, 0]
-    assert flags_of(plain, strided, leaf, torch.ones(3, 2).t(), parameter, torch.ones(1)) == expected
+    assert (
+        flags_of(plain, strided, leaf, torch.ones(3, 2).t(), parameter, torch.ones(1)) == expected
+    )
 
 
 # Tensors that need tables

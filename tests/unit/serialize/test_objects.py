@@ -508,7 +508,13 @@ def many_kinds() -> dict[str, Any]:
         "default": collections.defaultdict(list, a=[shared]),
         "torch": (torch.float32, torch.device("cpu"), torch.Size([2]), torch.finfo(torch.half)),
         "errors": (ValueError("x", shared), KeyError(1)),
-        "others": (range(3), slice(1), Ellipsis, collections.Counter("aab"), collections.deque([1])),
+        "others": (
+            range(3),
+            slice(1),
+            Ellipsis,
+            collections.Counter("aab"),
+            collections.deque([1]),
+        ),
         "scripted": torch.jit.script(nn.ReLU()),
         "nested": [Nested([shared, 1]), shared, Nested({"key": Nested(shared)})],
     }
