@@ -20,7 +20,7 @@ from torchweft.protocol.backward import Abort, Gradients, Progress
 from torchweft.serialize import inline, values
 from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
 from torchweft.wire import references
-from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from torchweft.wire.frames import Frame, FrameParser, encode_frame
 from torchweft.wire.messages import (
     ERROR_REPLY,
     POSITIONAL,

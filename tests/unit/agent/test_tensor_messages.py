@@ -177,9 +177,9 @@ def test_a_message_without_tensors_has_no_flags(pair: list[Member]) -> None:
 )
 def test_a_malformed_message_is_refused(pair: list[Member], control: bytes) -> None:
     first, second = pair
+    messages, frame = first.tensor_messages, Frame(Kind.CALL, TABLES, 1, control, ())
     with pytest.raises(ProtocolError):
-        message = first.tensor_messages.read(Frame(Kind.CALL, TABLES, 1, control, ()))
-        first.tensor_messages.fetch(first.peer(second), message)
+        messages.fetch(first.peer(second), messages.read(frame))
 
 
 def test_what_cannot_be_pulled_is_streamed(
