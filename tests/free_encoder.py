@@ -1,4 +1,4 @@
-"""Plain payloads that no worker of Weft would make, but that a hostile member can send."""
+"""Values that no worker of Weft would make, but that a hostile member can send."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchweft.rpc import RRef
-from torchweft.serialize import plain as tags
+from torchweft.serialize import values as tags
 from torchweft.serialize.objects import Packed
-from torchweft.serialize.plain import Encoder
+from torchweft.serialize.values import Encoder
 
 
 class Made(NamedTuple):
@@ -37,6 +37,12 @@ class Ordered(NamedTuple):
 
     content: dict[Any, Any]
     attributes: Any
+
+
+class Home(NamedTuple):
+    """A reference that comes home, by any address."""
+
+    address: tuple[int, int, int]
 
 
 class Numbered(NamedTuple):
@@ -67,6 +73,8 @@ class FreeEncoder(Encoder):
             for each in (*value.content.items(), (value.attributes,)):
                 for part in each:
                     self._add(part)
+        elif isinstance(value, Home):
+            self._parts.append(tags.HOME_VALUE.pack(tags.HOME, *value.address))
         elif isinstance(value, Numbered):
             self._parts.append(tags.NUMBER.pack(*value))
         elif isinstance(value, Tensor):

@@ -32,10 +32,11 @@ from torchweft.rpc.completion import Call
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime.fair_queue import FairQueue
 from torchweft.runtime.reactor import Reactor
-from torchweft.serialize import compact
+from torchweft.serialize import inline
 from torchweft.serialize.functions import name_of, resolve
+from torchweft.serialize.values import decode, encode_simple
 from torchweft.wire.frames import FrameParser
-from torchweft.wire.messages import COMPACT, Kind, encode_compact_reply
+from torchweft.wire.messages import Kind, encode_reply
 
 SERIES, REPEATS = 7, 2000
 CALLS = 4000
@@ -101,9 +102,9 @@ def parts() -> list[Part]:
     rpc.rpc_sync("worker0", echo, args=(tensor,))
     request = worker.request(peer, echo, (tensor,), {}, 60.0)
     sent = b"".join(bytes(piece) for piece in request.message(1))  # type: ignore[arg-type]
-    values = compact.encode((tensor,), [])
-    assert values is not None
-    answer = encode_compact_reply(1, 0, 0, values)
+    inlined = inline.encode([tensor])
+    assert inlined is not None
+    answer = encode_reply(1, 0, 0, 0, (), b"", *inlined)
     return [
         *_requests(agent, worker, peer, tensor, request),
         *_system(agent, peer, sent, "caller"),
@@ -123,7 +124,8 @@ def _requests(
     return [
         Part("caller", "find the worker and the name of the function", 0, lambda: (
             current(), agent.find("worker0"), name_of(echo, True))),
-        Part("caller", "arguments to bytes", 0, lambda: compact.encode((tensor,), [])),
+        Part("caller", "arguments to bytes", 0, lambda: (
+            encode_simple((tensor,), [], True), inline.encode([tensor]))),
         Part("caller", "head and frame", 0, lambda: request.message(1)),
         Part("caller", "open the call, and close it again", 0, open_and_close),
     ]  # fmt: skip
@@ -166,7 +168,7 @@ def _serving(worker: Worker, peer: Peer, sent: bytes, tensor: torch.Tensor) -> l
     def serve() -> None:
         call = Call(silent, frame, time.monotonic())
         call.worker, call.owned = worker, None
-        serving._serve_compact(worker, silent, call)
+        serving._serve(worker, silent, call)
 
     serve()
     check_answer(silent.sent)
@@ -202,7 +204,7 @@ def check_answer(sent: bytes) -> None:
     A failed call is answered as well, but its time says nothing about a successful call.
     """
     [frame] = _parsing(sent)()
-    if frame.kind != Kind.REPLY or frame.flags != COMPACT:
+    if frame.kind != Kind.REPLY or frame.flags:
         raise ValueError(f"the call was answered by frame {frame!r}, which is no small result")
 
 
@@ -226,9 +228,12 @@ def _nothing(*_: object) -> None:
 
 
 def _decoding(tensor: torch.Tensor) -> Callable[[], object]:
-    values = compact.encode((tensor,), [])
-    assert values is not None
-    return lambda: compact.decode(values, 0, [])
+    inlined = inline.encode([tensor])
+    payload = encode_simple((tensor,), [], True)
+    assert inlined is not None
+    assert payload is not None
+    inside = b"".join(inlined[0])
+    return lambda: decode(payload, inline.decode(inside, 0)[0], ())
 
 
 def _parsing(data: bytes) -> Callable[[], Any]:

@@ -65,7 +65,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES, ids=bytes.decode)
 def test_a_name_that_leads_elsewhere(group: Cluster, mark: str, name: bytes) -> None:
-    for kwargs in ({}, {"key": 1}):  # compact, and as a pickle
+    for kwargs in ({}, {"key": 1}):  # a value, and a pickle
         with pytest.raises(NotAllowed) as caught:
             attacks.call_named("worker0", name, (f"touch {mark}",), kwargs)
         assert caught.value.worker == "worker0"

@@ -211,7 +211,7 @@ def test_a_pickle_that_comes_nevertheless(group: Cluster, tmp_path: Path) -> Non
     ids=bytes.decode,
 )
 def test_names_that_are_not_registered(group: Cluster, name: bytes) -> None:
-    for kwargs in ({}, {"key": 1}):  # compact, and with tables
+    for kwargs in ({}, {"key": 1}):  # simple values, and containers
         with pytest.raises(NotAllowed, match=r"'worker0' is strict.*rpc\.register") as caught:
             attacks.call_named("worker0", name, (1,), kwargs)
         assert caught.value.worker == "worker0"

@@ -18,16 +18,7 @@ from torchweft.serialize.exceptions import pack_error
 from torchweft.serialize.objects import pack
 from torchweft.transport import addresses
 from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
-from torchweft.wire.messages import (
-    ERROR_REPLY,
-    NO_CREATION,
-    CallHead,
-    Kind,
-    ReplyHead,
-    encode_call_head,
-    encode_reply_head,
-    encode_tensor_message,
-)
+from torchweft.wire.messages import ERROR_REPLY, NO_CREATION, Kind, encode_call, encode_reply
 
 pytestmark = [pytest.mark.keeps("threads", "descriptors"), pytest.mark.timeout(180)]
 
@@ -46,14 +37,12 @@ def pickled_call() -> bytes:
     """Returns a call as a member makes it, which would create a set in the worker."""
     payload = pack((({1, 2},), {}), main_by_name=True).payload
     name = f"{functions.__name__}:identity".encode()
-    head = encode_call_head(CallHead(10.0, NO_CREATION, 0, 0, name, ()))
-    return frame(Kind.CALL, 0, encode_tensor_message(head, payload, b"", b""))
+    return encode_call(1, 0, 10.0, NO_CREATION, 0, 0, name, (), payload)
 
 
 def pickled_error() -> bytes:
-    head = encode_reply_head(ReplyHead(0, 0, ()))
     payload = pack_error(ValueError("no"), "stranger")
-    return frame(Kind.REPLY, ERROR_REPLY, encode_tensor_message(head, payload, b"", b""))
+    return encode_reply(1, ERROR_REPLY, 0, 0, (), payload)
 
 
 def attempts() -> list[bytes]:

@@ -226,13 +226,6 @@ class TensorMessages:
             message.buffers = self._fetch(peer, message)
             message.channel_table = b""
 
-    def decode(self, peer: Peer, frame: Frame) -> TensorMessage:
-        """Reads a message and fetches its tensors; see ``read`` and ``fetch``."""
-        message = self.read(frame)
-        if message.channel_table:
-            self.fetch(peer, message)
-        return message
-
     def discard(self, peer: Peer, message: TensorMessage) -> None:
         """Tells the sender to release the tensors of a message that will not be read."""
         if message.channel_table:

@@ -122,9 +122,9 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
             flags |= PARAMETER
         if flags:
             tensor = tensor.detach()
-        if shared_ranges and may_be_shared(tensor.data_ptr()):
-            return None
         try:
+            if shared_ranges and may_be_shared(tensor.data_ptr()):
+                return None
             memory: Any = tensor.numpy().data
             code = _CODES[memory.format]
         except (RuntimeError, TypeError, KeyError, ValueError):
@@ -217,6 +217,8 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
     all_flags: list[int] = []
     shared: dict[int, Tensor] = {}
     end = len(data)
+    if end - position > LIMIT_BYTES:
+        raise ProtocolError(f"the tensors of a message have {end - position} bytes, too many")
     try:
         while position < end:
             code, flags, ndim, size_bytes = _HEAD.unpack_from(data, position)
@@ -320,6 +322,8 @@ def _view(
 def _check(flags: int, code: int) -> None:
     if flags & ~_FLAGS or (flags & SHARED and not flags & STRIDED):
         raise ProtocolError(f"a tensor of a message has the unknown flags {flags:#x}")
-    dtype = dtype_of(code)
-    if flags & REQUIRES_GRAD and not (dtype.is_floating_point or dtype.is_complex):
-        raise ProtocolError(f"a tensor of {dtype} cannot require grad")
+    if flags & (REQUIRES_GRAD | COMPUTED):
+        dtype = dtype_of(code)
+        may_require_grad = dtype.is_floating_point or dtype.is_complex
+        if not (flags & REQUIRES_GRAD and may_require_grad):
+            raise ProtocolError(f"a tensor of {dtype} has the impossible flags {flags:#x}")

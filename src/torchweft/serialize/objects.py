@@ -55,6 +55,7 @@ _MARKER_MODULE = "torchweft"
 _MARKER_NAME = "tensor"
 
 _STRIDED = torch.strided
+_MAIN_NAMES = frozenset(MAIN_MODULES)
 _external_types: tuple[type, ...] = ()
 
 
@@ -265,7 +266,7 @@ class _Reducers(dict[type, Any]):
 
     def _reducer_for(self, kind: type) -> Any:
         if issubclass(kind, type):
-            return None
+            return _by_copyreg if kind in copyreg.dispatch_table else None
         if kind is Tensor or kind is Parameter:
             return self._tensor
         if issubclass(kind, (Tensor, *_external_types)):
@@ -292,11 +293,11 @@ class _Reducers(dict[type, Any]):
 
     def _other(self, value: Any) -> Any:
         reduced = _take_out(self, value)
-        return value.__reduce_ex__(_PROTOCOL) if reduced is NotImplemented else reduced
+        return _by_copyreg(value) if reduced is NotImplemented else reduced
 
     def _of_torch(self, value: Any) -> Any:
         reduced = reduce_torch(value)
-        return value.__reduce_ex__(_PROTOCOL) if reduced is None else reduced
+        return _by_copyreg(value) if reduced is None else reduced
 
 
 _BY_CLASS = operator.methodcaller("__reduce_ex__", _PROTOCOL)
@@ -332,6 +333,9 @@ class _QuickPickler:
             self._pickler.dump(value)
             prefix = _PREFIX if tensors else _NO_MARKER
             return new_packed((b"".join((prefix, *parts)), tensors, externals))
+        except BaseException:
+            reducers.clear()  # A local class, which goes by value, must not live on here.
+            raise
         finally:
             # Its memo would keep the objects of the message alive.
             self._pickler.clear_memo()
@@ -455,7 +459,8 @@ def _take_out(pickler: _NamePickler | _ValuePickler | _Reducers, value: Any) -> 
 
 
 def _pack_by_name(value: object, main_by_name: bool) -> Packed:
-    if main_by_name and not cloudpickle.list_registry_pickle_by_value():
+    # Weft itself registers the main program; see ``_pack_by_value``.
+    if main_by_name and cloudpickle.list_registry_pickle_by_value() <= _MAIN_NAMES:
         try:
             pickler = _quick_picklers.pop()
         except IndexError:

@@ -35,7 +35,7 @@ from torchweft.protocol.calls import function_name
 from torchweft.protocol.connecting import Outgoing
 from torchweft.rpc.calls import BACKWARD_FROM, FETCH
 from torchweft.rpc.futures import fail
-from torchweft.rpc.requests import CompactRequest, Request
+from torchweft.rpc.requests import Request
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.objects import pack
 from torchweft.wire.frames import HEADER, Frame, encode_frame
@@ -63,7 +63,7 @@ class _Concerned:
 
     def __init__(
         self,
-        request: Request | CompactRequest,
+        request: Request,
         name: str,
         creation: int,
         function: str,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import random
-import struct
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.free_encoder import Attributed, FreeEncoder, Made, Named, Numbered, Ordered
+from tests.free_encoder import Attributed, FreeEncoder, Home, Made, Named, Numbered, Ordered
 from tests.fuzz.strict.world import HANDED, ME, OTHER, SENDER
 from tests.marked import names_of
 from torchweft.autograd import codec
@@ -33,7 +32,8 @@ from torchweft.protocol.backward import (
     Report,
     Settled,
 )
-from torchweft.serialize import compact
+from torchweft.serialize import inline
+from torchweft.serialize import values as tags
 from torchweft.serialize.registry import (
     rebuilds_pickled,
     rebuilds_plain,
@@ -46,15 +46,15 @@ from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import (
     ERROR_REPLY,
     NO_CREATION,
-    CallHead,
+    POSITIONAL,
+    TABLES,
     HandedReference,
     Kind,
-    ReplyHead,
-    encode_call_head,
-    encode_compact_call,
+    encode_call_front,
     encode_ints,
-    encode_reply_head,
-    encode_tensor_message,
+    encode_reply,
+    encode_reply_front,
+    encode_tables,
 )
 
 _PROGRAM = "tests.fuzz.strict.program"
@@ -126,57 +126,39 @@ class Grammar:
         make: Callable[[], bytes] = self.chance.choice(_FRAMES).__get__(self)
         return make()
 
-    def _compact_call(self) -> bytes:
-        name, args = self._call(is_compact=True)
-        values = compact.encode(args, [], self._compact_other) if type(args) is tuple else None
-        if values is None:
-            return self._tensor_message_call(name, args)
-        creation = self._creation()
-        context_id, message_id = self._context()
-        return encode_compact_call(
-            self._number(), self._seconds(), creation, context_id, message_id, name, values
-        )
-
-    def _compact_other(self, value: Any) -> bytes | None:
-        if isinstance(value, Named):
-            return b"f" + value.name
-        if isinstance(value, _Reference):
-            return b"r" + struct.pack("<qqq", *value.id)
-        return None
-
-    def _tensor_message_call(self, name: bytes | None = None, args: Any = None) -> bytes:
-        if name is None:
-            name, args = self._call(is_compact=False)
-        chance = self.chance
+    def _call_message(self) -> bytes:
+        name, args = self._call()
+        chance, flags = self.chance, 0
         kwargs = {} if chance.random() < 0.9 else {self._word(0): self.value(1)}
         content: Any = (args, kwargs)
-        if chance.random() < 0.1:
+        choice = chance.random()
+        if choice < 0.4:
+            content, flags = args, POSITIONAL
+        elif choice < 0.5:
             content, name = (args, kwargs, self._function()), b""
-        elif chance.random() < 0.05:
-            content = self.value(3)
+        elif choice < 0.55:
+            content, flags = self.value(3), chance.choice((0, POSITIONAL))
         payload, tensors = self._payload(content)
-        head = encode_call_head(
-            CallHead(self._seconds(), self._creation(), *self._context(), name, tuple(self._handed))
-        )
-        return self._tensor_message(Kind.CALL, 0, self._number(), head, payload, tensors)
+        head = (self._seconds(), self._creation(), *self._context(), name, tuple(self._handed))
+        front = encode_call_front(*head, payload)
+        return self._with_tensors(Kind.CALL, flags, self._number(), front, tensors)
 
-    def _tensor_message(
-        self,
-        kind: Kind,
-        flags: int,
-        number: int,
-        head: bytes,
-        payload: bytes,
-        tensors: list[Tensor],
+    def _with_tensors(
+        self, kind: Kind, flags: int, number: int, front: bytes, tensors: list[Tensor]
     ) -> bytes:
+        """Returns a message with its tensors, inside of it or by tables."""
+        inlined = inline.encode(tensors) if self.chance.random() < 0.5 else None
+        if inlined is not None:
+            inside = self._lie(b"".join(inlined[0]))
+            return _joined(encode_frame(kind, flags, number, front + inside))
         table, flat = describe(tensors) if tensors else (b"", [])
         table, buffers = self._lie(table), [as_memory(each) for each in flat]
         channels = b"" if self.chance.random() < 0.97 else self.chance.randbytes(24)
-        control = encode_tensor_message(head, payload, table, channels)
-        return _joined(encode_frame(kind, flags, number, control, buffers))
+        control = front + encode_tables(table, channels)
+        return _joined(encode_frame(kind, flags | TABLES, number, control, buffers))
 
     def _lie(self, table: bytes) -> bytes:
-        """Returns a table of tensors with some of its numbers changed."""
+        """Returns what describes tensors with some of its numbers changed."""
         if not table or self.chance.random() < 0.6:
             return table
         changed = bytearray(table)
@@ -192,27 +174,19 @@ class Grammar:
     def _reply(self) -> bytes:
         if self.chance.random() < 0.5:
             payload, tensors = self._payload(self.value(3))
-            head = encode_reply_head(ReplyHead(*self._context(), tuple(self._handed)))
-            return self._tensor_message(Kind.REPLY, 0, self._number(), head, payload, tensors)
-        head = encode_reply_head(ReplyHead(0, 0, ()))
-        return self._tensor_message(Kind.REPLY, ERROR_REPLY, self._number(), head, self.error(), [])
+            front = encode_reply_front(*self._context(), tuple(self._handed), payload)
+            return self._with_tensors(Kind.REPLY, 0, self._number(), front, tensors)
+        return encode_reply(self._number(), ERROR_REPLY, 0, 0, (), self.error())
 
     def _gradients(self) -> bytes:
         values = [self._gradient() for _ in range(self.chance.choice((1, 1, 2)))]
         name = self._pass()
         message = Gradients(self._message_id(), [], self._progress())
         recorded = self.chance.choice((0, 0, self._message_id()))
-        head = codec.encode_head(name, message, recorded)
-        flags = name.mode.flags
-        encoded = None
-        if all(not isinstance(each, Tensor) or not each.requires_grad for each in values):
-            encoded = compact.encode(values, [], self._compact_other)
-        if encoded is not None and self.chance.random() < 0.5:
-            return _joined(
-                encode_frame(Kind.GRADIENTS, flags | codec.COMPACT, name.pass_id, head + encoded)
-            )
         payload, tensors = self._payload(values)
-        return self._tensor_message(Kind.GRADIENTS, flags, name.pass_id, head, payload, tensors)
+        front = codec.encode_head(name, message, recorded, len(payload)) + payload
+        flags = name.mode.flags
+        return self._with_tensors(Kind.GRADIENTS, flags, name.pass_id, front, tensors)
 
     def _gradient(self) -> Any:
         if self.chance.random() < 0.6:
@@ -271,7 +245,7 @@ class Grammar:
 
     # Calls
 
-    def _call(self, *, is_compact: bool) -> tuple[bytes, Any]:
+    def _call(self) -> tuple[bytes, Any]:
         chance = self.chance
         choice = chance.random()
         if choice < 0.55:
@@ -536,8 +510,12 @@ class Grammar:
         name = self.chance.choice((*_METHODS, "_metadata", "items", "copy", "get"))
         return Ordered({self._word(0): self.value(depth)}, {name: self.value(depth)})
 
+    def _home(self, depth: int) -> Home:
+        return Home(self._address(self.chance.randrange(_VALUES)))
+
     def _numbered(self, depth: int) -> Numbered:
-        return Numbered(self.chance.choice((14, 15, 16)), self.chance.choice((0, 1, 2, 9, 1 << 31)))
+        tag = self.chance.choice((tags.AGAIN, tags.TENSOR, tags.REFERENCE))
+        return Numbered(tag, self.chance.choice((0, 1, 2, 9, 1 << 31)))
 
     def _torch(self, depth: int) -> Any:
         return self.chance.choice(
@@ -578,7 +556,9 @@ class Grammar:
             return f"{module}:{path}".encode("utf-8", "replace")
         return self.chance.randbytes(self.chance.choice((1, 8, 30)))
 
-    def _reference(self, which: int) -> _Reference:
+    def _reference(self, which: int) -> Any:
+        if self.chance.random() < 0.2:
+            return Home(self._address(which))
         id = ReferenceId(ME, ME, which)
         if self.chance.random() < 0.1:
             id = self._id()
@@ -632,7 +612,7 @@ class _Encoder(FreeEncoder):
 
     def _add_other(self, value: Any) -> None:
         if isinstance(value, _Reference):
-            self._parts.append(struct.pack("<BI", 16, len(self._handed)))
+            self._parts.append(tags.NUMBER.pack(tags.REFERENCE, len(self._handed)))
             self._handed.append(HandedReference(value.id, value.token))
         else:
             super()._add_other(value)
@@ -665,6 +645,7 @@ _LEAVES: tuple[Callable[[Grammar, int], Any], ...] = (
     Grammar._tensor,
     Grammar._named,
     Grammar._any_reference,
+    Grammar._home,
     Grammar._torch,
 )
 _NODES: tuple[Callable[[Grammar, int], Any], ...] = (
@@ -672,8 +653,7 @@ _NODES: tuple[Callable[[Grammar, int], Any], ...] = (
     *(Grammar._attributed, Grammar._ordered, Grammar._numbered),
 )
 _FRAMES: tuple[Any, ...] = (
-    *[Grammar._compact_call] * 8,
-    *[Grammar._tensor_message_call] * 14,
+    *[Grammar._call_message] * 22,
     *[Grammar._gradients] * 4,
     *[Grammar._backward] * 2,
     *(Grammar._reply, Grammar._references, Grammar._integers, Grammar._other),

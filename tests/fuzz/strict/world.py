@@ -28,7 +28,7 @@ from torchweft.optim.groups import GroupPart
 from torchweft.protocol.membership.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
-from torchweft.rpc.requests import CompactRequest
+from torchweft.rpc.requests import Request
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime.reactor import Reactor
 from torchweft.serialize.reading import make_reader
@@ -116,8 +116,8 @@ class World:
     def _ask(self, peer: Peer, call: Any, request: Any, **_: Any) -> None:
         """Checks a call that this worker makes, and lets it fail."""
         if not peer.is_self:
-            is_compact = isinstance(request, CompactRequest)
-            name = request._function if is_compact else _name_in(request._head)
+            assert isinstance(request, Request), f"a message had {request!r} asked elsewhere"
+            name = request.function or b"a function by value"
             assert remotely_callable.has(name.decode()), f"a message had {name!r} called elsewhere"
         raise WorkerLost("nobody is there", worker=peer.name)
 
@@ -211,9 +211,3 @@ class World:
         for number in (SENDER, OTHER):
             self.agent.peers[number].link = None
         self.agent.close(1.0)
-
-
-def _name_in(head: bytes) -> bytes:
-    from torchweft.wire.messages import decode_call_head
-
-    return decode_call_head(head).function or b"a function by value"

@@ -29,8 +29,10 @@ def _read_message(data: memoryview) -> None:
 
 
 def _read_head(data: memoryview) -> None:
-    name, gradients, recorded_id, end = decode_head(_PASS_ID, 0, data)
-    assert encode_head(name, gradients, recorded_id) == data[:end], "something was made up"
+    name, gradients, recorded_id, start, end = decode_head(_PASS_ID, 0, data)
+    assert start <= end <= len(data)
+    head = encode_head(name, gradients, recorded_id, end - start)
+    assert head == data[:start], "something was made up"
 
 
 def run(data: bytes) -> Exception | None:
@@ -55,9 +57,9 @@ def seeds() -> list[bytes]:
         Failed(3, "matmul", b"\x00error"),
         Abort(),
     )
-    heads = [encode_head(name, Gradients(8, [], told)) for told in (None, progress)]
+    heads = [encode_head(name, Gradients(8, [], told), 0, 7) for told in (None, progress)]
     return [b"\0" + encode(name, message) for message in messages] + [
-        b"\1" + head + b"values" for head in heads
+        b"\1" + head + b"payload and tensors" for head in heads
     ]
 
 

@@ -11,46 +11,49 @@ from torchweft.ids import ReferenceId
 from torchweft.wire.frames import HEADER_BYTES
 from torchweft.wire.messages import (
     NO_CREATION,
-    CallHead,
     HandedReference,
-    ReplyHead,
-    decode_call_head,
-    decode_compact_call,
-    decode_compact_reply,
+    decode_call,
     decode_ints,
-    decode_reply_head,
-    decode_tensor_message,
-    encode_call_head,
-    encode_compact_call,
-    encode_compact_reply,
+    decode_reply,
+    decode_tables,
+    encode_call,
+    encode_call_front,
     encode_ints,
-    encode_reply_head,
-    encode_tensor_message,
+    encode_reply,
+    encode_reply_front,
+    encode_tables,
 )
 
 
-def _tensor_message(data: memoryview) -> bytes:
-    return encode_tensor_message(*[bytes(section) for section in decode_tensor_message(data)])
+def _call(data: memoryview) -> bytes:
+    *head, start, end = decode_call(data)
+    assert start <= end <= len(data)
+    payload, tensors = bytes(data[start:end]), data[end:]
+    whole = encode_call(0, 0, *head, payload, (tensors,), len(tensors))[HEADER_BYTES:]
+    assert encode_call_front(*head, payload) + tensors == whole
+    return whole
 
 
-def _compact_call(data: memoryview) -> bytes:
-    *head, name, start = decode_compact_call(data)
-    assert start <= len(data)
-    return encode_compact_call(0, *head, name, bytes(data[start:]))[HEADER_BYTES:]
+def _reply(data: memoryview) -> bytes:
+    *head, start, end = decode_reply(data)
+    assert start <= end <= len(data)
+    payload, tensors = bytes(data[start:end]), data[end:]
+    whole = encode_reply(0, 0, *head, payload, (tensors,), len(tensors))[HEADER_BYTES:]
+    assert encode_reply_front(*head, payload) + tensors == whole
+    return whole
 
 
-def _compact_reply(data: memoryview) -> bytes:
-    context_id, message_id, start = decode_compact_reply(data)
-    return encode_compact_reply(0, context_id, message_id, bytes(data[start:]))[HEADER_BYTES:]
+def _tables(data: memoryview) -> bytes:
+    tables = [bytes(table) for table in decode_tables(data)]
+    end = encode_tables(*tables)
+    return bytes(data[: len(data) - len(end)]) + end
 
 
 _TRIPS: tuple[Callable[[memoryview], bytes], ...] = (
-    _tensor_message,
-    lambda data: encode_call_head(decode_call_head(data)),
-    lambda data: encode_reply_head(decode_reply_head(data)),
+    _tables,
+    _call,
+    _reply,
     lambda data: encode_ints(*decode_ints(data)),
-    _compact_call,
-    _compact_reply,
 )
 
 
@@ -68,22 +71,20 @@ def run(data: bytes) -> Exception | None:
 
 
 def seeds() -> list[bytes]:
-    """Returns one or two messages for every decoder."""
+    """Returns two messages for every decoder."""
     handed = HandedReference(ReferenceId(1, 2, 3), 4)
-    call = encode_call_head(CallHead(1.5, 2, 3, 4, b"module:name", (handed, handed)))
-    simple = encode_call_head(CallHead(math.inf, NO_CREATION, 0, 0, b"", ()))
-    reply = encode_reply_head(ReplyHead(3, 4, (handed,)))
-    compact_call = encode_compact_call(1, 2.0, 3, 4, 5, b"module:name", b"values")
+    call = encode_call_front(1.5, 2, 3, 4, b"module:name", (handed, handed), b"payload")
+    simple = encode_call_front(math.inf, NO_CREATION, 0, 0, b"", (), b"")
+    reply = encode_reply_front(3, 4, (handed,), b"payload")
     return [
-        b"\0" + encode_tensor_message(call, b"payload", b"table", b"channels"),
-        b"\0" + encode_tensor_message(b"", b"", b"", b""),
-        b"\1" + call,
+        b"\0" + call + encode_tables(b"table", b"channels"),
+        b"\0" + encode_tables(b"", b""),
+        b"\1" + call + b"tensors",
         b"\1" + simple,
-        b"\2" + reply,
-        b"\2" + encode_reply_head(ReplyHead(0, 0, ())),
+        b"\2" + reply + b"tensors",
+        b"\2" + encode_reply_front(0, 0, (), b""),
         b"\3" + encode_ints(1, -1, 1 << 62),
-        b"\4" + compact_call[HEADER_BYTES:],
-        b"\5" + encode_compact_reply(1, 2, 3, b"values")[HEADER_BYTES:],
+        b"\3" + encode_ints(),
     ]
 
 

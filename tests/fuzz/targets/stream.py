@@ -1,7 +1,7 @@
 """All that a member of the group can send, from the socket to the decoded message.
 
-Frames are parsed out of a stream and decoded by their kinds, as the handlers of a worker do it. The
-payload of a tensor message is a pickle and stays unread: members may send pickles.
+Frames are parsed out of a stream and decoded by their kinds, as the handlers of a worker do it. A
+payload that is a pickle stays unread: members may send pickles.
 """
 
 from __future__ import annotations
@@ -14,71 +14,72 @@ from tests.fuzz.target import Target
 from torchweft.autograd import codec
 from torchweft.autograd.codec import PassMode
 from torchweft.channel.table import BufferEntry, ChannelKind, decode_table, encode_table
-from torchweft.errors import ProtocolError, SerializationError
+from torchweft.errors import ProtocolError, UnknownFunction, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.backward import Abort, Gradients, Progress
-from torchweft.serialize import compact
+from torchweft.serialize import inline, values
 from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
 from torchweft.wire import references
-from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from torchweft.wire.frames import Frame, FrameParser, encode_frame
 from torchweft.wire.messages import (
-    COMPACT,
-    CallHead,
+    ERROR_REPLY,
+    POSITIONAL,
+    TABLES,
     HandedReference,
     Kind,
-    ReplyHead,
-    TensorMessageSections,
-    decode_call_head,
-    decode_compact_call,
-    decode_compact_reply,
+    decode_call,
     decode_ints,
-    decode_reply_head,
-    decode_tensor_message,
-    encode_call_head,
-    encode_compact_call,
-    encode_compact_reply,
+    decode_reply,
+    decode_tables,
+    encode_call,
+    encode_call_front,
     encode_ints,
-    encode_reply_head,
-    encode_tensor_message,
+    encode_reply,
+    encode_reply_front,
+    encode_tables,
 )
 
 _RECEIVE_BYTES = 256
 _LIMIT_BYTES = 4096
-_MAY_RAISE = (ProtocolError, SerializationError)
+_MAY_RAISE = (WeftError,)
+"""A name in a value may raise any of them."""
 
 
-def _read_tensor_message(control: Buffer, buffers: list[Buffer]) -> TensorMessageSections:
-    sections = decode_tensor_message(control)
-    sizes = [len(buffer) for buffer in buffers]
-    table = decode_table(sections.channel_table, sizes, _LIMIT_BYTES)
-    if not table.entries and sections.tensor_table:
-        rebuild(sections.tensor_table, buffers)
-        grad_flags(sections.tensor_table)
-    return sections
+def _read_tensors(frame: Frame, start: int, end: int) -> None:
+    """Reads the value of a message, unless it is a pickle, and its tensors."""
+    control, tensors = frame.control, list[torch.Tensor]()
+    if not frame.flags & TABLES:
+        tensors, _ = inline.decode(control, end)
+    else:
+        tensor_table, channel_table = decode_tables(control)
+        buffers = list(frame.buffers)
+        table = decode_table(channel_table, [len(buffer) for buffer in buffers], _LIMIT_BYTES)
+        if not table.entries and tensor_table:
+            tensors = rebuild(tensor_table, buffers)
+            grad_flags(tensor_table)
+    payload = control[start:end]
+    if payload and payload[0] != values.PICKLE:
+        values.decode(payload, tensors, (), _refuse)
+
+
+def _refuse(name: bytes) -> None:
+    raise UnknownFunction(f"no {name!r}")
 
 
 def _read_call(frame: Frame) -> None:
-    if frame.flags == COMPACT:
-        *_, start = decode_compact_call(frame.control)
-        compact.decode(frame.control, start, [], bytes)
-    else:
-        decode_call_head(_read_tensor_message(frame.control, list(frame.buffers)).head)
+    *_, start, end = decode_call(frame.control)
+    _read_tensors(frame, start, end)
 
 
 def _read_reply(frame: Frame) -> None:
-    if frame.flags == COMPACT:
-        *_, start = decode_compact_reply(frame.control)
-        compact.decode(frame.control, start, [], bytes)
-    else:
-        decode_reply_head(_read_tensor_message(frame.control, list(frame.buffers)).head)
+    *_, start, end = decode_reply(frame.control)
+    if not frame.flags & ERROR_REPLY:
+        _read_tensors(frame, start, end)
 
 
 def _read_gradients(frame: Frame) -> None:
-    *_, start = codec.decode_head(frame.id, frame.flags, frame.control)
-    if frame.flags & codec.COMPACT:
-        compact.decode(frame.control, start, [], bytes)
-    else:
-        _read_tensor_message(frame.control[start:], list(frame.buffers))
+    *_, start, end = codec.decode_head(frame.id, frame.flags, frame.control)
+    _read_tensors(frame, start, end)
 
 
 _READERS: dict[int, Callable[[Frame], object]] = {
@@ -137,22 +138,34 @@ def seeds() -> list[bytes]:
     table, flat = describe([torch.ones(3), torch.ones(2, 2).t()])
     buffers = [as_memory(tensor) for tensor in flat]
     fetched = encode_table(1, [BufferEntry(ChannelKind.CMA, 64, 0x7000)])
-    values = compact.encode((torch.ones(2), "text", [1, None], {"key": 2.5}), [])
-    assert values is not None
-    call = encode_call_head(CallHead(1.0, 2, 3, 4, b"module:name", (handed,)))
-    reply = encode_reply_head(ReplyHead(3, 4, (handed,)))
+    given = (torch.ones(2), "text", torch.ones(2, 3, requires_grad=True).t(), None, 2.5, len)
+    tensors: list[torch.Tensor] = []
+    simple = values.encode_simple(given, tensors, True)
+    encoder = values.Encoder(True, ())
+    payload = encoder.encode(([given[0], {"key": 1}], {"a": given[2]}))
+    inlined = inline.encode(tensors)
+    assert simple is not None
+    assert inlined is not None
+    inside = b"".join(inlined[0])
+    call = (1.0, 2, 3, 4, b"module:name", (handed,))
+    reply = (3, 4, (handed,))
     name = codec.PassName(1, 7, 2, PassMode())
-    head = codec.encode_head(name, Gradients(8, [], Progress([3], [4], [], [5])))
+    gradients = Gradients(8, [], Progress([3], [4], [], [5]))
+    head = codec.encode_head(name, gradients, 0, len(simple)) + simple
+    by_tables = encode_tables(table, b"")
+    front = encode_call_front(*call, payload)
+    reply_front = encode_reply_front(*reply, b"\x80pickle")
     whole = [
-        _frame(Kind.CALL, 0, encode_tensor_message(call, b"pickle", table, b""), buffers),
-        _frame(Kind.CALL, 0, encode_tensor_message(call, b"pickle", table, fetched), []),
-        _frame(Kind.REPLY, 0, encode_tensor_message(reply, b"pickle", table, b""), buffers),
-        encode_compact_call(7, 1.0, 2, 3, 4, b"module:name", values),
-        encode_compact_reply(7, 3, 4, values),
+        _frame(Kind.CALL, TABLES, front + by_tables, buffers),
+        _frame(Kind.CALL, TABLES, front + encode_tables(table, fetched), []),
+        _frame(Kind.REPLY, TABLES, reply_front + by_tables, buffers),
+        encode_call(7, POSITIONAL, *call, simple, (inside,), len(inside)),
+        encode_reply(7, 0, *reply, payload, (inside,), len(inside)),
         _frame(Kind.REFERENCES, 0, references.encode([references.Handed(3)]), []),
         _frame(Kind.BACKWARD, 0, codec.encode(name, Abort()), []),
-        _frame(Kind.GRADIENTS, 0, head + encode_tensor_message(b"", b"", table, b""), buffers),
-        _frame(Kind.GRADIENTS, codec.COMPACT, head + values, []),
+        _frame(Kind.GRADIENTS, TABLES, head + by_tables, buffers),
+        _frame(Kind.GRADIENTS, 0, head + inside, []),
+        encode_reply(7, ERROR_REPLY, 0, 0, (), b"an error"),
         *[_frame(kind, 0, encode_ints(5), []) for kind in (Kind.PULLED, Kind.SUPPLY)],
         *[_frame(kind, 0, encode_ints(1), []) for kind in (Kind.RELEASE_CONTEXT, Kind.SHUTDOWN)],
     ]

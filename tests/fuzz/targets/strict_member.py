@@ -22,6 +22,7 @@ from tests.fuzz.strict.grammar import Grammar
 from tests.fuzz.strict.world import World
 from tests.fuzz.target import Target
 from torchweft.errors import ProtocolError, SerializationError
+from torchweft.serialize.values import NUMBER, TUPLE
 from torchweft.wire.frames import FrameParser
 
 _LENGTH_LIMIT = 4096
@@ -29,6 +30,7 @@ _LIMIT_BYTES = 1 << 16
 _MESSAGES_A_WORKER = 100
 _GROWTH_BYTES = 512 << 20
 _MAY_RAISE = (ProtocolError, SerializationError)
+_ERROR_START = NUMBER.pack(TUPLE, 3)
 
 warnings.simplefilter("ignore")
 
@@ -104,7 +106,7 @@ def _serve(data: bytes, world: World) -> Exception | None:
         refusal = world.receive(frame) or refusal
     if data[:1] == b"\t":
         # Only the leader of a failed backward pass reads the error inside the message.
-        _show(world.tell_error(data[data.find(b"\x01\x08") :]))
+        _show(world.tell_error(data[data.find(_ERROR_START) :]))
     return refusal
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 from torchweft.agent.agent import Agent, Protection
 from torchweft.agent.peers import Members, Peer
 from torchweft.agent.references import ReferenceKeeper
-from torchweft.agent.tensor_messages import TensorMessages
+from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
 from torchweft.protocol.connecting import Patience, Terms
 from torchweft.protocol.membership.registration import Registration
 from torchweft.transport.addresses import Address, listen_tcp, listen_unix
 from torchweft.transport.resumable import ResumableLink
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import Kind, encode_call_front
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 """The run's token, which the members of a test group share."""
@@ -101,6 +104,53 @@ def group_of(
     finally:
         for member in members:
             member.close()
+
+
+FRONT = encode_call_front(1.0, 2, 3, 4, b"name", (), b"payload")
+"""A call without its tensors, which the members of a test group send."""
+
+
+class Received:
+    """The calls that arrive at one member, whose tensors are fetched there in a task.
+
+    Args:
+        member: The member.
+        fetches: Whether tensors are fetched; otherwise their sender may release them.
+    """
+
+    def __init__(self, member: Member, fetches: bool = True) -> None:
+        self._member = member
+        self._fetches = fetches
+        self._came = threading.Semaphore(0)
+        self.begun = threading.Event()
+        self.message: TensorMessage | None = None
+        self.error: Exception | None = None
+        member.agent.receiver.on(Kind.CALL, self._on_call, inline=False)
+
+    def _on_call(self, peer: Peer, frame: Frame) -> None:
+        self.begun.set()
+        messages = self._member.tensor_messages
+        try:
+            assert bytes(frame.control[: len(FRONT)]) == FRONT
+            self.message = messages.read(frame)
+            (messages.fetch if self._fetches else messages.discard)(peer, self.message)
+        except Exception as error:
+            self.error = error
+        self._came.release()
+
+    def next(self) -> TensorMessage:
+        """Waits for a message, and returns it."""
+        assert self._came.acquire(timeout=LIMIT_S)
+        assert self.error is None, self.error
+        assert self.message is not None
+        return self.message
+
+    def failure(self) -> Exception:
+        """Waits for a message that cannot be opened, and returns the error."""
+        assert self._came.acquire(timeout=LIMIT_S)
+        error, self.error = self.error, None
+        assert error is not None
+        return error
 
 
 def wait_until(is_so: Callable[[], object], what: str = "it") -> None:

@@ -13,18 +13,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.unit.agent.group import KEY, Member, group_of, wait_until
+from tests.unit.agent.group import FRONT, KEY, Member, Received, group_of, wait_until
 from torchweft import knobs
 from torchweft.agent.data_connections import DataConnections
-from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import TensorMessage
 from torchweft.channel.table import STRIPED, ChannelKind
 from torchweft.errors import NotInitialized, WorkerLost
 from torchweft.secret import Secret
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
 from torchweft.transport.striped import Outbox, SendingConnection
-from torchweft.wire.frames import Buffer, Frame
+from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import Kind
 
 LIMIT_S = 20.0
@@ -54,42 +52,6 @@ def pair() -> Iterator[list[Member]]:
         yield members
 
 
-class Opened:
-    """The messages that arrive at one member, opened there in a task."""
-
-    def __init__(self, member: Member, opens: bool = True) -> None:
-        self._member = member
-        self._opens = opens
-        self._came = threading.Semaphore(0)
-        self.begun = threading.Event()
-        self.message: TensorMessage | None = None
-        self.error: Exception | None = None
-        member.agent.receiver.on(Kind.CALL, self._on_call, inline=False)
-
-    def _on_call(self, peer: Peer, frame: Frame) -> None:
-        self.begun.set()
-        try:
-            self.message = self._member.tensor_messages.read(frame)
-            if self._opens:
-                self._member.tensor_messages.fetch(peer, self.message)
-            else:
-                self._member.tensor_messages.discard(peer, self.message)
-        except Exception as error:
-            self.error = error
-        self._came.release()
-
-    def next(self) -> TensorMessage:
-        assert self._came.acquire(timeout=LIMIT_S)
-        assert self.error is None, self.error
-        assert self.message is not None
-        return self.message
-
-    def failure(self) -> Exception:
-        assert self._came.acquire(timeout=LIMIT_S)
-        assert self.error is not None
-        return self.error
-
-
 def data_of(member: Member) -> DataConnections:
     source = member.tensor_messages.sources[STRIPED]
     assert isinstance(source, DataConnections)
@@ -102,7 +64,7 @@ def send(sender: Member, to: Member, *tensors: torch.Tensor) -> None:
         sender.agent.connect(peer)
         wait_until(lambda: peer.channels.channel_for(NEVER_BYTES // 2) == STRIPED)
     sender.agent.sender.send(
-        peer, sender.tensor_messages.encode(peer, Kind.CALL, 0, 7, b"head", b"", tensors)
+        peer, sender.tensor_messages.encode(peer, Kind.CALL, 0, 7, FRONT, tensors)
     )
 
 
@@ -127,15 +89,15 @@ def hold_back(monkeypatch: pytest.MonkeyPatch, stripes: int) -> threading.Event:
 
 def test_tensors_arrive_over_connections_made_when_first_needed(pair: list[Member]) -> None:
     first, second = pair
-    opened = Opened(second)
+    received = Received(second)
     send(first, second, torch.ones(3))
-    opened.next()
+    received.next()
     data = data_of(first)._of(first.peer(second))
     assert data.sending is None
     sent = [torch.randn(SIZE), torch.arange(5), torch.randn(2 * SIZE)]
     for _ in range(3):
         send(first, second, *sent)
-        arrived = opened.next().tensors(detached=False)
+        arrived = received.next().tensors(detached=False)
         assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
     sending = data.sending
     assert sending is not None
@@ -145,18 +107,18 @@ def test_tensors_arrive_over_connections_made_when_first_needed(pair: list[Membe
 
 def test_traffic_counts_them_on_both_sides(pair: list[Member]) -> None:
     first, second = pair
-    opened = Opened(second)
+    received = Received(second)
     send(first, second, torch.randn(SIZE))
-    opened.next()
+    received.next()
     assert first.agent.traffic().bytes_sent >= 4 * SIZE
     wait_until(lambda: second.agent.traffic().bytes_received >= 4 * SIZE)
 
 
 def test_what_nobody_reads_is_dropped_when_it_is_here(pair: list[Member]) -> None:
     first, second = pair
-    opened = Opened(second, opens=False)
+    received = Received(second, fetches=False)
     send(first, second, torch.randn(SIZE))
-    opened.next()
+    received.next()
     arrivals = data_of(second)._of(second.peer(first)).arrivals
     wait_until(lambda: arrivals.bytes_received == 4 * SIZE and arrivals.count == 0)
     assert second.agent.pool.statistics().leased_count == 0
@@ -164,11 +126,11 @@ def test_what_nobody_reads_is_dropped_when_it_is_here(pair: list[Member]) -> Non
 
 def test_the_sender_lets_go_of_what_is_written(pair: list[Member]) -> None:
     first, second = pair
-    opened = Opened(second)
+    received = Received(second)
     sent = torch.randn(SIZE)
     is_alive = weakref.ref(sent)
     send(first, second, sent)
-    opened.next()
+    received.next()
     del sent
     wait_until(lambda: gc.collect() >= 0 and is_alive() is None)
 
@@ -187,21 +149,21 @@ def test_a_data_connection_that_breaks_makes_no_loss(
 ) -> None:
     """It breaks between stripes or within one; the missing data follows among the messages."""
     first, second = pair
-    opened = Opened(second)
+    received = Received(second)
     may_go_on = hold_back(monkeypatch, stripes)
     sent = [torch.randn(SIZE), torch.randn(2 * SIZE)]
     send(first, second, *sent)
-    assert opened.begun.wait(LIMIT_S)
+    assert received.begun.wait(LIMIT_S)
     data = data_of(second)._of(second.peer(first))
     wait_until(lambda: data.arrivals.is_incomplete and len(data.receiving) == 2)
     cut_data(first, second)
-    arrived = opened.next().tensors(detached=False)
+    arrived = received.next().tensors(detached=False)
     assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
     may_go_on.set()
     # Later tensors take new connections.
     wait_until(lambda: not data.receiving)
     send(first, second, *sent)
-    arrived = opened.next().tensors(detached=False)
+    arrived = received.next().tensors(detached=False)
     assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
     assert data_of(first)._of(first.peer(second)).set_count == 2
     assert first.peer(second).lost is second.peer(first).lost is None
@@ -215,9 +177,9 @@ def test_tensors_come_whatever_breaks_and_nothing_is_left(over: str) -> None:
     """Data connections break at any moment, and over TCP the session does too."""
     with striping(over=over) as (first, second):
         choose = random.Random(7)
-        opened = Opened(second)
+        received = Received(second)
         send(first, second, torch.randn(SIZE))
-        opened.next()
+        received.next()
         descriptors = len(os.listdir("/proc/self/fd"))
         for number in range(40):
             sent = [torch.full((SIZE,), float(number)), torch.randn(3)]
@@ -228,10 +190,10 @@ def test_tensors_come_whatever_breaks_and_nothing_is_left(over: str) -> None:
                     cut_data(first, second)
             if over == "tcp" and number % 5 == 0:
                 first.cut(second)
-            arrived = opened.next().tensors(detached=False)
+            arrived = received.next().tensors(detached=False)
             assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
             del sent, arrived
-        opened.message = None
+        received.message = None
         assert first.peer(second).lost is second.peer(first).lost is None
         sending, receiving = (
             data_of(a)._of(a.peer(b)) for a, b in ((first, second), (second, first))
@@ -248,9 +210,9 @@ def test_what_cannot_go_over_broken_connections_is_supplied(
 ) -> None:
     """The connections break after the channel was chosen and before the tensor is sent."""
     first, second = pair
-    opened = Opened(second)
+    received = Received(second)
     send(first, second, torch.randn(SIZE))
-    opened.next()
+    received.next()
     data = data_of(first)._of(first.peer(second))
     sending = data.sending
     assert sending is not None
@@ -258,36 +220,36 @@ def test_what_cannot_go_over_broken_connections_is_supplied(
     data_of(first)._break_sending(first.peer(second), sending.number, "a test")
     sent = torch.randn(SIZE)
     send(first, second, sent)
-    assert torch.equal(opened.next().tensors(detached=False)[0], sent)
+    assert torch.equal(received.next().tensors(detached=False)[0], sent)
     wait_until(lambda: not data.kept)
 
 
 def test_a_break_of_an_earlier_set_ends_no_later_one(pair: list[Member]) -> None:
     first, second = pair
-    opened = Opened(second)
+    received = Received(second)
     for _ in range(2):
         send(first, second, torch.randn(SIZE))
-        opened.next()
+        received.next()
         cut_data(first, second)
         data = data_of(first)._of(first.peer(second))
         wait_until(lambda data=data: data.sending is None)  # type: ignore[misc]
     send(first, second, torch.randn(SIZE))
-    opened.next()
+    received.next()
     standing = data.sending
     assert standing is not None
     assert standing.number == 3
     for number in (0, 1, 2):
         second.agent.sender.post_ints(second.peer(first), Kind.DATA_BROKEN, number)
     send(first, second, torch.randn(SIZE))
-    opened.next()
+    received.next()
     assert data.sending is standing
 
 
 def test_a_connection_of_a_set_that_has_broken_comes_too_late(pair: list[Member]) -> None:
     first, second = pair
-    opened = Opened(second)
+    received = Received(second)
     send(first, second, torch.ones(3))
-    opened.next()
+    received.next()
     peer = second.peer(first)
     data_of(second)._end_receiving(peer, 4)
     ours, theirs = socket.socketpair()
@@ -304,15 +266,15 @@ def test_what_does_not_come_for_long_is_asked_for_again(
     """The sender may be busy, which does not make it lost."""
     first, second = pair
     data_of(second)._stall_s = 0.2
-    opened = Opened(second)
+    received = Received(second)
     hold_back(monkeypatch, 1)
     sent = torch.randn(SIZE)
     send(first, second, sent)
-    assert torch.equal(opened.next().tensors(detached=False)[0], sent)
+    assert torch.equal(received.next().tensors(detached=False)[0], sent)
     assert "nothing came for" in caplog.text
     assert second.peer(first).lost is None
     assert data_of(first)._of(first.peer(second)).kept == {}
-    opened.message = None
+    received.message = None
     wait_until(lambda: second.agent.pool.statistics().leased_count == 0)
 
 
@@ -320,51 +282,51 @@ def test_the_loss_of_the_peer_ends_the_wait(
     pair: list[Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = pair
-    opened = Opened(second)
+    received = Received(second)
     hold_back(monkeypatch, 1)
     send(first, second, torch.randn(SIZE))
     arrivals = data_of(second)._of(second.peer(first)).arrivals
-    assert opened.begun.wait(LIMIT_S)
+    assert received.begun.wait(LIMIT_S)
     wait_until(lambda: arrivals.bytes_received > 0)
     second.agent.lose(second.peer(first), "a test")
-    assert isinstance(opened.failure(), WorkerLost)
+    assert isinstance(received.failure(), WorkerLost)
     wait_until(lambda: second.agent.pool.statistics().leased_count == 0)
 
 
 def test_a_close_ends_the_wait(pair: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = pair
-    opened = Opened(second)
+    received = Received(second)
     hold_back(monkeypatch, 1)
     send(first, second, torch.randn(SIZE))
-    assert opened.begun.wait(LIMIT_S)
+    assert received.begun.wait(LIMIT_S)
     data_of(second).close(0.01)
     # The sender notices as well, and may be the first to hang up.
-    assert isinstance(opened.failure(), (NotInitialized, WorkerLost))
+    assert isinstance(received.failure(), (NotInitialized, WorkerLost))
     data_of(first).close(0.01)
     assert not [thread for thread in threading.enumerate() if "-data-" in thread.name]
 
 
 def test_a_close_sends_what_is_waiting(pair: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = pair
-    opened = Opened(second)
+    received = Received(second)
     sent = torch.randn(20 * SIZE)
     send(first, second, sent)
     data_of(first).close()
-    assert torch.equal(opened.next().tensors(detached=False)[0], sent)
+    assert torch.equal(received.next().tensors(detached=False)[0], sent)
 
 
 def test_where_no_connection_can_be_made_tensors_follow_the_message(
     pair: list[Member], caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = pair
-    opened = Opened(second)
+    received = Received(second)
     send(first, second, torch.ones(3))
-    opened.next()
+    received.next()
     second.peer(first).accept_data = None
     for _ in range(2):
         sent = torch.randn(SIZE)
         send(first, second, sent)
-        assert torch.equal(opened.next().tensors(detached=False)[0], sent)
+        assert torch.equal(received.next().tensors(detached=False)[0], sent)
     assert caplog.text.count("takes no data connections") == 1
     assert first.peer(second).channels.channel_for(NEVER_BYTES // 2) == ChannelKind.STREAM
 
@@ -410,7 +372,7 @@ def test_waits_beyond_the_spare_ones_count_as_running(
     """The number of threads is bounded however many tensors are awaited, and all arrive."""
     first, second = pair
     data_of(second)._spare_waits = threading.Semaphore(2)
-    opened = Opened(second)
+    received = Received(second)
     may_go_on = hold_back(monkeypatch, 0)
     count = 12
     for _ in range(count):
@@ -432,4 +394,4 @@ def test_waits_beyond_the_spare_ones_count_as_running(
     for connection in data.sending.connections:
         data_of(first)._pump.arm(connection.fd, connection.write())
     for _ in range(count):
-        opened.next()
+        received.next()

@@ -8,43 +8,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.agent.group import Member, group_of
+from tests.unit.agent.group import FRONT, Member, Received, group_of
 from torchweft import knobs
 from torchweft.agent import fetching
 from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
+from torchweft.agent.tensor_messages import (
+    LocalMessage,
+    TensorMessage,
+    TensorMessages,
+    local_frame,
+)
 from torchweft.channel.cma import PullError
 from torchweft.channel.table import CMA
 from torchweft.errors import ProtocolError, SerializationError
+from torchweft.serialize.table import COMPUTED, REQUIRES_GRAD
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind
+from torchweft.wire.messages import (
+    NO_CREATION,
+    POSITIONAL,
+    TABLES,
+    CallHead,
+    Kind,
+    encode_tables,
+)
 
 LIMIT_S = 20.0
 SMALL = [torch.arange(6.0).reshape(2, 3).t(), torch.zeros(0, 4), torch.tensor(True)]
-
-
-class Received:
-    """The messages that arrive at one member, opened there."""
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._came = threading.Semaphore(0)
-        self.message: TensorMessage | None = None
-        self.error: Exception | None = None
-        member.agent.receiver.on(Kind.CALL, self._on_call, inline=False)
-
-    def _on_call(self, peer: Peer, frame: Frame) -> None:
-        try:
-            self.message = self._member.tensor_messages.decode(peer, frame)
-        except Exception as error:
-            self.error = error
-        self._came.release()
-
-    def next(self) -> TensorMessage:
-        assert self._came.acquire(timeout=LIMIT_S)
-        assert self.error is None, self.error
-        assert self.message is not None
-        return self.message
 
 
 @pytest.fixture
@@ -57,15 +46,13 @@ def pair() -> Iterator[list[Member]]:
         yield members
 
 
-def send(sender: Member, to: Peer, tensors: list[Tensor], payload: bytes = b"payload") -> None:
+def send(sender: Member, to: Peer, tensors: list[Tensor]) -> None:
     sender.agent.sender.send(
-        to, sender.tensor_messages.encode(to, Kind.CALL, 0, 7, b"head", payload, tensors)
+        to, sender.tensor_messages.encode(to, Kind.CALL, POSITIONAL, 7, FRONT, tensors)
     )
 
 
 def check_arrival(message: TensorMessage, tensors: list[Tensor]) -> None:
-    assert bytes(message.head) == b"head"
-    assert bytes(message.payload) == b"payload"
     arrived = message.tensors(detached=False)
     assert len(arrived) == len(tensors)
     for got, sent in zip(arrived, tensors, strict=True):
@@ -81,9 +68,15 @@ def test_tensors_arrive_by_whatever_channel(pair: list[Member], size: int) -> No
     second.start()
     tensors = [*SMALL, torch.randn(size)] if size else []
     send(first, first.peer(second), tensors)
-    message = received.next()
-    assert not message.is_local
-    check_arrival(message, tensors)
+    check_arrival(received.next(), tensors)
+
+
+def test_the_flags_of_a_message_are_kept_beside_that_of_its_tables(pair: list[Member]) -> None:
+    first, second = pair
+    parts = first.tensor_messages.encode(
+        first.peer(second), Kind.CALL, POSITIONAL, 7, FRONT, [torch.ones(1)]
+    )
+    assert bytes(parts[0])[:2] == bytes((Kind.CALL, POSITIONAL | TABLES))
 
 
 def test_what_was_pulled_is_let_go_at_the_sender(pair: list[Member]) -> None:
@@ -125,36 +118,68 @@ def test_what_nobody_reads_is_let_go_at_the_sender(pair: list[Member]) -> None:
     wait_until_released(first.peer(second))
 
 
-def test_a_message_to_oneself_keeps_its_tensors_as_they_are(pair: list[Member]) -> None:
+def test_a_message_to_oneself_is_an_object_in_place_of_bytes(pair: list[Member]) -> None:
     first = pair[0]
-    received = Received(first)
+    came = threading.Event()
+    frames: list[Frame] = []
+
+    def keep(peer: Peer, frame: Frame) -> None:
+        assert peer is first.agent.me
+        frames.append(frame)
+        came.set()
+
+    first.agent.receiver.on(Kind.CALL, keep, inline=False)
     first.start()
-    tensor = torch.ones(3, requires_grad=True)
-    send(first, first.agent.me, [tensor])
-    message = received.next()
-    assert message.is_local
-    assert message.tensors(detached=True)[0] is tensor
-    assert not message.some_require_grad
+    tensor, external = torch.ones(3, requires_grad=True), object()
+    head = CallHead(1.0, NO_CREATION, 0, 0, b"name", (), 0, 0)
+    sent = LocalMessage(head, b"payload", [tensor], [external])
+    first.agent.sender.send(first.agent.me, local_frame(Kind.CALL, POSITIONAL, 7, sent))
+    assert came.wait(LIMIT_S)
+    [frame] = frames
+    assert (frame.kind, frame.flags, frame.id) == (Kind.CALL, POSITIONAL, 7)
+    received: object = frame.control
+    assert received is sent
+    assert (sent.tensors[0], sent.externals[0]) == (tensor, external)
 
 
-def test_what_requires_grad_is_told(pair: list[Member]) -> None:
+def test_tensors_that_require_grad_are_told(pair: list[Member]) -> None:
     first, second = pair
     received = Received(second)
     first.start()
     second.start()
-    tensors = [torch.ones(2, requires_grad=True), torch.zeros(2)]
-    send(first, first.peer(second), tensors)
+    leaf = torch.ones(2, requires_grad=True)
+    for tensors, is_computed in (([leaf, torch.zeros(2)], False), ([leaf * 2, leaf], True)):
+        send(first, first.peer(second), tensors)
+        message = received.next()
+        assert [t.requires_grad for t in message.tensors(detached=True)] == [False, False]
+        arrived = message.tensors(detached=False)
+        assert [t.requires_grad for t in arrived] == [t.requires_grad for t in tensors]
+        assert message.some_are_computed == is_computed
+        for flags, tensor in zip(message.flags(), tensors, strict=True):
+            assert bool(flags & REQUIRES_GRAD) == tensor.requires_grad
+            assert bool(flags & COMPUTED) == (tensor.requires_grad and not tensor.is_leaf)
+
+
+def test_a_message_without_tensors_has_no_flags(pair: list[Member]) -> None:
+    first, second = pair
+    received = Received(second)
+    first.start()
+    second.start()
+    send(first, first.peer(second), [])
     message = received.next()
-    assert message.some_require_grad
-    assert [flag.requires_grad for flag in message.flags()] == [True, False]
-    assert [t.requires_grad for t in message.tensors(detached=True)] == [False, False]
+    assert message.tensors(detached=False) == message.flags() == []
+    assert not message.some_are_computed
 
 
-@pytest.mark.parametrize("control", [b"", b"\xff" * 16, bytes(15)])
+@pytest.mark.parametrize(
+    "control",
+    [b"", b"\xff" * 16, bytes(7), FRONT + encode_tables(b"", b"x"), encode_tables(b"x", b"x")],
+)
 def test_a_malformed_message_is_refused(pair: list[Member], control: bytes) -> None:
     first, second = pair
+    messages, frame = first.tensor_messages, Frame(Kind.CALL, TABLES, 1, control, ())
     with pytest.raises(ProtocolError):
-        first.tensor_messages.decode(first.peer(second), Frame(Kind.CALL, 0, 1, control, ()))
+        messages.fetch(first.peer(second), messages.read(frame))
 
 
 def test_what_cannot_be_pulled_is_streamed(
@@ -186,8 +211,8 @@ def test_a_sender_keeps_to_the_limit_of_tensors(pair: list[Member]) -> None:
     vars(limited).update(vars(first.tensor_messages), _tensor_limit=2)
     to = first.peer(second)
     with pytest.raises(SerializationError, match="this worker sends at most 2"):
-        limited.encode(to, Kind.CALL, 0, 7, b"", b"", [torch.ones(1) for _ in range(3)])
-    assert limited.encode(to, Kind.CALL, 0, 7, b"", b"", [torch.ones(1), torch.ones(1)])
+        limited.encode(to, Kind.CALL, 0, 7, FRONT, [torch.ones(1) for _ in range(3)])
+    assert limited.encode(to, Kind.CALL, 0, 7, FRONT, [torch.ones(1), torch.ones(1)])
 
 
 def test_a_receiver_refuses_more_tensors_than_its_limit_and_their_sender_lets_go(
@@ -205,13 +230,12 @@ def test_a_receiver_refuses_more_tensors_than_its_limit_and_their_sender_lets_go
     offered = first.agent.offered_bytes
     send(first, first.peer(second), large)
     assert first.agent.offered_bytes > offered
-    assert received._came.acquire(timeout=LIMIT_S)
-    assert isinstance(received.error, SerializationError)
-    assert "'worker1' accepts at most 2" in str(received.error)
+    error = received.failure()
+    assert isinstance(error, SerializationError)
+    assert "'worker1' accepts at most 2" in str(error)
     deadline_s = time.monotonic() + LIMIT_S
     while first.peer(second).held.statistics().message_count:
         assert time.monotonic() < deadline_s, first.peer(second).held.statistics()
         time.sleep(0.001)
-    received.error = None
     send(first, first.peer(second), large[:2])
     assert len(received.next().tensors(detached=False)) == 2

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.contexts import PARAMETER, REQUIRES_GRAD, Context
+from torchweft.autograd.contexts import Context
 from torchweft.autograd.engine import operation_of
-from torchweft.autograd.envelopes import recorded_flags
 from torchweft.autograd.gradients import Gradient
 from torchweft.autograd.graph import LocalPass
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
 from torchweft.errors import AutogradError
 from torchweft.protocol import backward as protocol
+from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD
 from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
 
 Parameters = dict[tuple[int, str], Tensor]
@@ -99,7 +99,7 @@ class Cluster(World):
         table, buffers = describe(tensors)
         memory = [bytearray(as_memory(buffer)) for buffer in buffers]
         received = rebuild(table, memory, detached=True)
-        flags = recorded_flags(grad_flags(table))
+        flags = grad_flags(table)
         return self.contexts[destination].record_receive(message_id, source, received, flags)
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:

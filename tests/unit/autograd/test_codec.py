@@ -95,19 +95,21 @@ def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
 
 
 @settings(max_examples=50)
-@given(names, numbers, numbers, st.none() | progresses)
+@given(names, numbers, numbers, st.none() | progresses, st.binary(max_size=9))
 def test_the_head_of_gradients_survives(
-    name: PassName, message_id: int, recorded_id: int, progress: Progress | None
+    name: PassName, message_id: int, recorded_id: int, progress: Progress | None, payload: bytes
 ) -> None:
-    data = encode_head(name, Gradients(message_id, ["not part of it"], progress), recorded_id)
+    message = Gradients(message_id, ["not part of it"], progress)
+    data = encode_head(name, message, recorded_id, len(payload))
     # A missing progress and an empty one are encoded the same.
     expected = Gradients(message_id, (), progress or None)
-    decoded = decode_head(9, name.mode.flags, data + b"values")
-    assert decoded == (name, expected, recorded_id, len(data))
+    decoded = decode_head(9, name.mode.flags, data + payload + b"tensors")
+    assert decoded == (name, expected, recorded_id, len(data), len(data + payload))
 
 
 def test_a_head_of_gradients_that_is_cut_is_refused() -> None:
-    data = encode_head(NAME, Gradients(8, [], PROGRESS))
+    data = encode_head(NAME, Gradients(8, [], PROGRESS), 0, 7) + b"payload"
+    decode_head(9, 0, data)
     for size in range(len(data)):
         with pytest.raises(ProtocolError):
             decode_head(9, 0, data[:size])

@@ -18,8 +18,12 @@ def registration(**fields: object) -> bytes:
 FOUND = [
     # A control part beyond the limit was accepted if all of it was in the receive buffer.
     ("frames", bytes([61 << 2 | 3]) + bytes(4) + (121).to_bytes(4, "little") + bytes(8 + 121)),
-    # A compact call whose name ends beyond the message got the rest of the message as its name.
-    ("messages", b"\x04" + bytes(32) + b"\xff\xff" + b"name"),
+    # A call whose name ends beyond the message got the rest of the message as its name.
+    ("messages", b"\1" + bytes(32) + b"\xff\xff" + bytes(8) + b"name"),
+    # Tensors without elements are of a few bytes each, and came without any limit.
+    ("inline", (b"\0\0\1" + bytes(12)) * 4370),
+    # A tensor of integers came from a graph, which no such tensor can.
+    ("inline", b"\5\x10\1" + (4).to_bytes(4, "little") + b"\1" + bytes(11)),
     # Errors held a view under iteration, which crashes the garbage collector of older Pythons.
     ("buffer_table", b"\0" + (1).to_bytes(8, "little") + b"\1\0\0\0" + b"\xff" + bytes(24)),
     # A registration with fields of wrong types or values was accepted.

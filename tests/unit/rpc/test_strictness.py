@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.free_encoder import Made, Named, pack_freely
+from tests.free_encoder import Attributed, Made, Named, pack_freely
 from tests.fuzz.strict import program
 from tests.fuzz.strict.world import OTHER, World
 from torchweft.agent.served_calls import current_call
@@ -24,15 +24,17 @@ from torchweft.optim.groups import GroupPart
 from torchweft.optim.local import Saved
 from torchweft.rpc import RRef, collective
 from torchweft.rpc.gathering import Key
+from torchweft.serialize.inline import encode
 from torchweft.serialize.objects import pack_plain
 from torchweft.serialize.tensors import as_memory, describe
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
     NO_CREATION,
-    CallHead,
+    POSITIONAL,
+    TABLES,
     Kind,
-    encode_call_head,
-    encode_tensor_message,
+    encode_call_front,
+    encode_tables,
 )
 
 ROWS = torch.ones(1, 2)
@@ -220,33 +222,68 @@ def test_a_worker_comes_to_a_gathering_by_itself_and_hears_of_it_from_its_leader
 # Whole calls
 
 
-def answer(world: World, content: Any, name: bytes = b"") -> BaseException | None:
+def answer(
+    world: World, content: Any, name: bytes = b"", flags: int = 0, *, by_tables: bool = False
+) -> BaseException | None:
     """Returns the error that answers a call with content that Weft did not encode."""
     packed = pack_freely(content)
-    table, flat = describe(packed.tensors)
-    buffers = [memoryview(bytearray(as_memory(each))) for each in flat]
-    head = encode_call_head(CallHead(5.0, NO_CREATION, 0, 0, name, ()))
-    control = encode_tensor_message(head, packed.payload, table if packed.tensors else b"", b"")
+    front = encode_call_front(5.0, NO_CREATION, 0, 0, name, (), packed.payload)
     errors: list[BaseException] = []
     world.worker.reply_error = lambda peer, number, error: errors.append(error)  # type: ignore[method-assign]
-    world.receive(Frame(Kind.CALL, 0, 7, control, buffers))
+    if by_tables:
+        table, flat = describe(packed.tensors)
+        buffers = [memoryview(bytearray(as_memory(each))) for each in flat]
+        control = front + encode_tables(table, b"")
+        frame = Frame(Kind.CALL, flags | TABLES, 7, control, buffers)
+    else:
+        inlined = encode(packed.tensors)
+        assert inlined is not None
+        frame = Frame(Kind.CALL, flags, 7, b"".join((front, *inlined[0])), ())
+    assert world.receive(frame) is None
     return errors[0] if errors else None
 
 
-def test_a_tensor_is_not_taken_apart_into_arguments(world: World) -> None:
+@pytest.mark.parametrize("by_tables", [False, True])
+def test_a_tensor_is_not_taken_apart_into_arguments(world: World, by_tables: bool) -> None:
     many = torch.ones(()).expand(1 << 40, 2)  # 4 bytes
     identity = f"{program.__name__}:identity".encode()
     fetch = b"torchweft.rpc.serving:fetch"
     method = b"torchweft.rpc.serving:call_method"
-    for content, name in (
-        (many, identity),
-        ((many, {}), identity),
-        (many, b""),
-        (((many,), {}), fetch),
-        ((((0, 0, 5), "add", many, {}, None), {}), method),
+    for content, name, flags in (
+        (many, identity, 0),
+        (many, identity, POSITIONAL),
+        (Attributed(many, {"note": 1}), identity, POSITIONAL),
+        ((many, {}), identity, 0),
+        ([many, {}], identity, 0),
+        (many, b"", 0),
+        (many, b"", POSITIONAL),
+        ((many, {}, Named(identity)), b"", 0),
+        (((many,), {}), fetch, 0),
+        ((many,), fetch, POSITIONAL),
+        ((((0, 0, 5), "add", many, {}, None), {}), method, 0),
+        (((0, 0, 5), "add", many, {}, None), method, POSITIONAL),
     ):
-        error = answer(world, content, name)
+        error = answer(world, content, name, flags, by_tables=by_tables)
         assert isinstance(error, ArgumentTypeError), (name, error)
+
+
+def test_content_that_is_no_arguments_is_answered_with_an_error(world: World) -> None:
+    identity = f"{program.__name__}:identity".encode()
+    for content in (None, 3, (), ((),), ((), {}, 3), ((), 3), (3, {}), "text", {"a": 1, "b": 2}):
+        assert isinstance(answer(world, content, identity), Exception), content
+    for content in (None, 3, (), "text", {"a": 1}):
+        error = answer(world, content, identity, POSITIONAL)
+        assert error is None or isinstance(error, TypeError), content
+
+
+def test_tensors_that_are_malformed_answer_the_call_or_end_the_connection(world: World) -> None:
+    identity = f"{program.__name__}:identity".encode()
+    front = encode_call_front(5.0, NO_CREATION, 0, 0, identity, (), b"")
+    for control, flags in ((front + b"\xff" * 9, POSITIONAL), (front, POSITIONAL | TABLES)):
+        errors: list[BaseException] = []
+        world.worker.reply_error = lambda peer, number, error: errors.append(error)  # type: ignore[method-assign]  # noqa: B023
+        refusal = world.receive(Frame(Kind.CALL, flags, 7, control, ()))
+        assert isinstance(refusal or errors[0], ProtocolError)
 
 
 def test_a_function_in_a_call_is_registered(world: World) -> None:

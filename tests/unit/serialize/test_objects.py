@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import collections
+import copyreg
 import dataclasses
 import enum
 import functools
+import gc
 import pickle
 import sys
 import threading
+import time
 import types
+import weakref
 from typing import Any
 
 import cloudpickle
@@ -20,7 +24,7 @@ from torch import Tensor, nn
 from tests.unit.serialize import importable
 from tests.unit.serialize.trips import object_trip
 from torchweft.errors import ProtocolError, SerializationError, UnknownFunction
-from torchweft.serialize import objects
+from torchweft.serialize import objects, reducers, values
 from torchweft.serialize.objects import Packed, pack, register_external, unpack
 
 KILOBYTE = 1024
@@ -345,9 +349,9 @@ def test_a_lone_tensor_or_nothing_needs_no_pickle(value: torch.Tensor | None) ->
     assert unpack(packed.payload, packed.tensors, []) is value
 
 
-@pytest.mark.parametrize("payload", [b"\x80", b"garbage", b"\x80\x05\x95"])
+@pytest.mark.parametrize("payload", [b"\x80", b"\x80garbage", b"garbage", b"\x80\x05\x95"])
 def test_garbage_is_an_error_of_ours(payload: bytes) -> None:
-    with pytest.raises(SerializationError):
+    with pytest.raises(SerializationError if payload[0] == values.PICKLE else ProtocolError):
         unpack(payload, [], [])
 
 
@@ -409,3 +413,282 @@ def test_what_cannot_be_packed_at_all_is_told_as_ever() -> None:
     with pytest.raises(SerializationError) as caught:
         pack((threading.Lock(), 1), main_by_name=False, not_by_value=NO)
     assert NO not in str(caught.value)
+
+
+# The quick pickler
+
+
+class Reduced:
+    """Its copyreg reducer, where a test registers one, returns a text."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Reduced
+
+
+class Meta(type):
+    pass
+
+
+class WithMeta(metaclass=Meta):
+    def __eq__(self, other: object) -> bool:
+        return type(other) is WithMeta
+
+
+class Plain(Tensor):
+    pass
+
+
+class OwnReduction(Tensor):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return importable.plain, (int(self.sum()),)
+
+
+class Nested:
+    """Packs another object while it is packed itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __reduce__(self) -> Any:
+        packed = pack(self.inner, main_by_name=True)
+        return Unpacked, (packed.payload, packed.tensors)
+
+
+def Unpacked(payload: bytes, tensors: list[Tensor]) -> Any:
+    return unpack(payload, tensors, [])
+
+
+class Slots:
+    __slots__ = ("tensor", "text")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.text = tensor, "slots"
+
+
+class Child(dict):  # type: ignore[type-arg]
+    pass
+
+
+class StateOnly:
+    def __init__(self) -> None:
+        self.number = 5
+
+    def __getstate__(self) -> Any:
+        return {"number": self.number + 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    place: tuple[int, ...]
+    tensor: Tensor | None = None
+
+
+def many_kinds() -> dict[str, Any]:
+    shared = torch.ones(2)
+    note = torch.ones(1)
+    note.note = {"of": shared}  # type: ignore[attr-defined]
+    own: list[Any] = [shared]
+    own.append(own)
+    return {
+        "numbers": (1, 2.5, 1 + 2j, True, None, "text", b"bytes", bytearray(b"x"), 1 << 100),
+        "containers": [[], {}, {1, 2}, frozenset([3]), {"key": [(shared, shared)]}, own],
+        "tensors": (shared, shared.t(), nn.Parameter(shared), torch.eye(2).to_sparse(), note),
+        "lazy tensors": (torch.ones(2, device="meta"), torch.ones(2, dtype=torch.cfloat).conj()),
+        "subclasses of tensors": (shared.as_subclass(Plain), shared.as_subclass(OwnReduction)),
+        "storage": (torch.arange(3.0).untyped_storage(), torch.channels_last, torch.strided),
+        "dataclasses": (Batch(shared, extra={"a": shared}), Frozen((1, 2), shared)),
+        "named tuple": Point(shared, 2),
+        "enum": [Colour.RED, {Colour.RED: 1}, enum.IntFlag],
+        "classes": (Meta, WithMeta, int, nn.Linear, Batch, Colour, type, type(None), list[int]),
+        "objects": (WithMeta(), Reduced(), Slots(shared), StateOnly(), Child(a=shared)),
+        "functions": (importable.plain, len, "".join, torch.add, torch.ops.aten.add, Tensor.add),
+        "methods": (importable.Derived().method, importable.Derived.make, functools.partial(max)),
+        "module": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+        "ordered": collections.OrderedDict(a=1, b=shared),
+        "default": collections.defaultdict(list, a=[shared]),
+        "torch": (torch.float32, torch.device("cpu"), torch.Size([2]), torch.finfo(torch.half)),
+        "errors": (ValueError("x", shared), KeyError(1)),
+        "others": (
+            range(3),
+            slice(1),
+            Ellipsis,
+            collections.Counter("aab"),
+            collections.deque([1]),
+        ),
+        "scripted": torch.jit.script(nn.ReLU()),
+        "nested": [Nested([shared, 1]), shared, Nested({"key": Nested(shared)})],
+    }
+
+
+def both(value: Any) -> tuple[Packed, Packed]:
+    """Packs a value by the quick pickler, and by the pickler that looks at each object."""
+    return objects._pack_by_name(value, True), objects._pack_with_look(value, True)
+
+
+def same(left: Packed, right: Packed) -> None:
+    assert left.payload == right.payload
+    for one, other in ((left.tensors, right.tensors), (left.externals, right.externals)):
+        assert [(type(each), getattr(each, "shape", 0)) for each in one] == [
+            (type(each), getattr(each, "shape", 0)) for each in other
+        ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", many_kinds())
+def test_the_quick_pickler_packs_as_the_one_that_looks(kind: str) -> None:
+    value = many_kinds()[kind]
+    for _ in range(2):
+        quick, looking = both(value)
+        if kind != "scripted":  # The bytes of an archive differ each time.
+            same(quick, looking)
+        unpack(quick.payload, quick.tensors, [])
+
+
+def test_the_quick_pickler_is_used_where_both_run_the_same_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[object] = []
+    pack_quickly = objects._QuickPickler.pack
+
+    def noted(pickler: Any, value: object) -> Packed:
+        used.append(value)
+        return pack_quickly(pickler, value)
+
+    monkeypatch.setattr(objects._QuickPickler, "pack", noted)
+    pack((1,), main_by_name=True)
+    pack((lambda: 2,), main_by_name=False)  # Registers the main program with cloudpickle.
+    pack((3,), main_by_name=True)
+    cloudpickle.register_pickle_by_value(importable)
+    try:
+        pack((4,), main_by_name=True)
+    finally:
+        cloudpickle.unregister_pickle_by_value(importable)
+    assert used == [(1,), (3,)]
+
+
+def test_the_quick_pickler_takes_references_out_in_order(handle_type: type) -> None:
+    class Kind(handle_type):  # type: ignore[misc]
+        pass
+
+    first, second, tensor = handle_type(), Kind(), torch.ones(1)
+    for packed in both([first, {"x": [second, tensor]}, first, tensor]):
+        assert packed.externals == [first, second]
+        assert packed.tensors == [tensor]
+        arrived: Any = unpack(packed.payload, [tensor], ["a", "b"])
+        assert arrived == ["a", {"x": ["b", tensor]}, "a", tensor]
+
+
+def test_classes_that_become_references_later_are_taken_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(objects, "_external_types", objects._external_types)
+    pack([Reduced()], main_by_name=True)
+    register_external(Reduced)
+    try:
+        assert len(pack([Reduced()], main_by_name=True).externals) == 1
+    finally:
+        objects._quick_picklers.clear()
+
+
+@pytest.fixture
+def own_table(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns copyreg's table; the test's changes are undone."""
+    before = dict(copyreg.dispatch_table)
+    yield copyreg.dispatch_table
+    copyreg.dispatch_table.clear()
+    copyreg.dispatch_table.update(before)
+
+
+def reduced_to(text: str) -> Any:
+    return lambda value: (str, (text,))
+
+
+@pytest.mark.parametrize("value", [Reduced(), WithMeta, torch.ones(1).as_subclass(OwnReduction)])
+def test_reducers_of_copyreg_count_from_their_registration_on(value: Any, own_table: Any) -> None:
+    def arrived() -> list[Any]:
+        return [unpack(each.payload, each.tensors, []) for each in both([value])]
+
+    before = arrived()
+    assert before[0] == before[1] != ["first"]
+    for text in ("first", "second"):  # The second one replaces the first one.
+        own_table[type(value)] = reduced_to(text)
+        assert arrived() == [[text]] * 2
+    del own_table[type(value)]
+    assert arrived() == before
+
+
+def test_reducers_of_our_own_count_from_their_registration_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reducers, "_REDUCERS", dict(reducers._REDUCERS))
+    pack([Reduced()], main_by_name=True)
+    for text in ("first", "second"):
+        reducers.register_reducer(Reduced, reduced_to(text))
+        for packed in both([Reduced()]):
+            assert unpack(packed.payload, [], []) == [text]
+
+
+class Failing:
+    def __reduce__(self) -> Any:
+        raise ValueError("not now")
+
+
+def test_an_error_in_the_middle_leaves_the_quick_pickler_as_it_was() -> None:
+    tensor = torch.ones(3)
+    good = [tensor, {"text": "x" * 100_000}, Batch(tensor)]
+    expected = pack(good, main_by_name=True)
+    for bad in (Failing(), lambda: 1, threading.Lock()):
+        with pytest.raises((ValueError, TypeError, AttributeError, pickle.PicklingError)):
+            objects._pack_by_name([torch.ones(2), "y" * 100_000, bad], True)
+        again = pack(good, main_by_name=True)
+        same(again, expected)
+        assert again.tensors[0] is tensor
+
+
+def test_the_quick_pickler_keeps_nothing_of_a_message(handle_type: type) -> None:
+    class Local:
+        pass
+
+    def kept(value: Any, by_value: bool = False) -> list[weakref.ref[Any]]:
+        pack(value, main_by_name=True)
+        return [weakref.ref(each) for each in value]
+
+    found = kept([torch.ones(1), importable.Derived(), handle_type(), nn.Linear(1, 1)])
+    found += kept([Local(), Local, lambda: 1])
+    with pytest.raises(SerializationError):
+        pack([Failing(), threading.Lock()], main_by_name=True)
+    del Local
+    gc.collect()
+    assert [each() for each in found] == [None] * len(found)
+
+
+def test_threads_pack_at_the_same_time() -> None:
+    objects._quick_picklers.clear()
+    barrier, wrong = threading.Barrier(8), list[object]()
+
+    def work(number: int) -> None:
+        barrier.wait()
+        for count in range(100):
+            tensor = torch.full((2,), float(number))
+            value = [number, Nested([tensor, count]), {"key": Batch(tensor, str(number))}, Slow()]
+            packed = pack(value, main_by_name=True)
+            first, inner, last, _ = unpack(packed.payload, packed.tensors, [])  # type: ignore[misc]
+            if (first, inner[1], last["key"].label) != (number, count, str(number)):
+                wrong.append((number, first))
+            if [each for each in packed.tensors if each[0] != number]:
+                wrong.append(packed.tensors)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    # One for each thread, and one for each object that packed another meanwhile.
+    assert len(objects._quick_picklers) <= 16
+
+
+class Slow:
+    def __reduce__(self) -> Any:
+        time.sleep(0)  # Another thread may run in the middle of a dump.
+        return Slow, ()

@@ -14,8 +14,18 @@ from tests.unit.serialize.trips import copies, raw, tensor_trip
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import tensors as tensors_module
 from torchweft.serialize.extents import UNION_FLOOR_BYTES
-from torchweft.serialize.table import CODES, HEADER, SOME_COMPUTED, device_code
-from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild, some_require_grad
+from torchweft.serialize.table import (
+    CODES,
+    COMPUTED,
+    HEADER,
+    PARAMETER,
+    REQUIRES_GRAD,
+    SHARED,
+    SOME_COMPUTED,
+    SOME_GRAD,
+    device_code,
+)
+from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* support is experimental")
 
@@ -272,9 +282,13 @@ def test_grad_flags_survive(name: str) -> None:
     is_parameter = isinstance(tensor, Parameter)
     table, buffers = describe([tensor])
     is_computed = tensor.grad_fn is not None
-    assert grad_flags(table) == [(tensor.requires_grad, is_parameter, is_computed, False)]
+    (flags,) = grad_flags(table)
+    assert bool(flags & REQUIRES_GRAD) == tensor.requires_grad
+    assert bool(flags & PARAMETER) == is_parameter
+    assert bool(flags & COMPUTED) == is_computed
+    assert not flags & SHARED
     assert bool(table[HEADER.size - 1] & SOME_COMPUTED) == is_computed
-    assert some_require_grad(table) == tensor.requires_grad
+    assert bool(table[HEADER.size - 1] & SOME_GRAD) == tensor.requires_grad
     (rebuilt,) = rebuild(table, copies(buffers))
     assert type(rebuilt) is (Parameter if is_parameter else Tensor)
     assert rebuilt.requires_grad == tensor.requires_grad
@@ -287,7 +301,7 @@ def test_grad_flags_survive(name: str) -> None:
 def test_autograd_notices_changes_through_another_view() -> None:
     base = torch.arange(4.0)
     table, buffers = describe([base, base[1:], base.view(torch.int32)])
-    assert [flags.is_shared for flags in grad_flags(table)] == [True, True, True]
+    assert all(flags & SHARED for flags in grad_flags(table))
     whole, part, bits = rebuild(table, copies(buffers))
     assert not any(each._is_view() for each in (whole, part, bits))
     weight = torch.ones(3, requires_grad=True)
@@ -302,14 +316,13 @@ def test_autograd_notices_changes_through_another_view() -> None:
 def test_flags_belong_to_their_tensor_in_a_message_of_many() -> None:
     tensors = list(GRAD_CASES.values())
     table, buffers = describe(tensors)
-    assert some_require_grad(table)
-    assert table[HEADER.size - 1] & SOME_COMPUTED
-    assert [flags.requires_grad for flags in grad_flags(table)] == [
+    assert table[HEADER.size - 1] == SOME_GRAD | SOME_COMPUTED
+    assert [bool(flags & REQUIRES_GRAD) for flags in grad_flags(table)] == [
         tensor.requires_grad for tensor in tensors
     ]
     rebuilt = rebuild(table, copies(buffers))
     assert [type(tensor) for tensor in rebuilt] == [type(tensor) for tensor in tensors]
-    assert not some_require_grad(describe([torch.ones(1), torch.ones(1)])[0])
+    assert describe([torch.ones(1), torch.ones(1)])[0][HEADER.size - 1] == 0
 
 
 def test_in_place_work_on_what_arrived_leaves_the_sender_alone() -> None:
@@ -323,7 +336,6 @@ def test_no_tensors_make_an_empty_list() -> None:
     table, buffers = describe([])
     assert rebuild(table, buffers) == []
     assert rebuild(b"", []) == grad_flags(b"") == []
-    assert not some_require_grad(b"")
 
 
 def test_many_dimensions_survive() -> None:

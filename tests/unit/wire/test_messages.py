@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,24 +13,22 @@ from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.wire.frames import HEADER, HEADER_BYTES
 from torchweft.wire.messages import (
-    COMPACT,
+    ERROR_REPLY,
     NO_CREATION,
-    CallHead,
+    POSITIONAL,
+    TABLES,
     HandedReference,
     Kind,
-    ReplyHead,
-    decode_call_head,
-    decode_compact_call,
-    decode_compact_reply,
+    decode_call,
     decode_ints,
-    decode_reply_head,
-    decode_tensor_message,
-    encode_call_head,
-    encode_compact_call,
-    encode_compact_reply,
+    decode_reply,
+    decode_tables,
+    encode_call,
+    encode_call_front,
     encode_ints,
-    encode_reply_head,
-    encode_tensor_message,
+    encode_reply,
+    encode_reply_front,
+    encode_tables,
 )
 
 signed = st.integers(-(2**63), 2**63 - 1)
@@ -36,6 +36,8 @@ unsigned = st.integers(0, 2**64 - 1)
 sections = st.binary(max_size=20)
 handed = st.builds(HandedReference, st.builds(ReferenceId, signed, signed, signed), signed)
 references = st.lists(handed, max_size=3).map(tuple)
+flags = st.integers(0, 7)
+tensor_parts = st.lists(sections, max_size=3)
 HANDED = HandedReference(ReferenceId(1, 2, 3), 4)
 
 
@@ -43,91 +45,90 @@ def test_kinds_fit_the_header() -> None:
     assert all(0 < kind < 256 for kind in Kind)
 
 
-@settings(max_examples=40)
-@given(sections, sections, sections, sections, st.booleans())
-def test_a_tensor_message_survives(
-    head: bytes, payload: bytes, table: bytes, channels: bytes, is_view: bool
-) -> None:
-    control = encode_tensor_message(head, payload, table, channels)
-    parts = decode_tensor_message(memoryview(control) if is_view else control)
-    assert [bytes(part) for part in parts] == [head, payload, table, channels]
+def test_flags_are_single_bits_of_their_own() -> None:
+    assert ERROR_REPLY | TABLES | POSITIONAL == ERROR_REPLY + TABLES + POSITIONAL == 7
 
 
-@settings(max_examples=40)
-@given(
-    st.builds(
-        CallHead,
-        remaining_s=st.floats(allow_nan=False),
-        creation=signed,
-        context_id=unsigned,
-        message_id=unsigned,
-        function=sections,
-        references=references,
-    )
+call_heads = st.tuples(
+    st.floats(allow_nan=False), signed, unsigned, unsigned, sections, references, sections
 )
-def test_the_head_of_a_call_survives(head: CallHead) -> None:
-    assert decode_call_head(encode_call_head(head)) == head
-    assert decode_call_head(memoryview(encode_call_head(head))) == head
 
 
-@settings(max_examples=40)
-@given(st.builds(ReplyHead, context_id=unsigned, message_id=unsigned, references=references))
-def test_the_head_of_a_reply_survives(head: ReplyHead) -> None:
-    assert decode_reply_head(encode_reply_head(head)) == head
-
-
-finite = st.floats(allow_nan=False)
-
-
-@settings(max_examples=40)
-@given(unsigned, finite, signed, unsigned, unsigned, sections, sections)
-def test_a_compact_call_survives(
-    number: int,
-    remaining_s: float,
-    creation: int,
-    context_id: int,
-    message_id: int,
-    function: bytes,
-    values: bytes,
+@settings(max_examples=60)
+@given(unsigned, flags, call_heads, tensor_parts, st.booleans())
+def test_a_call_survives(
+    number: int, flags: int, head: tuple[Any, ...], tensors: list[bytes], is_view: bool
 ) -> None:
-    head = (remaining_s, creation, context_id, message_id, function)
-    frame = encode_compact_call(number, *head, values)
+    *_, payload = head
+    inside = b"".join(tensors)
+    frame = encode_call(number, flags, *head, tensors, len(inside))
     control = frame[HEADER_BYTES:]
-    assert HEADER.unpack_from(frame) == (Kind.CALL, COMPACT, 0, len(control), number)
-    *decoded, start = decode_compact_call(memoryview(control))
-    assert tuple(decoded) == head
-    assert control[start:] == values
+    assert HEADER.unpack_from(frame) == (Kind.CALL, flags, 0, len(control), number)
+    *decoded, start, end = decode_call(memoryview(control) if is_view else control)
+    assert tuple(decoded) == head[:-1]
+    assert control[start:end] == payload
+    assert control[end:] == inside
+    assert encode_call_front(*head) + inside == control
+
+
+@settings(max_examples=60)
+@given(
+    unsigned,
+    flags,
+    st.tuples(unsigned, unsigned, references, sections),
+    tensor_parts,
+    st.booleans(),
+)
+def test_a_reply_survives(
+    number: int, flags: int, head: tuple[Any, ...], tensors: list[bytes], is_view: bool
+) -> None:
+    *_, payload = head
+    inside = b"".join(tensors)
+    frame = encode_reply(number, flags, *head, tensors, len(inside))
+    control = frame[HEADER_BYTES:]
+    assert HEADER.unpack_from(frame) == (Kind.REPLY, flags, 0, len(control), number)
+    *decoded, start, end = decode_reply(memoryview(control) if is_view else control)
+    assert tuple(decoded) == head[:-1]
+    assert control[start:end] == payload
+    assert control[end:] == inside
+    assert encode_reply_front(*head) + inside == control
 
 
 @settings(max_examples=40)
-@given(unsigned, unsigned, unsigned, sections)
-def test_a_compact_reply_survives(
-    number: int, context_id: int, message_id: int, values: bytes
+@given(sections, sections, sections, st.booleans())
+def test_tables_at_the_end_of_a_message_survive(
+    front: bytes, tensors: bytes, channels: bytes, is_view: bool
 ) -> None:
-    frame = encode_compact_reply(number, context_id, message_id, values)
-    control = frame[HEADER_BYTES:]
-    assert HEADER.unpack_from(frame) == (Kind.REPLY, COMPACT, 0, len(control), number)
-    decoded = decode_compact_reply(memoryview(control))
-    assert decoded[:2] == (context_id, message_id)
-    assert control[decoded[2] :] == values
-
-
-def test_the_head_of_a_compact_message_that_is_cut_is_refused() -> None:
-    call = encode_compact_call(1, 2.0, 3, 4, 5, b"module:name", b"")[HEADER_BYTES:]
-    reply = encode_compact_reply(1, 2, 3, b"")[HEADER_BYTES:]
-    for decode, whole in ((decode_compact_call, call), (decode_compact_reply, reply)):
-        decode(whole)
-        for size in range(len(whole)):
-            with pytest.raises(ProtocolError):
-                decode(whole[:size])
+    control = front + encode_tables(tensors, channels)
+    tables = decode_tables(memoryview(control) if is_view else control)
+    assert [bytes(table) for table in tables] == [tensors, channels]
 
 
 def test_more_references_than_a_short_count_holds() -> None:
     many = (HANDED,) * 66_000
-    call = decode_call_head(encode_call_head(CallHead(math.inf, NO_CREATION, 0, 0, b"f", many)))
-    reply = decode_reply_head(encode_reply_head(ReplyHead(0, 0, many)))
+    call = decode_call(encode_call_front(math.inf, NO_CREATION, 0, 0, b"f", many, b"payload"))
+    reply = decode_reply(encode_reply_front(0, 0, many, b"payload"))
     assert len(call.references) == len(reply.references) == 66_000
     assert call.references[-1] == reply.references[-1] == HANDED
+
+
+class Endless(bytes):
+    """Bytes that claim to be more than a message can have."""
+
+    def __len__(self) -> int:
+        return 1 << 32
+
+
+def test_more_bytes_than_a_message_has_are_an_error_that_says_so() -> None:
+    payload = Endless()
+    for encode in (
+        lambda: encode_call(1, 0, 1.0, 2, 3, 4, b"name", (), payload),
+        lambda: encode_call_front(1.0, 2, 3, 4, b"name", (), payload),
+        lambda: encode_reply(1, 0, 3, 4, (), payload),
+        lambda: encode_reply_front(3, 4, (), payload),
+    ):
+        with pytest.raises(ProtocolError, match="send large data as tensors"):
+            encode()
 
 
 @settings(max_examples=40)
@@ -137,25 +138,50 @@ def test_integers_survive(values: list[int]) -> None:
 
 
 Decode = Callable[[bytes], object]
-DECODERS: list[tuple[Decode, bytes]] = [
-    (decode_tensor_message, encode_tensor_message(b"head", b"payload", b"table", b"channels")),
-    (decode_call_head, encode_call_head(CallHead(1.0, 2, 3, 4, b"name", (HANDED, HANDED)))),
-    (decode_reply_head, encode_reply_head(ReplyHead(1, 2, (HANDED,)))),
+FRONTS: list[tuple[Decode, bytes]] = [
+    (decode_call, encode_call_front(1.0, 2, 3, 4, b"name", (HANDED, HANDED), b"payload")),
+    (decode_call, encode_call_front(1.0, NO_CREATION, 0, 0, b"", (), b"")),
+    (decode_reply, encode_reply_front(1, 2, (HANDED,), b"payload")),
+    (decode_reply, encode_reply_front(0, 0, (), b"")),
 ]
 
 
-@pytest.mark.parametrize(("decode", "valid"), DECODERS)
-def test_cut_or_lengthened_bytes_are_refused(decode: Decode, valid: bytes) -> None:
+@pytest.mark.parametrize(("decode", "valid"), FRONTS)
+def test_the_front_of_a_message_that_is_cut_is_refused(decode: Decode, valid: bytes) -> None:
+    decode(valid)
     for size in range(len(valid)):
         with pytest.raises(ProtocolError):
             decode(valid[:size])
-    with pytest.raises(ProtocolError):
-        decode(valid + b"x")
+
+
+@pytest.mark.parametrize(("decode", "valid"), FRONTS)
+def test_numbers_that_lead_beyond_a_message_are_refused(decode: Decode, valid: bytes) -> None:
+    # The last numbers of a head: the size of a call's name, the references, and the payload.
+    head_bytes = 42 if decode is decode_call else 24
+    fields = [(head_bytes - 8, 4), (head_bytes - 4, 4)]
+    fields += [(head_bytes - 10, 2)] if decode is decode_call else []
+    for place, size in fields:
+        for number in ((1 << 8 * size) - 1, 1 << (8 * size - 1), 40):
+            damaged = bytearray(valid)
+            damaged[place : place + size] = number.to_bytes(size, "little")
+            with pytest.raises(ProtocolError, match="cut short"):
+                decode(bytes(damaged))
+
+
+def test_tables_that_are_longer_than_their_message_are_refused() -> None:
+    valid = encode_tables(b"table", b"channels")
+    for size in range(len(valid) + 1):
+        if size:
+            with pytest.raises(ProtocolError):
+                decode_tables(valid[size:])
+    for sizes in ((6, 8), (5, 9), (0xFFFFFFFF, 0), (0, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF)):
+        with pytest.raises(ProtocolError, match="longer than the message"):
+            decode_tables(b"tablechannels" + struct.pack("<II", *sizes))
 
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([*(decode for decode, _ in DECODERS), decode_ints]),
+    st.sampled_from([decode_call, decode_reply, decode_tables, decode_ints]),
     st.one_of(
         st.binary(max_size=120),
         st.lists(st.integers(0, 60), max_size=30).map(
@@ -163,9 +189,11 @@ def test_cut_or_lengthened_bytes_are_refused(decode: Decode, valid: bytes) -> No
         ),
     ),
 )
-def test_any_bytes_are_decoded_or_refused(decode: Decode, data: bytes) -> None:
+def test_any_bytes_are_decoded_or_refused(decode: Any, data: bytes) -> None:
     try:
-        decode(data)
+        decoded = decode(data)
     except ProtocolError:
         return
     assert data or decode is decode_ints
+    if decode in (decode_call, decode_reply):
+        assert decoded.payload_start <= decoded.payload_end <= len(data)

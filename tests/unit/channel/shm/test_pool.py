@@ -19,7 +19,7 @@ from torchweft.channel.shm.layout import TICKET_COUNT, attach
 from torchweft.channel.shm.pool import AT_ONCE_BYTES, Borrower, Loan, SharedPool, make_pool
 from torchweft.channel.table import SHM, BufferEntry
 from torchweft.errors import ConfigurationError
-from torchweft.serialize.compact import may_be_shared, shared_ranges
+from torchweft.serialize.inline import may_be_shared, shared_ranges
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -1,4 +1,4 @@
-"""Tests round trips of values without pickle, and bytes that encode no such values."""
+"""Tests round trips of values by both encoders, and bytes that encode no such values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -31,9 +31,10 @@ from torchweft.errors import (
 )
 from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.optim.groups import GroupPart
-from torchweft.serialize import plain, reducers
-from torchweft.serialize import plain as tags
-from torchweft.serialize.objects import pack, pack_plain
+from torchweft.serialize import reducers, values
+from torchweft.serialize import values as tags
+from torchweft.serialize.objects import pack, pack_plain, unpack
+from torchweft.serialize.reading import make_reader
 
 
 def trip(value: Any) -> Any:
@@ -41,7 +42,7 @@ def trip(value: Any) -> Any:
     tensors = tensor_trip(*packed.tensors)
     if not packed.payload:
         return tensors[0] if tensors else None
-    return plain.decode(packed.payload, tensors, packed.externals)
+    return values.decode(packed.payload, tensors, packed.externals)
 
 
 SCALARS = (
@@ -86,9 +87,11 @@ def typed(value: Any) -> Any:
 
 
 def test_numbers_at_the_edges() -> None:
-    values = [0, -1, 127, 128, -128, -129, 1 << 63, -(1 << 63), 1 << 4000, -0.0, math.inf]
-    arrived = trip(values)
-    assert arrived == values
+    edge = 1 << 63
+    numbers = [0, -1, 127, 128, edge - 1, edge, -edge + 1, -edge, -edge - 1, 1 << 4000]
+    numbers += [-(1 << 4000), -0.0, math.inf]
+    arrived = trip(numbers)
+    assert arrived == numbers
     assert math.copysign(1, arrived[-2]) == -1
     assert math.isnan(trip((math.nan,))[0])
     assert trip(("\ud800",)) == ("\ud800",)
@@ -214,13 +217,12 @@ def test_tensors_of_other_kinds_are_refused_with_what_to_send(kind: str) -> None
 def test_a_sparse_tensor_that_lies_is_refused(
     indices: list[list[int]], shape: tuple[int, ...], is_coalesced: bool
 ) -> None:
-    values = torch.ones(2)
     made = torch.tensor(indices)
     name = b"torchweft.serialize.reducers:_sparse_coo"
-    arguments = pack_plain((made, values, shape, is_coalesced), main_by_name=True)
-    content = payload(counted(tags.MADE, len(name)), name, arguments.payload[1:])
+    arguments = pack_plain((made, torch.ones(2), shape, is_coalesced), main_by_name=True)
+    content = payload(counted(tags.MADE, len(name)), name, arguments.payload)
     with pytest.raises(ProtocolError):
-        plain.decode(content, arguments.tensors, ())
+        values.decode(content, arguments.tensors, ())
 
 
 def test_the_indices_of_a_sparse_tensor_cannot_be_changed_afterwards() -> None:
@@ -241,7 +243,7 @@ def test_attributes_do_not_hide_what_a_class_has(name: str) -> None:
     contents += [of_dict] if hasattr(OrderedDict, name) else []
     for content in contents:
         with pytest.raises(ProtocolError, match="would hide"):
-            plain.decode(
+            values.decode(
                 payload(content, counted(tags.DICTIONARY, 1), attribute), [torch.ones(1)], ()
             )
 
@@ -334,7 +336,7 @@ def test_nesting_has_a_limit() -> None:
 
 
 def payload(*parts: bytes) -> bytes:
-    return bytes((plain.MARK,)) + b"".join(parts)
+    return b"".join(parts)
 
 
 def counted(tag: int, count: int) -> bytes:
@@ -350,10 +352,20 @@ NONE = bytes((tags.NONE,))
         payload(),
         payload(bytes((200,))),
         payload(NONE, NONE),
-        payload(counted(tags.INTEGER, 9), b"1"),
+        payload(bytes((tags.INTEGER,)), b"1234567"),
+        payload(bytes((tags.FLOAT,)), b"1234567"),
+        payload(bytes((tags.COMPLEX,)), b"123456789012345"),
+        payload(bytes((tags.HOME,)), bytes(23)),
+        payload(bytes((tags.HOME,)), bytes(24)),
+        payload(counted(tags.BIG_INTEGER, 9), b"1"),
+        payload(bytes((values.PICKLE,))),
         payload(counted(tags.TEXT, 1 << 31)),
         payload(counted(tags.TEXT, 1), b"\xff"),
         payload(counted(tags.LIST, 0xFFFFFFFF)),
+        payload(counted(tags.TUPLE, 0xFFFFFFFF)),
+        payload(counted(tags.TUPLE, 2), NONE),
+        payload(counted(tags.TUPLE, 1), NONE, NONE),
+        payload(counted(tags.TUPLE, 1), counted(tags.TENSOR, 1 << 31)),
         payload(counted(tags.SET, 1), counted(tags.LIST, 0)),
         payload(counted(tags.DICTIONARY, 1), counted(tags.LIST, 0), NONE),
         payload(counted(tags.AGAIN, 0)),
@@ -371,7 +383,7 @@ NONE = bytes((tags.NONE,))
 )
 def test_malformed_bytes_are_a_protocol_error(content: bytes) -> None:
     with pytest.raises(ProtocolError):
-        plain.decode(content, (), ())
+        values.decode(content, (), ())
 
 
 def test_any_change_of_good_bytes_is_a_value_or_a_typed_error() -> None:
@@ -381,9 +393,9 @@ def test_any_change_of_good_bytes_is_a_value_or_a_typed_error() -> None:
     for _ in range(3000):
         changed = bytearray(good)
         for _ in range(chance.randint(1, 3)):
-            changed[chance.randrange(1, len(changed))] = chance.randrange(256)
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
         try:
-            plain.decode(bytes(changed[: chance.randint(1, len(changed))]), (), (), _nothing)
+            values.decode(bytes(changed[: chance.randint(1, len(changed))]), (), (), _nothing)
         except (ProtocolError, UnknownFunction, ValueError):
             pass  # ValueError: a ConfigurationError for an invalid worker name.
 
@@ -405,9 +417,192 @@ def test_an_error_is_made_of_errors_of_weft_only() -> None:
         counted(tags.DICTIONARY, 0),
     )
     with pytest.raises(ProtocolError, match="makes an error of"):
-        plain.decode(content, (), ())
+        values.decode(content, (), ())
 
 
-def test_a_plain_payload_cannot_be_taken_for_a_pickle() -> None:
-    assert pack_plain((1,), main_by_name=True).payload[0] == plain.MARK
-    assert pack((1,), main_by_name=True).payload[0] == 0x80 != plain.MARK
+def test_a_value_is_not_taken_for_a_pickle() -> None:
+    assert max(each for name, each in vars(tags).items() if _is_tag(name, each)) < values.PICKLE
+    assert pack_plain((1,), main_by_name=True).payload[0] == tags.TUPLE
+    assert pack((1,), main_by_name=True).payload[0] == values.PICKLE
+    payload = pack_plain((1, [2]), main_by_name=True).payload
+    for read in (unpack, make_reader(["torch"], False, "ps").unpack):
+        assert read(payload, [], []) == (1, [2])
+
+
+def _is_tag(name: str, value: object) -> bool:
+    is_public = name.isupper() and not name.startswith("_")
+    return is_public and type(value) is int and name not in ("PICKLE", "DEPTH_LIMIT")
+
+
+def test_every_tag_has_a_reader_and_a_number_of_its_own() -> None:
+    numbers = [each for name, each in vars(tags).items() if _is_tag(name, each)]
+    assert sorted(numbers) == list(range(len(tags._READERS)))
+
+
+# Simple values, by the quick encoder
+
+
+def simple(*given: Any) -> tuple[bytes | None, list[Tensor]]:
+    tensors: list[Tensor] = []
+    return values.encode_simple(given, tensors, True), tensors
+
+
+SIMPLE = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63) + 1, 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"]))
+    | st.binary()
+    | st.sampled_from([admitted.add, admitted.Model, torch.add, int, len])
+)
+
+
+@given(st.lists(SIMPLE, max_size=20))
+def test_simple_values_come_back_as_by_the_encoder_of_any_value(given: list[Any]) -> None:
+    payload, _ = simple(*given)
+    assert payload is not None
+    arrived = values.decode(payload, (), ())
+    assert arrived == tuple(given)
+    assert typed(arrived) == typed(tuple(given))
+    assert payload == values.Encoder(True, ()).encode(tuple(given))
+
+
+@given(st.lists(VALUES | SIMPLE, max_size=5))
+def test_values_that_are_not_simple_are_left_to_the_other_encoder(given: list[Any]) -> None:
+    payload, _ = simple(*given)
+    encoded = values.Encoder(True, ()).encode(tuple(given))
+    assert payload in (None, encoded)
+    assert values.decode(encoded, (), ()) == tuple(given)
+
+
+def test_special_numbers_are_simple() -> None:
+    payload, _ = simple(math.nan, -math.inf, -0.0)
+    assert payload is not None
+    nan, infinite, zero = values.decode(payload, (), ())
+    assert math.isnan(nan)
+    assert infinite == -math.inf
+    assert math.copysign(1.0, zero) == -1.0
+
+
+def test_simple_tensors_are_of_any_kind_and_stay_outside() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    sparse = TABLE.to_sparse()
+    given = (sparse, 5, parameter, TABLE.T, sparse)
+    payload, tensors = simple(*given)
+    assert payload is not None
+    assert [id(each) for each in tensors] == [id(each) for each in given if each is not given[1]]
+    arrived = values.decode(payload, tensors, ())
+    assert [id(each) for each in arrived] == [id(each) for each in given]
+
+
+def test_references_that_go_home_are_simple() -> None:
+    home = ReferenceId(1, -2, 1 << 40)
+    wanted = object()
+    payload = values.encode_simple(
+        (1, wanted), [], True, lambda value: home if value is wanted else None
+    )
+    assert payload is not None
+    arrived: list[ReferenceId] = []
+
+    def come_home(reference: ReferenceId) -> str:
+        arrived.append(reference)
+        return "home"
+
+    assert values.decode(payload, (), (), come_home=come_home) == (1, "home")
+    assert arrived == [home]
+    for reader in (None, make_reader(["torch"], False, "ps"), make_reader(None, True, "ps")):
+        read = unpack if reader is None else reader.unpack
+        assert read(payload, (), (), come_home) == (1, "home")
+        with pytest.raises(ProtocolError, match="reference where there can be none"):
+            read(payload, (), ())
+    assert values.encode_simple((1, wanted), [], True) is None
+
+
+class Number(int):
+    """A subclass of int."""
+
+
+with_attribute = torch.ones(2)
+with_attribute.note = "x"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1 << 63,
+        -(1 << 63),
+        Number(5),
+        Color.RED,
+        1 + 2j,
+        "\ud800",
+        bytearray(b"x"),
+        (1,),
+        [1],
+        {"key": 1},
+        {1, 2},
+        object(),
+        lambda: 1,
+        admitted.Model().scale,
+        with_attribute,
+        torch.ones(2).as_subclass(MyTensor),
+        torch.float32,
+        torch.Size([1]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_other_value_is_not_simple(value: Any) -> None:
+    assert simple(value)[0] is None
+    assert simple(1, torch.ones(1), value, "text")[0] is None
+
+
+def test_more_tensors_than_most_calls_have_are_not_simple() -> None:
+    tensors = [torch.ones(1) for _ in range(17)]
+    assert simple(*tensors[:16])[0] is not None
+    assert simple(*tensors)[0] is None
+
+
+def test_more_values_than_the_prepared_counts_are_simple() -> None:
+    for count in (15, 16, 17, 1000):
+        payload, _ = simple(*range(count))
+        assert payload is not None
+        assert values.decode(payload, (), ()) == tuple(range(count))
+
+
+def test_functions_of_the_main_program_are_simple_where_both_run_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def work() -> None: ...
+
+    work.__module__, work.__qualname__ = "__main__", "work"
+    monkeypatch.setattr("__main__.work", work, raising=False)
+    assert values.encode_simple((work,), [], True) is not None
+    assert values.encode_simple((work,), [], False) is None
+
+
+@given(st.binary(max_size=80))
+@settings(max_examples=500)
+def test_any_bytes_are_a_value_or_a_typed_error(data: bytes) -> None:
+    try:
+        values.decode(data, (), (), _nothing)
+    except (ProtocolError, UnknownFunction):
+        pass
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_simple_values_that_were_damaged_are_values_or_a_typed_error(data: st.DataObject) -> None:
+    whole, tensors = simple(1, None, True, 2.5, "text", b"bytes", torch.ones(1), len)
+    assert whole is not None
+    damaged = bytearray(whole)
+    place = data.draw(st.integers(0, len(whole) - 1))
+    damaged[place] = data.draw(st.integers(0, 255))
+    for sent in (damaged, whole[:place], whole + bytes(damaged[:1])):
+        try:
+            values.decode(sent, tensors, (), _nothing)
+        except (ProtocolError, UnknownFunction):
+            pass
+    with pytest.raises(ProtocolError):
+        values.decode(whole[:place], tensors, (), _nothing)
+    with pytest.raises(ProtocolError, match="1 bytes too many"):
+        values.decode(whole + b"\0", tensors, (), lambda name: None)

@@ -1,4 +1,4 @@
-"""Plain payloads: bytes decode to plain values or are refused, and the values encode again."""
+"""Values without pickle: bytes decode to values or are refused, and the values encode again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from torch import Tensor
 from tests.fuzz.target import Target
 from tests.marked import names_of
 from torchweft.errors import SerializationError, WeftError
-from torchweft.ids import WorkerInfo
-from torchweft.serialize.plain import MARK, Encoder, decode
+from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.serialize.registry import rebuilds_plain
+from torchweft.serialize.values import Encoder, decode, encode_simple
 
 warnings.filterwarnings("ignore", "Sparse")
 
 
 class _Reference:
     """A value that stays outside of payloads, as references do."""
+
+
+class _Home:
+    """A reference that comes home."""
+
+    def __init__(self, id: ReferenceId) -> None:
+        self.id = id
 
 
 def found() -> None:
@@ -47,24 +54,46 @@ def _resolve(name: bytes) -> Any:
     return found
 
 
+def _come_home(reference: ReferenceId) -> _Home:
+    return _Home(reference)
+
+
+def _home_of(value: object) -> ReferenceId | None:
+    return value.id if isinstance(value, _Home) else None
+
+
 def _encoder() -> Encoder:
     return Encoder(True, (_Reference,))
 
 
 def run(data: bytes) -> Exception | None:
     """Decodes a value, encodes it, and decodes it again."""
-    payload = bytes((MARK,)) + data
     try:
-        value = decode(payload, _tensors(), _EXTERNALS, _resolve)
+        value = decode(data, _tensors(), _EXTERNALS, _resolve, _come_home)
     except WeftError as error:
         return error
+    if type(value) is tuple:
+        _check_simple(value)
     encoder = _encoder()
     try:
         again = encoder.encode(value)
     except (SerializationError, RecursionError):
         return None  # A name may resolve to an object that cannot be sent.
-    decode(again, encoder.tensors, encoder.externals, _resolve)
+    decode(again, encoder.tensors, encoder.externals, _resolve, _come_home)
     return None
+
+
+def _check_simple(value: tuple[Any, ...]) -> None:
+    """Asserts that a tuple of simple values is encoded the same by both encoders."""
+    tensors: list[Tensor] = []
+    quick = encode_simple(value, tensors, True, _home_of)
+    if quick is None:
+        return
+    arrived = decode(quick, tensors, (), _resolve, _come_home)
+    assert [type(each) for each in arrived] == [type(each) for each in value]
+    if any(isinstance(each, (Tensor, _Home)) for each in value):
+        return
+    assert quick == _encoder().encode(value)
 
 
 def _payloads() -> list[bytes]:
@@ -75,6 +104,7 @@ def _payloads() -> list[bytes]:
     attributed.note = "kept"  # type: ignore[attr-defined]
     coo = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), torch.ones(2), (2, 2))
     values: list[Any] = [
+        (None, True, False, -5, "text", 2.5, b"bytes", found),
         (None, True, False, -5, 1 << 200, 2.5, math.nan, 1 + 2j, "text", b"bytes"),
         [[], (), {}, set(), frozenset(), {"key": [1, {2: (3,)}]}, {1, "a"}, frozenset([None])],
         (own, own, {"self": own}),
@@ -85,7 +115,9 @@ def _payloads() -> list[bytes]:
         coo,
         (WorkerInfo("worker0", 1), SerializationError("no")),
     ]
-    return [_encoder().encode(value)[1:] for value in values]
+    home = encode_simple((1, _Home(ReferenceId(1, 2, 3))), [], True, _home_of)
+    assert home is not None
+    return [*(_encoder().encode(value) for value in values), home]
 
 
 def seeds() -> list[bytes]:
@@ -94,7 +126,7 @@ def seeds() -> list[bytes]:
 
 
 TARGET = Target(
-    "plain",
+    "values",
     run,
     seeds,
     words=tuple(name.encode() for name in sorted(names_of(rebuilds_plain))),
