@@ -104,7 +104,7 @@ def parts() -> list[Part]:
     sent = b"".join(bytes(piece) for piece in request.message(1))  # type: ignore[arg-type]
     inlined = inline.encode([tensor])
     assert inlined is not None
-    answer = encode_reply(1, 0, 0, 0, (), b"", *inlined)
+    answer = encode_reply(1, 0, 0, 0, (), b"", *inlined[:2])
     return [
         *_requests(agent, worker, peer, tensor, request),
         *_system(agent, peer, sent, "caller"),

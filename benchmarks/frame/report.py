@@ -102,13 +102,12 @@ def verdicts(question: Question, rounds: Rounds) -> Iterator[Verdict]:
 
 def mean_lines(question: Question, rounds: Rounds) -> list[str]:
     """Returns the geometric mean of the ratios to torch RPC, and the five lowest of them."""
-    ratios = {
-        row: ratio.median
-        for row in question.rows
-        if (
-            ratio := ratio_of(*(rounds.get((side, row.name), ()) for side in (row.torch, row.ours)))
-        )
-    }
+    ratios = {}
+    for row in question.rows:
+        others, ours = rounds.get((row.torch, row.name), ()), rounds.get((row.ours, row.name), ())
+        ratio = ratio_of(others, ours)
+        if ratio is not None:
+            ratios[row] = ratio.median
     if not question.mean or not ratios:
         return []
     mean = statistics.geometric_mean(ratios.values())

@@ -236,6 +236,13 @@ EXTERNAL_MARKER = (__name__, _external.__name__)
 _PREFIX = _marker_to_memo()
 _NO_MARKER = b"".join([pickle.PROTO, bytes([_PROTOCOL]), pickle.NONE, pickle.MEMOIZE, pickle.POP])
 """The same for a pickle without tensors: the memo begins with an object that nothing uses."""
+
+
+def _packed(pickled: bytes, tensors: list[Tensor], externals: list[object]) -> Packed:
+    payload = (_PREFIX if tensors else _NO_MARKER) + pickled
+    return new_packed((payload, tensors, externals))
+
+
 _MEMO: Any = {id(_tensor): (0, _tensor)}
 
 
@@ -331,8 +338,7 @@ class _QuickPickler:
         self._pickler.memo = _MEMO
         try:
             self._pickler.dump(value)
-            prefix = _PREFIX if tensors else _NO_MARKER
-            return new_packed((b"".join((prefix, *parts)), tensors, externals))
+            return _packed(b"".join(parts), tensors, externals)
         except BaseException:
             reducers.clear()  # A local class, which goes by value, must not live on here.
             raise
@@ -476,14 +482,13 @@ def _pack_with_look(value: object, main_by_name: bool) -> Packed:
     tensors: list[Tensor] = []
     externals: list[object] = []
     buffer = io.BytesIO()
-    buffer.write(_PREFIX)
     pickler = _NamePickler(buffer, _PROTOCOL)
     pickler.memo = _MEMO
     pickler.tensors = tensors
     pickler.externals = externals
     pickler.main_by_name = main_by_name
     pickler.dump(value)
-    return Packed(buffer.getvalue(), tensors, externals)
+    return _packed(buffer.getvalue(), tensors, externals)
 
 
 def _pack_by_value(
@@ -493,7 +498,6 @@ def _pack_by_value(
         # cloudpickle knows the main program only as `__main__`.
         cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     buffer = io.BytesIO()
-    buffer.write(_PREFIX)
     pickler: _ValuePickler
     if not_by_value:
         pickler = _NamedFunctionsPickler(buffer, _PROTOCOL)
@@ -507,7 +511,7 @@ def _pack_by_value(
     pickler.tensors, pickler.externals = [], []
     pickler.main_by_name = main_by_name
     pickler.dump(value)
-    return Packed(buffer.getvalue(), pickler.tensors, pickler.externals)
+    return _packed(buffer.getvalue(), pickler.tensors, pickler.externals)
 
 
 def _is_in_main(value: Any) -> bool:

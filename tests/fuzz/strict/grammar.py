@@ -318,7 +318,7 @@ class Grammar:
                 {},
                 None,
             ),
-            "serving:fetch": lambda: (self._address(chance.randrange(_VALUES)),),
+            "serving:fetch": lambda: self._address(chance.randrange(_VALUES)),
         }
         return fitting[short]()
 

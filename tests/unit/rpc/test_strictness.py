@@ -258,8 +258,8 @@ def test_a_tensor_is_not_taken_apart_into_arguments(world: World, by_tables: boo
         (many, b"", 0),
         (many, b"", POSITIONAL),
         ((many, {}, Named(identity)), b"", 0),
-        (((many,), {}), fetch, 0),
-        ((many,), fetch, POSITIONAL),
+        (((many, 0, 5), {}), fetch, 0),
+        ((many, 0, 5), fetch, POSITIONAL),
         ((((0, 0, 5), "add", many, {}, None), {}), method, 0),
         (((0, 0, 5), "add", many, {}, None), method, POSITIONAL),
     ):

@@ -11,7 +11,7 @@ import pickle
 import threading
 import types
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -173,7 +173,6 @@ ATTACKS: dict[str, Callable[[str], Any]] = {
     "partial of an allowed module": lambda path: Calls(admitted.run_anything, f"touch {path}"),
     "by value": lambda path: lambda: os.system(f"touch {path}"),
     "a bound method": lambda path: Path(path).touch,
-    "a path": lambda path: Path(path),
     "a thread": lambda path: Calls(threading.Thread, None, os.system, None, (f"touch {path}",)),
     "a module": lambda path: os,
     "names": lambda path: Calls(functions.resolve, b"posix:system"),
@@ -197,6 +196,16 @@ def test_attacks_are_refused_and_do_nothing(attack: str, target: Path) -> None:
             reader.unpack(payload, (), ())
         assert caught.value.worker == "ps"
     assert not target.exists()
+
+
+@pytest.mark.parametrize("reader", [ALLOWING, STRICT, REGISTERED])
+def test_a_path_is_a_value_whose_methods_others_may_not_call(reader: Reader, target: Path) -> None:
+    payload = pack_plain([target, PureWindowsPath("C:/x")], main_by_name=True).payload
+    assert reader.unpack(payload, (), ()) == [target, PureWindowsPath("C:/x")]
+    with pytest.raises(NotAllowed):
+        reader.method_of(target, "touch")
+    with pytest.raises(NotAllowed):
+        reader.method_of(target, "with_name")
 
 
 def test_the_attacks_work_where_nothing_is_restricted(target: Path) -> None:
