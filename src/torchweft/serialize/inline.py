@@ -125,6 +125,8 @@ def encode(tensors: Sequence[Tensor]) -> tuple[list[Any], int] | None:
         sizes = memory.shape
         if memory.c_contiguous:
             count = memory.nbytes
+        elif memory.nbytes > LIMIT_BYTES and 0 not in memory.strides:
+            return None  # Tables need no copy of it, or make their own.
         else:
             flat, strides = flatten(tensor)
             memory = flat.numpy().data
