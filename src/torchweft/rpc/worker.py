@@ -23,7 +23,13 @@ from torchweft.agent.tensor_messages import LocalMessage, TensorMessage, TensorM
 from torchweft.autograd.contexts import Context, Contexts, current_id
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import NO_GRAD, Arrivals
-from torchweft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceGone
+from torchweft.errors import (
+    AutogradError,
+    NotInitialized,
+    ProtocolError,
+    ReferenceGone,
+    SerializationError,
+)
 from torchweft.ids import ReferenceId
 from torchweft.protocol.membership.registration import why_not_by_value
 from torchweft.rpc.coroutines import CoroutineRunner
@@ -160,7 +166,14 @@ class Worker:
             if not peer.is_self:
                 packed, inlined = self._simple(peer, args, creation)
         if packed is None:
-            packed = self._packers[peer.id](content)
+            packer = self._packers[peer.id]
+            try:
+                packed = packer(content)
+            except SerializationError:
+                if flags != POSITIONAL:
+                    raise
+            if packed is None:  # Fails again, and names the place among the arguments.
+                flags, packed = 0, packer((args, kwargs))
             if not peer.is_self:
                 inlined = self._inline(packed.tensors)
         context_id, message_id = self._record_call(current_id(), packed.tensors, peer)
