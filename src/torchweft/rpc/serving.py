@@ -78,7 +78,7 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     assert frame is not None
     control: Any = frame.control
     message = None
-    is_local = isinstance(control, LocalMessage)
+    is_local = type(control) is LocalMessage
     head: CallHead = control.head if is_local else decode_call(control)
     if frame.flags & TABLES:
         message = worker.tensor_messages.read(frame)

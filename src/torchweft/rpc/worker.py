@@ -23,7 +23,13 @@ from torchweft.agent.tensor_messages import LocalMessage, TensorMessage, TensorM
 from torchweft.autograd.contexts import Context, Contexts, current_id
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import NO_GRAD, Arrivals
-from torchweft.errors import AutogradError, NotInitialized, ProtocolError, ReferenceGone
+from torchweft.errors import (
+    AutogradError,
+    NotInitialized,
+    ProtocolError,
+    ReferenceGone,
+    SerializationError,
+)
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import SlowFunctions
 from torchweft.protocol.membership.registration import why_not_by_value
@@ -179,7 +185,14 @@ class Worker:
                     if inlined is not None or all(map(is_dense, tensors)):
                         packed = new_packed((payload, tensors, []))
         if packed is None:
-            packed = self._packers[peer.id](content)
+            packer = self._packers[peer.id]
+            try:
+                packed = packer(content)
+            except SerializationError:
+                if flags != POSITIONAL:
+                    raise
+            if packed is None:  # Fails again, and names the place among the arguments.
+                flags, packed = 0, packer((args, kwargs))
             if not is_own:
                 inlined = self._inline(packed.tensors) if packed.tensors else NO_TENSORS
         context_id, message_id = current_id(), 0
@@ -290,7 +303,7 @@ class Worker:
             is_answer: Whether it is the result of a call.
         """
         control = frame.control
-        if isinstance(control, LocalMessage):
+        if type(control) is LocalMessage:
             return unpack(control.payload, self._own_tensors(control, head), control.externals)
         externals: Sequence[object] = ()
         if head.references:
@@ -307,8 +320,11 @@ class Worker:
                 self.give_back(peer, context_id, head.message_id)
                 raise too_many(len(received), self._tensor_limit, self.agent.info.name)
             tensors = received
-            if flags:
-                tensors = self._place_inlined(peer, received, flags, context, head, is_answer)
+            if flags and context is not None and head.message_id:
+                message_id = head.message_id
+                tensors = context.record_receive(message_id, peer.id, received, flags, is_answer)
+            elif flags:
+                self._place_inlined(peer, received, flags, head)
         payload = control[head.payload_start : end]
         if not payload:  # As ``unpack`` does; most results are one tensor or None.
             return tensors[0] if tensors else None
@@ -360,20 +376,15 @@ class Worker:
         peer: Peer,
         tensors: list[Tensor],
         flags: list[int],
-        context: Context | None,
         head: CallHead | ReplyHead,
-        is_answer: bool,
-    ) -> list[Tensor]:
-        """Does the same for tensors that stand in the message, some of which have flags."""
-        if context is not None and head.message_id:
-            return context.record_receive(head.message_id, peer.id, tensors, flags, is_answer)
+    ) -> None:
+        """Prepares tensors that stand in a message outside of contexts, some with flags."""
         for place, flag in enumerate(flags):
             if flag & PARAMETER:
                 tensors[place] = Parameter(tensors[place], bool(flag & REQUIRES_GRAD))
             elif flag & REQUIRES_GRAD:
                 tensors[place].requires_grad_()
         self._place_computed(peer, tensors, flags, head)
-        return tensors
 
     def _place_computed(
         self, peer: Peer, tensors: list[Tensor], flags: list[int], head: CallHead | ReplyHead
@@ -511,7 +522,7 @@ class Worker:
         peer = self.agent.peers[call.worker]
         control: Any = frame.control
         message = None
-        is_local = isinstance(control, LocalMessage)
+        is_local = type(control) is LocalMessage
         head = control.head if is_local else decode_reply(control)
         if frame.flags & ERROR_REPLY:
             payload = control.payload if is_local else _payload(frame, head)

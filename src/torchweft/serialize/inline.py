@@ -49,6 +49,10 @@ _HEAD = struct.Struct("<BBBI")
 _HEADS = tuple(struct.Struct(f"<BBBI{count}Q") for count in range(2 * SIMPLE_NDIM + 3))
 _SHARED = struct.Struct("<QQ")
 _PLACED = REQUIRES_GRAD | PARAMETER
+_CONTIGUOUS = frozenset(
+    grad | kind for grad in (0, REQUIRES_GRAD, REQUIRES_GRAD | COMPUTED) for kind in (0, PARAMETER)
+)
+"""The flags that a contiguous tensor may have."""
 _FLAGS = REQUIRES_GRAD | PARAMETER | COMPUTED | STRIDED | SHARED
 
 # What numpy calls the formats of memory; 64-bit integers are a long, or a long long elsewhere.
@@ -76,6 +80,9 @@ _CODES = {name: CODES[dtype] for name, dtype in _DTYPES.items()}
 _TORCH = {CODES[dtype]: dtype for dtype in _DTYPES.values()}
 _NUMPY = {code: torch.empty(0, dtype=dtype).numpy().dtype for code, dtype in _TORCH.items()}
 
+_DIFFERENTIABLE = frozenset(
+    code for code, dtype in _TORCH.items() if dtype.is_floating_point or dtype.is_complex
+)
 _MALFORMED = (
     struct.error,
     IndexError,
@@ -109,10 +116,10 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
     One inlined loop: this is most of the cost of a small call's tensors.
     """
     parts: list[Any] = []
-    spans: list[tuple[int, int]] = []
     size_bytes = 0
     requires_grad = False
     is_alone = len(tensors) == 1
+    spans: list[tuple[int, int]] | None = None if is_alone else []
     for tensor in tensors:
         flags = 0
         if tensor.requires_grad:
@@ -132,9 +139,11 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
         ndim = memory.ndim
         if ndim > SIMPLE_NDIM:
             return None
-        sizes = memory.shape
+        sizes, places = memory.shape, ndim
         if memory.c_contiguous:
             count = memory.nbytes
+        elif memory.nbytes > LIMIT_BYTES and 0 not in memory.strides:
+            return None  # Tables need no copy of it, or make their own.
         elif is_alone:
             flat, strides = flatten(tensor)
             memory = flat.numpy().data
@@ -142,18 +151,19 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
             if strides is not None:
                 flags |= STRIDED
                 sizes += strides
+                places = 2 * ndim
         else:
             return _encode_views(tensors)
-        size_bytes += count + 7 + 8 * len(sizes)
+        size_bytes += count + 7 + 8 * places
         if size_bytes > LIMIT_BYTES:
             return None
-        parts.append(_HEADS[len(sizes)].pack(code, flags, ndim, count, *sizes))
+        parts.append(_HEADS[places].pack(code, flags, ndim, count, *sizes))
         if count:
             parts.append(memory)
-            if not is_alone:
+            if spans is not None:
                 start = tensor.data_ptr()
                 spans.append((start, start + count))
-    if not is_alone:
+    if spans is not None:
         spans.sort()
         end = 0
         for start, next_end in spans:
@@ -225,7 +235,7 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
             position += 7
             shape = SIZES[ndim].unpack_from(data, position)
             position += 8 * ndim
-            if flags:
+            if flags and flags not in _CONTIGUOUS:
                 if flags & SHARED:
                     tensor, position = _view(
                         data, position, code, flags, shape, size_bytes, len(tensors), shared
@@ -250,9 +260,12 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
                 is_whole = array.nbytes == size_bytes
             if not is_whole or len(memory) != size_bytes:
                 raise ProtocolError(f"a tensor of shape {shape} comes with {size_bytes} bytes")
+            if flags or all_flags:
+                if flags & REQUIRES_GRAD and code not in _DIFFERENTIABLE:
+                    raise ProtocolError(f"a tensor of {tensor.dtype} cannot require grad")
+                all_flags += [0] * (len(tensors) - len(all_flags))
+                all_flags.append(flags)
             tensors.append(tensor)
-            if all_flags:
-                all_flags.append(0)
     except WeftError:
         raise
     except _MALFORMED as error:

@@ -71,6 +71,7 @@ _REFERENCE = struct.Struct("<qqqq")
 _CALL, _REPLY = int(Kind.CALL), int(Kind.REPLY)
 _CALL_FRAME = struct.Struct("<BBHIQ dqQQHII")
 _REPLY_FRAME = struct.Struct("<BBHIQ QQII")
+_CALL_BYTES, _REPLY_BYTES, _REFERENCE_BYTES = _CALL_HEAD.size, _REPLY_HEAD.size, _REFERENCE.size
 _LENGTH_LIMIT = 1 << 32
 NO_CREATION = -1
 
@@ -141,8 +142,11 @@ def encode_call(
     Raises:
         ProtocolError: The payload is too large.
     """
-    handed = _encode_references(references) if references else b""
-    control = _CALL_HEAD.size + len(function) + len(handed) + len(payload) + tensors_bytes
+    handed, count = b"", 0
+    if references:
+        handed, count = _encode_references(references), len(references)
+    name, size = len(function), len(payload)
+    control = _CALL_BYTES + name + count * _REFERENCE_BYTES + size + tensors_bytes
     try:
         head = _CALL_FRAME.pack(
             _CALL,
@@ -154,9 +158,9 @@ def encode_call(
             creation,
             context_id,
             message_id,
-            len(function),
-            len(references),
-            len(payload),
+            name,
+            count,
+            size,
         )
     except struct.error:
         raise _too_large(payload) from None
@@ -199,8 +203,11 @@ def encode_reply(
     tensors_bytes: int = 0,
 ) -> bytes:
     """Returns the whole frame of a ``REPLY``, as ``encode_call`` does for a ``CALL``."""
-    handed = _encode_references(references) if references else b""
-    control = _REPLY_HEAD.size + len(handed) + len(payload) + tensors_bytes
+    handed, count = b"", 0
+    if references:
+        handed, count = _encode_references(references), len(references)
+    size = len(payload)
+    control = _REPLY_BYTES + count * _REFERENCE_BYTES + size + tensors_bytes
     try:
         head = _REPLY_FRAME.pack(
             _REPLY,
@@ -210,8 +217,8 @@ def encode_reply(
             number,
             context_id,
             message_id,
-            len(references),
-            len(payload),
+            count,
+            size,
         )
     except struct.error:
         raise _too_large(payload) from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,13 @@ from tests.free_encoder import Attributed, Made, Named, pack_freely
 from tests.fuzz.strict import program
 from tests.fuzz.strict.world import OTHER, World
 from torchweft.agent.served_calls import current_call
-from torchweft.errors import ArgumentTypeError, CallError, NotAllowed, ProtocolError
+from torchweft.errors import (
+    ArgumentTypeError,
+    CallError,
+    NotAllowed,
+    ProtocolError,
+    SerializationError,
+)
 from torchweft.mapreduce import ending, shared
 from torchweft.nn import owner
 from torchweft.nn.owner import Step
@@ -284,6 +292,21 @@ def test_tensors_that_are_malformed_answer_the_call_or_end_the_connection(world:
         world.worker.reply_error = lambda peer, number, error: errors.append(error)  # type: ignore[method-assign]  # noqa: B023
         refusal = world.receive(Frame(Kind.CALL, flags, 7, control, ()))
         assert isinstance(refusal or errors[0], ProtocolError)
+
+
+@pytest.mark.parametrize("lock", [threading.Lock(), object()])
+def test_an_argument_that_cannot_be_sent_is_named_by_its_place(world: World, lock: object) -> None:
+    for peer, cannot in ((world.sender, lock), (world.agent.me, threading.Lock())):
+        for args, kwargs, place in (
+            ((1, [cannot]), {}, "args[1][0]"),
+            (((1,), {"a": cannot}), {}, "args[1]['a']"),  # They look like a call themselves.
+            (((1,), {"a": cannot}, len), {}, "args[1]['a']"),
+            ((1,), {"key": {"a": cannot}}, "kwargs['key']['a']"),
+        ):
+            with pytest.raises(SerializationError) as caught:
+                world.worker.request(peer, program.identity, args, kwargs, 1.0)
+            assert str(caught.value).startswith(f"{place} ")
+            assert "value[" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_function_in_a_call_is_registered(world: World) -> None:

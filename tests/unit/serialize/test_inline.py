@@ -272,6 +272,17 @@ def test_tensors_in_memory_that_a_program_shares_are_refused(no_shared_ranges: N
     assert encode(memory) is not None
 
 
+def test_a_large_tensor_is_not_copied_before_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large = torch.zeros(inline.LIMIT_BYTES, 4)[:, ::2]
+    copied: list[Tensor] = []
+    monkeypatch.setattr(inline, "flatten", copied.append)
+    assert encode(large) is None
+    assert encode(large.t()) is None
+    assert copied == []
+
+
 def test_the_limit_counts_every_byte() -> None:
     most = inline.LIMIT_BYTES - HEAD_BYTES - 8
     data = encode(torch.zeros(most, dtype=torch.uint8))

@@ -15,6 +15,7 @@ import weakref
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -516,6 +517,8 @@ def many_kinds() -> dict[str, Any]:
             collections.deque([1]),
         ),
         "scripted": torch.jit.script(nn.ReLU()),
+        "large": ["x" * 70_000, b"y" * 70_000, bytearray(70_000), np.ones((200, 200)).T[:, ::2]],
+        "arrays": (np.ones((200, 200)), np.asfortranarray(np.ones((200, 200))), np.float32(1)),
         "nested": [Nested([shared, 1]), shared, Nested({"key": Nested(shared)})],
     }
 
