@@ -303,7 +303,7 @@ class Worker:
             is_answer: Whether it is the result of a call.
         """
         control = frame.control
-        if type(control) is LocalMessage:
+        if isinstance(control, LocalMessage):
             return unpack(control.payload, self._own_tensors(control, head), control.externals)
         externals: Sequence[object] = ()
         if head.references:
