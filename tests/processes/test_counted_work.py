@@ -46,8 +46,8 @@ FUNCTIONS_IN_C = {
 }
 # The caller is the main thread. It may be interrupted, so it sends and receives in one step of
 # Python each, and a profile function does not see these two calls. That takes 350 bytes for a
-# moment; every thread that sends checks whether it is the main thread. The view of a tensor's memory
-# lives until the message is written: 480 bytes.
+# moment; every thread that sends checks whether it is the main thread. The view of a tensor's
+# memory lives until the message is written: 480 bytes.
 SYSTEM_CALLS = {"caller": 2.1, "callee": 4.1}
 BYTES_OF_PYTHON = {
     "nothing": 1_150,

@@ -244,7 +244,7 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
                     tensor, position = _unusual(data, position, code, flags, shape, size_bytes)
                 if flags & _PLACED or all_flags:
                     all_flags += [0] * (len(tensors) - len(all_flags))
-                    all_flags.append(flags)
+                    all_flags.append(flags & ~STRIDED)
                 tensors.append(tensor)
                 continue
             start, position = position, position + size_bytes

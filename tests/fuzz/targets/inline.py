@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from tests.fuzz.target import Target
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize.inline import decode, encode
-from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD
+from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
 
 _MAY_RAISE = (ProtocolError, SerializationError)
 """``SerializationError`` for a dtype that only other workers have."""
@@ -18,7 +18,7 @@ _MAY_RAISE = (ProtocolError, SerializationError)
 def _check(tensor: Tensor, flag: int) -> None:
     if flag & (REQUIRES_GRAD | COMPUTED):
         assert tensor.is_floating_point() or tensor.is_complex()
-    assert not flag & ~(REQUIRES_GRAD | PARAMETER | COMPUTED)
+    assert not flag & ~(REQUIRES_GRAD | PARAMETER | COMPUTED | SHARED)
     if not tensor.numel():
         return
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -29,6 +29,8 @@ def _check(tensor: Tensor, flag: int) -> None:
 
 def _as_sent(tensor: Tensor, flag: int) -> Tensor:
     """Returns a tensor as it was at its sender."""
+    if flag & SHARED:
+        return tensor  # A flag would take it out of the shared memory.
     if flag & PARAMETER:
         return Parameter(tensor, bool(flag & REQUIRES_GRAD))
     if flag & REQUIRES_GRAD:
@@ -39,7 +41,8 @@ def _as_sent(tensor: Tensor, flag: int) -> Tensor:
 def _trip(data: bytes) -> bytes | None:
     tensors, flags = decode(data, 0)
     assert len(flags) in (0, len(tensors))
-    assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) <= len(data)
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    assert sum(storage.nbytes() for storage in storages.values()) <= len(data)
     for tensor, flag in zip(tensors, flags or [0] * len(tensors), strict=True):
         _check(tensor, flag)
     sent = [_as_sent(*each) for each in zip(tensors, flags or [0] * len(tensors), strict=True)]
@@ -72,6 +75,7 @@ def seeds() -> list[bytes]:
         [],
         [torch.ones(1, 2, dtype=getattr(torch, name)) for name in dtypes],
         [torch.ones(()), torch.ones(3), torch.ones((1,) * 8), torch.empty(0, 3)],
+        [table, table.t(), table[1:]],
         [leaf, torch.zeros(1), leaf * 2, Parameter(torch.ones(1)), torch.ones(2, 2)],
         [Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False), torch.ones(1)],
         [table.t(), torch.ones(1).expand(5, 5), torch.arange(10)[::3]],

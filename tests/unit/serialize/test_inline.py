@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterator
 
@@ -28,7 +29,8 @@ def encode(*tensors: Tensor) -> bytes | None:
     encoded = inline.encode(tensors)
     if encoded is None:
         return None
-    parts, size_bytes = encoded
+    parts, size_bytes, requires_grad = encoded
+    assert requires_grad == any(tensor.requires_grad for tensor in tensors)
     data = b"".join(parts)
     assert len(data) == size_bytes
     return data
@@ -232,10 +234,21 @@ REFUSED: dict[str, Callable[[], list[Tensor]]] = {
     "too large with their heads": lambda: [
         torch.zeros(1, dtype=torch.uint8) for _ in range(inline.LIMIT_BYTES // 16 + 1)
     ],
-    "halves of one storage": lambda: list(BASE[0].chunk(2)),
-    "twice the same": lambda: [BASE[0], BASE[0]],
-    "a tensor and its transpose": lambda: [BASE[0, 0], BASE[0, 0].t()],
+}
+
+SHARING: dict[str, Callable[[], list[Tensor]]] = {
+    "twice the same": lambda: [BASE[0].clone()] * 2,
+    "a tensor and its transpose": lambda: [(base := BASE[0, 0].clone()), base.t()],
     "a tensor and its detached self": lambda: [(leaf := computed(3)), leaf.detach()],
+    "overlapping halves": lambda: [(base := torch.arange(9.0))[:5], base[3:]],
+    "other dtypes": lambda: [(base := torch.arange(8)), base.view(torch.float32)[3:5]],
+    "beside others": lambda: [
+        torch.ones(2),
+        (base := torch.arange(6.0).view(2, 3)).t(),
+        torch.empty(0),
+        base[1],
+        torch.zeros(3, dtype=torch.int16),
+    ],
 }
 
 
@@ -249,6 +262,43 @@ def test_tensors_that_need_tables_are_refused(
     tensors = REFUSED[kind]()
     assert encode(*tensors) is None
     assert encode(torch.ones(1), *tensors) is None
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_overlapping_views_arrive_as_views_of_one_storage(kind: str) -> None:
+    sent = SHARING[kind]()
+    arrived = trip(*sent)
+    for there, here in zip(arrived, sent, strict=True):
+        check(there, here.detach())
+        assert there.stride() == here.stride()
+    pairs = list(itertools.combinations(range(len(sent)), 2))
+    overlaps = [raw_overlap(sent[one], sent[other]) for one, other in pairs]
+    assert any(overlaps)
+    assert overlaps == [raw_overlap(arrived[one], arrived[other]) for one, other in pairs]
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_a_change_of_one_view_shows_in_the_others(kind: str) -> None:
+    sent = [tensor.detach() for tensor in SHARING[kind]()]
+    arrived = trip(*sent)
+    for tensors in (sent, arrived):
+        for tensor in tensors:
+            if tensor.numel():
+                tensor.view(-1)[0:1].zero_() if tensor.is_contiguous() else tensor[0].zero_()
+    for there, here in zip(arrived, sent, strict=True):
+        check(there, here)
+
+
+def test_halves_of_one_storage_need_no_memory_in_common() -> None:
+    halves = BASE[0].clone().chunk(2)
+    arrived = trip(*halves)
+    assert not raw_overlap(*arrived)
+    for there, here in zip(arrived, halves, strict=True):
+        check(there, here)
+
+
+def raw_overlap(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.free_encoder import Made, pack_freely
 from tests.unit.serialize import admitted
 from tests.unit.serialize.trips import raw, tensor_trip
 from torchweft.errors import (
@@ -299,8 +301,8 @@ class MyTensor(Tensor):
         Color.RED,
         Pair(1, 2),
         Named(),
-        np.float64(1),
-        np.ones(2),
+        np.array([object()]),
+        np.zeros(1, dtype=[("x", "i4")]),
         bytearray(2),
         range(3),
         ValueError("x"),
@@ -322,6 +324,79 @@ def test_anything_else_is_refused_with_its_place_and_type(value: Any) -> None:
     assert "args[1]['deep'][0]" in text
     assert type(value).__name__ in text or "__self__" in text
     assert "strict" in text or "lock" in text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.arange(6.0).reshape(2, 3).T,
+        np.arange(6)[::2],
+        np.zeros((0, 3)),
+        np.array(3),
+        np.array(["a", "bc"]),
+        np.array(["2020-01-01"], dtype="M8[D]"),
+        np.arange(3, dtype=">i4"),
+        np.arange(20_000.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("packer", [pack, pack_plain])
+def test_arrays_survive(value: Any, packer: Any) -> None:
+    packed = packer([value, 1], main_by_name=True)
+    arrived = unpack(packed.payload, packed.tensors, packed.externals)[0]
+    assert type(arrived) is np.ndarray
+    assert (arrived.dtype, arrived.shape) == (value.dtype, value.shape)
+    assert np.array_equal(arrived, value)
+    assert arrived.flags.writeable
+    if value.flags.contiguous or value.flags.f_contiguous:
+        assert arrived.flags.f_contiguous == value.flags.f_contiguous
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float32(0.5),
+        np.int64(3),
+        np.bool_(True),
+        np.str_("x"),
+        np.complex64(1j),
+        np.float64(2),
+        PurePosixPath("/a/b"),
+        PureWindowsPath("C:/x"),
+        Path("here"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("packer", [pack, pack_plain])
+def test_scalars_of_numpy_and_paths_survive(value: Any, packer: Any) -> None:
+    packed = packer([value], main_by_name=True)
+    (arrived,) = unpack(packed.payload, packed.tensors, packed.externals)
+    assert type(arrived) is type(value)
+    assert arrived == value
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("_array", ("O", (1,), bytes(8), "C")),
+        ("_array", ("i4,O", (1,), bytes(16), "C")),
+        ("_array", ("f8", (1 << 40,), bytes(8), "C")),
+        ("_array", ("f8", (1,), bytes(16), "C")),
+        ("_array", ("f8", (1,), "a text", "C")),
+        ("_array", (8, (1,), bytes(8), "C")),
+        ("_scalar", ("O", bytes(8))),
+        ("_scalar", ("f8", bytes(4))),
+        ("_array_of_tensor", (torch.ones(1, requires_grad=True).to_sparse(),)),
+        ("_array_of_tensor", (1,)),
+        ("_path", ("PosixPath", 3)),
+        ("_path", ("Path", "x")),
+    ],
+)
+def test_false_parts_of_arrays_and_paths_are_refused(call: tuple[str, Any]) -> None:
+    packed = pack_freely(Made(f"torchweft.serialize.reducers:{call[0]}", call[1]))
+    with pytest.raises(ProtocolError):
+        unpack(packed.payload, packed.tensors, packed.externals)
 
 
 def test_nesting_has_a_limit() -> None:
