@@ -185,14 +185,7 @@ class Worker:
                     if inlined is not None or all(map(is_dense, tensors)):
                         packed = new_packed((payload, tensors, []))
         if packed is None:
-            packer = self._packers[peer.id]
-            try:
-                packed = packer(content)
-            except SerializationError:
-                if flags != POSITIONAL:
-                    raise
-            if packed is None:  # Fails again, and names the place among the arguments.
-                flags, packed = 0, packer((args, kwargs))
+            packed, flags = self._pack_content(peer, content, flags)
             if not is_own:
                 inlined = self._inline(packed.tensors) if packed.tensors else NO_TENSORS
         context_id, message_id = current_id(), 0
@@ -204,6 +197,15 @@ class Worker:
         handed = self._hand_on(packed.externals, peer) if packed.externals else ()
         head = (timeout_s, creation, context_id, message_id, name or b"")
         return self._new_request(peer, flags, head, packed, inlined, handed)
+
+    def _pack_content(self, peer: Peer, content: Any, flags: int) -> tuple[Packed, int]:
+        packer = self._packers[peer.id]
+        try:
+            return packer(content), flags
+        except SerializationError:
+            if flags != POSITIONAL:
+                raise
+        return packer((content, {})), 0  # Fails again, and names the place among the arguments.
 
     def _inline(self, tensors: Sequence[Tensor]) -> Inlined | None:
         """Returns tensors as a part of their message; None if they need tables."""
@@ -315,16 +317,7 @@ class Worker:
         if message is not None:
             tensors = self._receive_tensors(peer, message, context, head, is_answer)
         elif end < len(control):
-            received, flags = inline.decode(control, end)
-            if len(received) > self._tensor_limit:
-                self.give_back(peer, context_id, head.message_id)
-                raise too_many(len(received), self._tensor_limit, self.agent.info.name)
-            tensors = received
-            if flags and context is not None and head.message_id:
-                message_id = head.message_id
-                tensors = context.record_receive(message_id, peer.id, received, flags, is_answer)
-            elif flags:
-                self._place_inlined(peer, received, flags, head)
+            tensors = self._receive_inlined(peer, control, context, head, is_answer)
         payload = control[head.payload_start : end]
         if not payload:  # As ``unpack`` does; most results are one tensor or None.
             return tensors[0] if tensors else None
@@ -371,20 +364,34 @@ class Worker:
             self.give_back(peer, head.context_id, head.message_id)
             raise
 
-    def _place_inlined(
+    def _receive_inlined(
         self,
         peer: Peer,
-        tensors: list[Tensor],
-        flags: list[int],
+        control: Buffer,
+        context: Context | None,
         head: CallHead | ReplyHead,
-    ) -> None:
-        """Prepares tensors that stand in a message outside of contexts, some with flags."""
+        is_answer: bool,
+    ) -> list[Tensor]:
+        """Returns the tensors that stand in a message."""
+        message_id = head.message_id
+        try:
+            tensors, flags = inline.decode(control, head.payload_end)
+            if len(tensors) > self._tensor_limit:
+                raise too_many(len(tensors), self._tensor_limit, self.agent.info.name)
+        except BaseException:
+            self.give_back(peer, head.context_id, message_id)
+            raise
+        if not flags:
+            return tensors
+        if context is not None and message_id:
+            return context.record_receive(message_id, peer.id, tensors, flags, is_answer)
         for place, flag in enumerate(flags):
             if flag & PARAMETER:
                 tensors[place] = Parameter(tensors[place], bool(flag & REQUIRES_GRAD))
             elif flag & REQUIRES_GRAD:
                 tensors[place].requires_grad_()
         self._place_computed(peer, tensors, flags, head)
+        return tensors
 
     def _place_computed(
         self, peer: Peer, tensors: list[Tensor], flags: list[int], head: CallHead | ReplyHead
