@@ -60,6 +60,18 @@ class _Span:
         self.end = self.start + extent(tensor.shape, tensor.stride()) * item_bytes
 
 
+USUAL_ADDRESS = 1 << 40
+"""Few tensors begin below it; those of a storage that the program has freed do."""
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether the storage of a dense tensor on the host has been made too small for it."""
+    if not tensor.numel():
+        return False
+    end = tensor.storage_offset() + extent(tensor.shape, tensor.stride())
+    return bool(tensor.untyped_storage().nbytes() < end * tensor.element_size())
+
+
 def place(tensors: Sequence[Tensor]) -> tuple[list[Placement], list[Tensor]]:
     """Chooses the memory that travels for dense, detached ``tensors``.
 

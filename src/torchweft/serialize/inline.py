@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import ProtocolError, WeftError
-from torchweft.serialize.extents import flatten, place
+from torchweft.serialize.extents import USUAL_ADDRESS, flatten, is_freed, place
 from torchweft.serialize.table import (
     CODES,
     COMPUTED,
@@ -131,6 +131,8 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
             tensor = tensor.detach()
         try:
             if shared_ranges and may_be_shared(tensor.data_ptr()):
+                return None
+            if tensor.data_ptr() < USUAL_ADDRESS and is_freed(tensor):
                 return None
             memory: Any = tensor.numpy().data
             code = _CODES[memory.format]

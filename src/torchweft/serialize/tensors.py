@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.extents import Placement, place
+from torchweft.serialize.extents import USUAL_ADDRESS, Placement, is_freed, place
 from torchweft.serialize.table import (
     CODES,
     COMPUTED,
@@ -180,7 +180,9 @@ def _is_simple(tensor: Tensor) -> bool:
         and tensor.layout is _STRIDED_LAYOUT
         and not tensor.is_nested
         and tensor.is_contiguous()
-        and tensor.data_ptr() != 0  # neither empty nor a lazy zero
+        # Neither empty, nor a lazy zero, nor freed.
+        and (tensor.data_ptr() >= USUAL_ADDRESS or not (tensor.numel() == 0 or is_freed(tensor)))
+        and tensor.data_ptr() != 0
         and not tensor.is_neg()
         and tensor.dim() <= SIMPLE_NDIM
     )
@@ -281,6 +283,11 @@ def _dense(tensor: Tensor) -> Tensor:
         tensor = tensor.as_subclass(Tensor)
     if tensor._is_zerotensor():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if tensor.is_cpu and is_freed(tensor):
+        raise SerializationError(
+            f"the memory of a tensor of shape {tuple(tensor.shape)} has been freed: its storage has "
+            f"{tensor.untyped_storage().nbytes()} bytes; send it before its storage is resized"
+        )
     return tensor.resolve_conj().resolve_neg()
 
 

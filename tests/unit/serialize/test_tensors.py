@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from tests.unit.serialize.trips import copies, raw, tensor_trip
 from torchweft.errors import ProtocolError, SerializationError
+from torchweft.serialize import inline
 from torchweft.serialize import tensors as tensors_module
 from torchweft.serialize.extents import UNION_FLOOR_BYTES
 from torchweft.serialize.table import (
@@ -482,3 +483,15 @@ def test_a_count_that_lies_is_refused_too() -> None:
         rebuild(table, [bytearray(8)], limit=1000)
     with pytest.raises(ProtocolError):
         rebuild(table[:3], [bytearray(8)], limit=1000)
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_tensor_whose_memory_was_freed_is_refused(start: int) -> None:
+    base = torch.arange(10.0)
+    tensor = base[start:]
+    base.untyped_storage().resize_(0)
+    assert inline.encode([tensor]) is None
+    with pytest.raises(SerializationError, match="freed"):
+        describe([tensor])
+    with pytest.raises(SerializationError, match="freed"):
+        describe([torch.ones(2), tensor, torch.ones(2).expand(3, 2)])
