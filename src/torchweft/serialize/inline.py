@@ -130,9 +130,10 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
         if flags:
             tensor = tensor.detach()
         try:
-            if shared_ranges and may_be_shared(tensor.data_ptr()):
+            start = tensor.data_ptr()
+            if shared_ranges and may_be_shared(start):
                 return None
-            if tensor.data_ptr() < USUAL_ADDRESS and is_freed(tensor):
+            if start < USUAL_ADDRESS and is_freed(tensor):
                 return None
             memory: Any = tensor.numpy().data
             code = _CODES[memory.format]
@@ -163,7 +164,6 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
         if count:
             parts.append(memory)
             if spans is not None:
-                start = tensor.data_ptr()
                 spans.append((start, start + count))
     if spans is not None:
         spans.sort()

@@ -285,8 +285,8 @@ def _dense(tensor: Tensor) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if tensor.is_cpu and is_freed(tensor):
         raise SerializationError(
-            f"the memory of a tensor of shape {tuple(tensor.shape)} has been freed: its storage has "
-            f"{tensor.untyped_storage().nbytes()} bytes; send it before its storage is resized"
+            f"the memory of a tensor of shape {tuple(tensor.shape)} has been freed: its storage "
+            f"has {tensor.untyped_storage().nbytes()} bytes; send it before that is resized"
         )
     return tensor.resolve_conj().resolve_neg()
 
