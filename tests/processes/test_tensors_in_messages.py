@@ -111,7 +111,6 @@ def test_they_arrive_as_by_tables(
     group: Cluster, way: str, mode: str, function: Any, was_inline: Callable[[], bool]
 ) -> None:
     given = tensors()
-    del given["bfloat16"]  # numpy does not know it: it takes a table by itself.
     with MODES[mode]():
         args, kwargs = WAYS[way](given)
         inline = rpc.rpc_sync("worker0", function, args, kwargs)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweft.errors import ProtocolError, WeftError
+from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.serialize.extents import USUAL_ADDRESS, flatten, is_freed, place
 from torchweft.serialize.table import (
     CODES,
@@ -38,9 +38,9 @@ from torchweft.serialize.table import (
     SIMPLE_NDIM,
     SIZES,
     STRIDED,
-    dtype_of,
     extent,
 )
+from torchweft.serialize.tensors import as_dense, as_memory
 
 LIMIT_BYTES = 64 * 1024
 """All tensors of a message together, with their descriptions; above it, channels are faster."""
@@ -78,8 +78,14 @@ _DTYPES = {
 }
 _CODES = {name: CODES[dtype] for name, dtype in _DTYPES.items()}
 _TORCH = {CODES[dtype]: dtype for dtype in _DTYPES.values()}
+# The other dtypes of whole bytes travel as integers of their size.
+_AS_INTEGERS = {
+    dtype: torch.uint8 if dtype.itemsize == 1 else torch.int16
+    for dtype in CODES
+    if dtype.is_floating_point and dtype not in _DTYPES.values() and dtype.itemsize <= 2
+}
 _NUMPY = {code: torch.empty(0, dtype=dtype).numpy().dtype for code, dtype in _TORCH.items()}
-
+_TORCH |= {CODES[dtype]: dtype for dtype in _AS_INTEGERS}
 _DIFFERENTIABLE = frozenset(
     code for code, dtype in _TORCH.items() if dtype.is_floating_point or dtype.is_complex
 )
@@ -135,8 +141,13 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
                 return None
             if start < USUAL_ADDRESS and is_freed(tensor):
                 return None
-            memory: Any = tensor.numpy().data
-            code = _CODES[memory.format]
+            if tensor.dtype in _AS_INTEGERS:
+                code = CODES[tensor.dtype]
+                tensor = tensor.view(_AS_INTEGERS[tensor.dtype])
+                memory: Any = tensor.numpy().data
+            else:
+                memory = tensor.numpy().data
+                code = _CODES[memory.format]
         except (RuntimeError, TypeError, KeyError, ValueError):
             return None  # Not on the CPU, not dense, or of a dtype that numpy lacks.
         ndim = memory.ndim
@@ -178,9 +189,12 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
 def _encode_views(tensors: Sequence[Tensor]) -> Inlined | None:
     """Does the same for tensors some of which overlap in memory."""
     try:
-        placements, buffers = place([tensor.detach() for tensor in tensors])
-        memories: list[Any] = [flat.numpy().data.cast("B") for flat in buffers]
-    except (RuntimeError, TypeError, ValueError):
+        sources = [as_dense(tensor) for tensor in tensors]
+        if shared_ranges and any(may_be_shared(source.data_ptr()) for source in sources):
+            return None
+        placements, buffers = place(sources)
+        memories = [as_memory(flat) for flat in buffers]
+    except (RuntimeError, TypeError, ValueError, SerializationError):
         return None
     requires_grad = False
     parts: list[Any] = []
@@ -205,7 +219,7 @@ def _encode_views(tensors: Sequence[Tensor]) -> Inlined | None:
         count = len(memory)
         size_bytes += count + 7 + 8 * len(sizes)
         code = CODES.get(tensor.dtype)
-        if size_bytes > LIMIT_BYTES or code not in _NUMPY or len(sizes) >= len(_HEADS):
+        if size_bytes > LIMIT_BYTES or code not in _TORCH or len(sizes) >= len(_HEADS):
             return None
         parts += (_HEADS[len(sizes)].pack(code, flags, tensor.dim(), count, *sizes), memory)
     return parts, size_bytes, requires_grad
@@ -243,7 +257,7 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
                         data, position, code, flags, shape, size_bytes, len(tensors), shared
                     )
                 else:
-                    tensor, position = _unusual(data, position, code, flags, shape, size_bytes)
+                    tensor, position = _strided(data, position, code, flags, shape, size_bytes)
                 if flags & _PLACED or all_flags:
                     all_flags += [0] * (len(tensors) - len(all_flags))
                     all_flags.append(flags & ~STRIDED)
@@ -252,8 +266,10 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
             start, position = position, position + size_bytes
             # Copy it: one tensor must not keep the memory of a whole message.
             memory = bytearray(data[start:position])
-            kind = _NUMPY[code]
-            if ndim == 1 and size_bytes:
+            kind = _NUMPY.get(code)
+            if kind is None:
+                tensor, is_whole = _other(code, shape, memory), True
+            elif ndim == 1 and size_bytes:
                 tensor = torch.frombuffer(memory, dtype=_TORCH[code])
                 is_whole = shape[0] * kind.itemsize == size_bytes
             else:
@@ -275,27 +291,30 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
     return tensors, all_flags
 
 
-def _unusual(
+def _other(code: int, shape: tuple[int, ...], memory: bytearray) -> Tensor:
+    """Returns a contiguous tensor of a dtype that numpy lacks."""
+    dtype = _TORCH[code]
+    if prod(shape) * dtype.itemsize != len(memory):
+        raise ProtocolError(f"a tensor of shape {shape} comes with {len(memory)} bytes")
+    if not memory:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _strided(
     data: Any, position: int, code: int, flags: int, shape: tuple[int, ...], size_bytes: int
 ) -> tuple[Tensor, int]:
-    """Returns a tensor that required grad or is strided, and where its bytes end."""
+    """Returns a tensor that is not contiguous, and where its bytes end."""
     _check(flags, code)
-    strides: tuple[int, ...] | None = None
-    if flags & STRIDED:
-        strides = SIZES[len(shape)].unpack_from(data, position)
-        position += 8 * len(shape)
+    strides = SIZES[len(shape)].unpack_from(data, position)
+    position += 8 * len(shape)
     memory = bytearray(data[position : position + size_bytes])
-    kind = _NUMPY[code]
-    needed = (prod(shape) if strides is None else extent(shape, strides)) * kind.itemsize
-    if needed != size_bytes or len(memory) != size_bytes:
+    dtype = _TORCH[code]
+    if extent(shape, strides) * dtype.itemsize != size_bytes or len(memory) != size_bytes:
         raise ProtocolError(f"a tensor of shape {shape} comes with {size_bytes} bytes")
-    if strides is None:
-        tensor = torch.from_numpy(np.ndarray(shape, kind, memory))
-    else:
-        if max((*shape, *strides), default=0) >= INT64_LIMIT or not prod(shape) < INT64_LIMIT:
-            raise ProtocolError(f"a tensor of shape {shape} has the strides {strides}")
-        flat = torch.from_numpy(np.ndarray((size_bytes // kind.itemsize,), kind, memory))
-        tensor = flat.as_strided(shape, strides)
+    if max((*shape, *strides), default=0) >= INT64_LIMIT or prod(shape) >= INT64_LIMIT:
+        raise ProtocolError(f"a tensor of shape {shape} has the strides {strides}")
+    tensor = torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
     return tensor, position + size_bytes
 
 
@@ -323,7 +342,7 @@ def _view(
     elif size_bytes:
         raise ProtocolError("a view brings memory, and is on that of another tensor")
     flat = shared[bringer]
-    dtype = dtype_of(code)
+    dtype = _TORCH[code]
     count = flat.numel() // dtype.itemsize
     if 0 in shape or max((offset, *shape, *strides)) >= INT64_LIMIT:
         raise ProtocolError(f"a view of shape {shape} has the strides {strides}")
@@ -335,10 +354,8 @@ def _view(
 
 
 def _check(flags: int, code: int) -> None:
-    if flags & ~_FLAGS or (flags & SHARED and not flags & STRIDED):
+    if flags & ~_FLAGS or not flags & STRIDED:
         raise ProtocolError(f"a tensor of a message has the unknown flags {flags:#x}")
-    if flags & (REQUIRES_GRAD | COMPUTED):
-        dtype = dtype_of(code)
-        may_require_grad = dtype.is_floating_point or dtype.is_complex
-        if not (flags & REQUIRES_GRAD and may_require_grad):
-            raise ProtocolError(f"a tensor of {dtype} has the impossible flags {flags:#x}")
+    is_right = flags & REQUIRES_GRAD and code in _DIFFERENTIABLE
+    if flags & (REQUIRES_GRAD | COMPUTED) and not is_right:
+        raise ProtocolError(f"a tensor of dtype {code} has the impossible flags {flags:#x}")

@@ -73,7 +73,7 @@ def describe(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
     described = _describe_simple(tensors)
     if described is not None:
         return described
-    sources = [_dense(tensor) for tensor in tensors]
+    sources = [as_dense(tensor) for tensor in tensors]
     placements, buffers = place(sources)
     entries = [
         _entry(tensor, source, placement)
@@ -269,7 +269,7 @@ def _with_flags(tensor: Tensor, flags: int) -> Tensor:
     return tensor.requires_grad_() if needs_grad else tensor
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def as_dense(tensor: Tensor) -> Tensor:
     """Returns a detached tensor whose memory holds the values as the user sees them."""
     if tensor.dtype not in CODES or tensor.layout is not _STRIDED_LAYOUT or tensor.is_nested:
         raise SerializationError(

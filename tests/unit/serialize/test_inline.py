@@ -21,7 +21,8 @@ from torchweft.serialize.table import CODES, COMPUTED, PARAMETER, REQUIRES_GRAD,
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-DTYPES = sorted({*table.NUMPY_DTYPES, torch.complex64, torch.complex128}, key=CODES.__getitem__)
+OTHERS = {torch.complex64, torch.complex128, torch.bfloat16, torch.float8_e5m2}
+DTYPES = sorted({*table.NUMPY_DTYPES, *OTHERS}, key=CODES.__getitem__)
 HEAD_BYTES = 7
 
 
@@ -214,11 +215,13 @@ def test_flags_name_their_tensors() -> None:
 
 
 REFUSED: dict[str, Callable[[], list[Tensor]]] = {
-    "bfloat16": lambda: [torch.ones(2, dtype=torch.bfloat16)],
-    "float8": lambda: [torch.ones(2).to(torch.float8_e5m2)],
     "half complex": lambda: [torch.ones(2, dtype=torch.complex32)],
     "sparse": lambda: [torch.eye(2).to_sparse()],
     "compressed": lambda: [torch.eye(2).to_sparse_csr()],
+    "sparse beside views": lambda: [
+        torch.ones(2, 3).t(),
+        torch.eye(2).to_sparse(),
+    ],
     "nested": lambda: [torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])],
     "quantised": lambda: [torch.quantize_per_tensor(torch.ones(2), 0.5, 3, torch.quint8)],
     "meta": lambda: [torch.ones(2, device="meta")],
@@ -241,6 +244,13 @@ SHARING: dict[str, Callable[[], list[Tensor]]] = {
     "a tensor and its transpose": lambda: [(base := BASE[0, 0].clone()), base.t()],
     "a tensor and its detached self": lambda: [(leaf := computed(3)), leaf.detach()],
     "overlapping halves": lambda: [(base := torch.arange(9.0))[:5], base[3:]],
+    "bfloat16": lambda: [(base := torch.arange(6.0).bfloat16()), base[2:]],
+    "beside conjugates": lambda: [
+        (base := torch.arange(6.0).view(2, 3)).t(),
+        (other := torch.ones(2, dtype=torch.complex64) * 1j),
+        other.conj().resolve_conj(),
+        base,
+    ],
     "other dtypes": lambda: [(base := torch.arange(8)), base.view(torch.float32)[3:5]],
     "beside others": lambda: [
         torch.ones(2),
@@ -380,7 +390,8 @@ MALFORMED = {
     "nine dimensions": entry(FLOAT, 0, (1,) * 9, bytes(4)),
     "255 dimensions": entry(FLOAT, 0, (1,) * 255, bytes(4)),
     "an unknown dtype": entry(250, 0, (1,), bytes(4)),
-    "a dtype that numpy lacks": entry(CODES[torch.bfloat16], 0, (2,), bytes(4)),
+    "a dtype that only tables have": entry(CODES[torch.bits8], 0, (2,), bytes(2)),
+    "a number of bfloat16 that is cut short": entry(CODES[torch.bfloat16], 0, (2,), bytes(3)),
     "an unknown flag": entry(FLOAT, 32, (1,), bytes(4)),
     "shared memory": entry(FLOAT, SHARED, (1,), bytes(4)),
     "an integer that requires grad": entry(INT, REQUIRES_GRAD, (1,), bytes(4)),
