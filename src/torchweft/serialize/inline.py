@@ -38,6 +38,7 @@ from torchweft.serialize.table import (
     SIMPLE_NDIM,
     SIZES,
     STRIDED,
+    dtype_of,
     extent,
 )
 from torchweft.serialize.tensors import as_dense, as_memory
@@ -291,9 +292,17 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
     return tensors, all_flags
 
 
+def _dtype_of(code: int) -> torch.dtype:
+    """Returns a dtype that small tensors may have; raises as ``table.dtype_of`` does."""
+    dtype = dtype_of(code)
+    if code not in _TORCH:
+        raise ProtocolError(f"a tensor of {dtype} stands in its message")
+    return dtype
+
+
 def _other(code: int, shape: tuple[int, ...], memory: bytearray) -> Tensor:
     """Returns a contiguous tensor of a dtype that numpy lacks."""
-    dtype = _TORCH[code]
+    dtype = _dtype_of(code)
     if prod(shape) * dtype.itemsize != len(memory):
         raise ProtocolError(f"a tensor of shape {shape} comes with {len(memory)} bytes")
     if not memory:
@@ -309,7 +318,7 @@ def _strided(
     strides = SIZES[len(shape)].unpack_from(data, position)
     position += 8 * len(shape)
     memory = bytearray(data[position : position + size_bytes])
-    dtype = _TORCH[code]
+    dtype = _dtype_of(code)
     if extent(shape, strides) * dtype.itemsize != size_bytes or len(memory) != size_bytes:
         raise ProtocolError(f"a tensor of shape {shape} comes with {size_bytes} bytes")
     if max((*shape, *strides), default=0) >= INT64_LIMIT or prod(shape) >= INT64_LIMIT:
@@ -342,7 +351,7 @@ def _view(
     elif size_bytes:
         raise ProtocolError("a view brings memory, and is on that of another tensor")
     flat = shared[bringer]
-    dtype = _TORCH[code]
+    dtype = _dtype_of(code)
     count = flat.numel() // dtype.itemsize
     if 0 in shape or max((offset, *shape, *strides)) >= INT64_LIMIT:
         raise ProtocolError(f"a view of shape {shape} has the strides {strides}")

@@ -500,3 +500,15 @@ def test_every_number_of_a_dtype_is_read_or_a_typed_error(code: int) -> None:
         for size_bytes in (0, 16, 32):
             count = size_bytes // 16
             decode_anything(entry(code, flags, (count, 1)[: 2 if flags else 1], bytes(size_bytes)))
+
+
+@pytest.mark.parametrize("flags", [0, STRIDED, REQUIRES_GRAD])
+def test_a_dtype_that_only_other_workers_have_is_named(
+    monkeypatch: pytest.MonkeyPatch, flags: int
+) -> None:
+    code = CODES[torch.float8_e5m2]
+    monkeypatch.setattr(table, "_DTYPES", (*table._DTYPES[:code], None, *table._DTYPES[code + 1 :]))
+    monkeypatch.delitem(inline._TORCH, code)
+    sizes = (1, 1) if flags & STRIDED else (1,)
+    with pytest.raises(SerializationError, match="float8_e5m2"):
+        inline.decode(entry(code, flags, sizes, bytes(1)), 0)
