@@ -176,7 +176,7 @@ def test_a_device_that_the_receiver_lacks(group: Cluster, monkeypatch: pytest.Mo
         forged.setattr(tensors, "_describe_simple", lambda tensors: None)
         forged.setattr(tensors, "device_code", lambda device: (1, 0))
         # A type that needs a table, which names its device.
-        sent = torch.ones(2, dtype=torch.bfloat16)
+        sent = torch.zeros(2, dtype=torch.uint8).view(torch.bits8)
         with pytest.raises(SerializationError, match=r"on device cuda:0, but worker 'worker0' has"):
             rpc.rpc_sync("worker0", functions.collect, args=(sent, reference))
     assert rpc.rpc_sync("worker0", functions.add, args=(torch.ones(2), 1)).sum() == 4

@@ -267,14 +267,14 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
             start, position = position, position + size_bytes
             # Copy it: one tensor must not keep the memory of a whole message.
             memory = bytearray(data[start:position])
-            kind = _NUMPY.get(code)
-            if kind is None:
+            if code not in _NUMPY:
                 tensor, is_whole = _other(code, shape, memory), True
             elif ndim == 1 and size_bytes:
-                tensor = torch.frombuffer(memory, dtype=_TORCH[code])
-                is_whole = shape[0] * kind.itemsize == size_bytes
+                dtype = _TORCH[code]
+                tensor = torch.frombuffer(memory, dtype=dtype)
+                is_whole = shape[0] * dtype.itemsize == size_bytes
             else:
-                array = np.ndarray(shape, kind, memory)
+                array = np.ndarray(shape, _NUMPY[code], memory)
                 tensor = torch.from_numpy(array)
                 is_whole = array.nbytes == size_bytes
             if not is_whole or len(memory) != size_bytes:
