@@ -43,8 +43,8 @@ from torchweft.serialize.table import (
 )
 from torchweft.serialize.tensors import as_dense, as_memory
 
-LIMIT_BYTES = 64 * 1024
-"""All tensors of a message together, with their descriptions; above it, channels are faster."""
+LIMIT_BYTES = 68 * 1024
+"""All tensors of a message together: 64 KiB and their descriptions. Above it, channels are faster."""
 
 _HEAD = struct.Struct("<BBBI")
 _HEADS = tuple(struct.Struct(f"<BBBI{count}Q") for count in range(2 * SIMPLE_NDIM + 3))
