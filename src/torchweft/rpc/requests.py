@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from torchweft.agent.peers import Peer
-from torchweft.agent.references import ReferenceKeeper
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
-from torchweft.autograd.outside import OutsideRecords
 from torchweft.protocol.connecting import Outgoing
-from torchweft.serialize.inline import Inlined
 from torchweft.serialize.objects import Packed
 from torchweft.wire.messages import (
     CallHead,
@@ -22,116 +20,98 @@ from torchweft.wire.messages import (
     ReplyHead,
     encode_call,
     encode_call_front,
-    encode_reply,
     encode_reply_front,
 )
 
+TakeBack = Callable[[Peer, Sequence[HandedReference], int], None]
+"""Takes back the references and the graph of a message to a worker that could not be sent."""
+
 
 class Request:
-    """A call as a message, and the references and the graph that it holds until it arrives.
+    """A call as a message whose tensors stand in it.
 
     Args:
-        tensor_messages: Encodes tensors that do not stand in the message.
-        references: Counts the references that the message hands on.
-        outside: Records the graph of a message outside of contexts.
+        take_back: Called if the message cannot be sent.
         peer: The callee.
-        flags: Flags of the frame.
-        head: Time limit, creation, context, message and function, as ``CallHead`` has them.
-        packed: The value of the message.
-        inlined: Its tensors, if they stand in the message; otherwise None.
-        handed: The references inside the value, in order.
+        parts: The arguments of ``encode_call`` after the number.
     """
 
-    __slots__ = (
-        "_flags",
-        "_handed",
-        "_head",
-        "_inlined",
-        "_outside",
-        "_packed",
-        "_peer",
-        "_references",
-        "_tensor_messages",
-    )
+    __slots__ = ("_parts", "_peer", "_take_back")
 
-    def __init__(
-        self,
-        tensor_messages: TensorMessages,
-        references: ReferenceKeeper,
-        outside: OutsideRecords,
-        peer: Peer,
-        flags: int,
-        head: tuple[float, int, int, int, bytes],
-        packed: Packed,
-        inlined: Inlined | None,
-        handed: Sequence[HandedReference],
-    ) -> None:
-        self._tensor_messages = tensor_messages
-        self._references = references
-        self._outside = outside
+    def __init__(self, take_back: TakeBack, peer: Peer, parts: tuple[Any, ...]) -> None:
+        self._take_back = take_back
         self._peer = peer
-        self._flags = flags
-        self._head = head
-        self._packed = packed
-        self._inlined = inlined
-        self._handed = handed
+        self._parts = parts
 
     @property
     def function(self) -> bytes:
         """The name of the function, empty if it is inside the value."""
-        return self._head[4]
+        name: bytes = self._parts[_FUNCTION]
+        return name
 
     def message(self, number: int) -> Outgoing:
         """Returns the message to send, under the number of its call."""
-        packed = self._packed
-        if self._inlined is not None:
-            parts, size, _ = self._inlined
-            return [
-                encode_call(
-                    number, self._flags, *self._head, self._handed, packed.payload, parts, size
-                )
-            ]
-        if self._peer.is_self:
-            head = CallHead(*self._head, (), 0, 0)
-            local = LocalMessage(head, packed.payload, packed.tensors, packed.externals)
-            return local_frame(Kind.CALL, self._flags, number, local)
-        front = encode_call_front(*self._head, self._handed, packed.payload)
-        return self._tensor_messages.encode(
-            self._peer, Kind.CALL, self._flags, number, front, packed.tensors
-        )
+        return [encode_call(number, *self._parts)]
 
     def take_back(self) -> None:
         """Takes back the references and the graph of a message that could not be sent."""
-        for handed in self._handed:
-            self._references.undeliverable(handed, self._peer)
-        message_id = self._head[3]
-        if message_id:
-            self._outside.take_back(message_id)
+        self._take_back(self._peer, self._parts[_HANDED], self._parts[_MESSAGE_ID])
 
 
-def reply_message(
+_MESSAGE_ID, _FUNCTION, _HANDED = 4, 5, 6
+"""Places in the parts of a request."""
+
+
+class TableRequest(Request):
+    """A call whose tensors are described by tables, or that a worker makes to itself.
+
+    Args:
+        tensor_messages: Encodes the tensors.
+        packed: The value of the message, whose payload is the last of ``parts``.
+    """
+
+    __slots__ = ("_packed", "_tensor_messages")
+
+    def __init__(
+        self,
+        take_back: TakeBack,
+        peer: Peer,
+        parts: tuple[Any, ...],
+        tensor_messages: TensorMessages,
+        packed: Packed,
+    ) -> None:
+        super().__init__(take_back, peer, parts)
+        self._tensor_messages = tensor_messages
+        self._packed = packed
+
+    def message(self, number: int) -> Outgoing:
+        """Returns the message to send, under the number of its call."""
+        packed, (flags, *rest) = self._packed, self._parts
+        if self._peer.is_self:
+            remaining_s, creation, context_id, message_id, function, *_ = rest
+            head = CallHead(remaining_s, creation, context_id, message_id, function, (), 0, 0)
+            local = LocalMessage(head, *packed)
+            return local_frame(Kind.CALL, flags, number, local)
+        front = encode_call_front(*rest)
+        tensors = packed.tensors
+        return self._tensor_messages.encode(self._peer, Kind.CALL, flags, number, front, tensors)
+
+
+def reply_by_tables(
     tensor_messages: TensorMessages,
     peer: Peer,
     number: int,
-    flags: int,
     context_id: int,
     message_id: int,
     packed: Packed,
-    inlined: Inlined | None,
-    handed: Sequence[HandedReference] = (),
+    handed: Sequence[HandedReference],
 ) -> Outgoing:
-    """Returns the answer to a call; see ``Request`` for the arguments."""
+    """Returns an answer whose tensors are described by tables, or that goes to this worker."""
     if peer.is_self:
-        head = ReplyHead(context_id, message_id, (), 0, 0)
-        local = LocalMessage(head, packed.payload, packed.tensors, packed.externals)
-        return local_frame(Kind.REPLY, flags, number, local)
-    if inlined is not None:
-        parts, size, _ = inlined
-        return [
-            encode_reply(number, flags, context_id, message_id, handed, packed.payload, parts, size)
-        ]
+        local = LocalMessage(ReplyHead(context_id, message_id, (), 0, 0), *packed)
+        return local_frame(Kind.REPLY, 0, number, local)
     front = encode_reply_front(context_id, message_id, handed, packed.payload)
-    return tensor_messages.encode(peer, Kind.REPLY, flags, number, front, packed.tensors)
+    return tensor_messages.encode(peer, Kind.REPLY, 0, number, front, packed.tensors)
 
 
 # Calls of a worker to itself.

@@ -19,7 +19,12 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
-from torchweft.agent.tensor_messages import LocalMessage, TensorMessage, TensorMessages
+from torchweft.agent.tensor_messages import (
+    LocalMessage,
+    TensorMessage,
+    TensorMessages,
+    local_frame,
+)
 from torchweft.autograd.contexts import Context, Contexts, current_id
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import NO_GRAD, Arrivals
@@ -32,17 +37,18 @@ from torchweft.errors import (
 )
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import SlowFunctions
+from torchweft.protocol.connecting import Outgoing
 from torchweft.protocol.membership.registration import why_not_by_value
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.requests import Request, own_copy, reply_message
+from torchweft.rpc.requests import Request, TableRequest, own_copy, reply_by_tables
 from torchweft.rpc.unseen import UnseenErrors
 from torchweft.runtime.reports import log_exception
 from torchweft.serialize import inline
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import name_of
 from torchweft.serialize.inline import NO_TENSORS, Inlined
-from torchweft.serialize.objects import Packed, new_packed, pack, pack_plain, unpack
+from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
@@ -56,8 +62,10 @@ from torchweft.wire.messages import (
     TABLES,
     CallHead,
     HandedReference,
+    Kind,
     ReplyHead,
     decode_reply,
+    encode_reply,
 )
 
 _log = logging.getLogger("torchweft")
@@ -91,10 +99,6 @@ class Worker:
         self.tensor_messages = TensorMessages(agent)
         self.references = ReferenceKeeper(agent)
         self.engine = Engine(agent, self.tensor_messages, reader)
-        # Hot path (once per call with tensors): a partial, not a Python function.
-        self._new_request = partial(
-            Request, self.tensor_messages, self.references, self.engine.outside
-        )
         self.contexts: Contexts = self.engine.contexts
         self.arrivals = Arrivals(self.engine.outside, warns_of_lost_gradients)
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
@@ -166,37 +170,44 @@ class Worker:
         """
         name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
         is_own = peer.is_self
-        packed: Packed | None = None
-        inlined: Inlined | None = None
-        content: Any
+        payload: bytes | None = None
+        tensors: list[Tensor] = []
+        externals: Sequence[object] = ()
+        inlined: Inlined | None = NO_TENSORS
+        flags, content = POSITIONAL, args
         if name is None:
             flags, content = 0, (args, kwargs, function)
         elif kwargs:
             flags, content = 0, (args, kwargs)
-        else:
-            flags, content = POSITIONAL, args
-            if not is_own:
-                tensors: list[Tensor] = []
-                # No caller waits for a remote() call or keeps its references: hand them on.
-                home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
-                payload = encode_simple(args, tensors, peer.main_by_name, home_of)
-                if payload is not None:
-                    inlined = self._inline(tensors) if tensors else NO_TENSORS
-                    if inlined is not None or all(map(is_dense, tensors)):
-                        packed = new_packed((payload, tensors, []))
-        if packed is None:
-            packed, flags = self._pack_content(peer, content, flags)
-            if not is_own:
-                inlined = self._inline(packed.tensors) if packed.tensors else NO_TENSORS
+        elif not is_own:
+            # No caller waits for a remote() call or keeps its references: hand them on.
+            home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
+            payload = encode_simple(args, tensors, peer.main_by_name, home_of)
+            if tensors and payload is not None:
+                inlined = self._inline(tensors)
+                if inlined is None and not all(map(is_dense, tensors)):
+                    payload = None
+        if payload is None:
+            (payload, tensors, externals), flags = self._pack_content(peer, content, flags)
+            if is_own:
+                inlined = None
+            elif tensors:
+                inlined = self._inline(tensors)
+            else:
+                inlined = NO_TENSORS
         context_id, message_id = current_id(), 0
         if not torch.is_grad_enabled():
             # Neither the arguments nor the result of a call under no_grad are part of a graph.
             context_id = 0 if is_own else self.arrivals.no_grad_id
         elif context_id or inlined is None or inlined[2]:
-            context_id, message_id = self._record_send(context_id, packed.tensors, peer)
-        handed = self._hand_on(packed.externals, peer) if packed.externals else ()
-        head = (timeout_s, creation, context_id, message_id, name or b"")
-        return self._new_request(peer, flags, head, packed, inlined, handed)
+            context_id, message_id = self._record_send(context_id, tensors, peer)
+        handed = self._hand_on(externals, peer) if externals else ()
+        head = (flags, timeout_s, creation, context_id, message_id, name or b"", handed, payload)
+        if inlined is not None:
+            parts, size, _ = inlined
+            return Request(self._take_back, peer, (*head, parts, size))
+        packed = Packed(payload, tensors, list(externals))
+        return TableRequest(self._take_back, peer, head, self.tensor_messages, packed)
 
     def _pack_content(self, peer: Peer, content: Any, flags: int) -> tuple[Packed, int]:
         packer = self._packers[peer.id]
@@ -429,30 +440,28 @@ class Worker:
         handed: Sequence[HandedReference] = ()
         message_id = 0
         try:
-            packed, inlined = self._packed_result(peer, result)
+            payload, tensors, externals, inlined = self._packed_result(peer, result)
             if context_id or inlined is None or inlined[2]:
-                context_id, message_id = self._record_send(context_id, packed.tensors, peer)
-            if packed.externals:
-                handed = self._hand_on(packed.externals, peer)
-            message = reply_message(
-                self.tensor_messages,
-                peer,
-                number,
-                0,
-                context_id,
-                message_id,
-                packed,
-                inlined,
-                handed,
-            )
+                context_id, message_id = self._record_send(context_id, tensors, peer)
+            if externals:
+                handed = self._hand_on(externals, peer)
+            if inlined is not None:
+                parts, size, _ = inlined
+                answer = encode_reply(
+                    number, 0, context_id, message_id, handed, payload, parts, size
+                )
+            else:
+                packed = Packed(payload, tensors, list(externals))
+                message = reply_by_tables(
+                    self.tensor_messages, peer, number, context_id, message_id, packed, handed
+                )
         except BaseException as error:  # The result's own code may even exit.
             self._take_back(peer, handed, message_id)
             self.reply_error(peer, number, error)
             return
         try:
             if inlined is not None:
-                assert not isinstance(message, Frame)
-                self.agent.answers.send(peer, message[0])
+                self.agent.answers.send(peer, answer)
             else:
                 self.agent.sender.send(peer, message)
         except (ConnectionError, NotInitialized):
@@ -462,25 +471,29 @@ class Worker:
             self._take_back(peer, handed, message_id)
             self.reply_error(peer, number, error)
 
-    def _packed_result(self, peer: Peer, result: Any) -> tuple[Packed, Inlined | None]:
-        """Packs a result, with its tensors if they stand in the message."""
-        if not peer.is_self:
-            # Most results are a tensor, or a tuple of tensors and numbers.
-            if type(result) is Tensor and not result.__dict__:
-                inlined = inline.encode((result,))
-                if inlined is not None or is_dense(result):
-                    return new_packed((b"", [result], [])), inlined
-            elif type(result) is tuple:
-                tensors: list[Tensor] = []
-                payload = encode_simple(result, tensors, peer.main_by_name)
-                if payload is not None:
-                    inlined = self._inline(tensors) if tensors else NO_TENSORS
-                    if inlined is not None or all(map(is_dense, tensors)):
-                        return new_packed((payload, tensors, [])), inlined
-        packed = self._packers[peer.id](result)
+    def _packed_result(
+        self, peer: Peer, result: Any
+    ) -> tuple[bytes, list[Tensor], Sequence[object], Inlined | None]:
+        """Returns the parts of ``Packed``, and the tensors if they stand in the message."""
+        kind = type(result)
         if peer.is_self:
-            return packed, None
-        return packed, self._inline(packed.tensors) if packed.tensors else NO_TENSORS
+            return (*self._packers[peer.id](result), None)
+        if kind is Tensor and not result.__dict__:
+            # Most results are a tensor, None, or a tuple of tensors and numbers.
+            inlined = inline.encode((result,))
+            if inlined is not None or is_dense(result):
+                return b"", [result], (), inlined
+        elif result is None:
+            return b"", [], (), NO_TENSORS
+        elif kind is tuple:
+            tensors: list[Tensor] = []
+            payload = encode_simple(result, tensors, peer.main_by_name)
+            if payload is not None:
+                inlined = self._inline(tensors) if tensors else NO_TENSORS
+                if inlined is not None or all(map(is_dense, tensors)):
+                    return payload, tensors, (), inlined
+        packed = self._packers[peer.id](result)
+        return (*packed, self._inline(packed.tensors) if packed.tensors else NO_TENSORS)
 
     def _take_back(self, peer: Peer, handed: Sequence[HandedReference], message_id: int) -> None:
         for each in handed:
@@ -493,10 +506,13 @@ class Worker:
         if self.has_left and isinstance(error, (NotInitialized, CancelledError)):
             return  # The caller is told soon that this worker is lost.
         self.note_failure(peer, error)
-        packed = Packed(self.pack_error(peer, error), [], [])
-        message = reply_message(
-            self.tensor_messages, peer, number, ERROR_REPLY, 0, 0, packed, NO_TENSORS
-        )
+        payload = self.pack_error(peer, error)
+        message: Outgoing
+        if peer.is_self:
+            local = LocalMessage(ReplyHead(0, 0, (), 0, 0), payload, (), ())
+            message = local_frame(Kind.REPLY, ERROR_REPLY, number, local)
+        else:
+            message = [encode_reply(number, ERROR_REPLY, 0, 0, (), payload)]
         try:
             self.agent.sender.send(peer, message)
         except (ConnectionError, NotInitialized):

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.serialize.extents import USUAL_ADDRESS, flatten, is_freed, place
+from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.table import (
     CODES,
     COMPUTED,
@@ -44,7 +45,7 @@ from torchweft.serialize.table import (
 from torchweft.serialize.tensors import as_dense, as_memory
 
 LIMIT_BYTES = 68 * 1024
-"""All tensors of a message together: 64 KiB and their descriptions. Above it, channels are faster."""
+"""All tensors of a message together, 64 KiB and their heads; above it, channels are faster."""
 
 _HEAD = struct.Struct("<BBBI")
 _HEADS = tuple(struct.Struct(f"<BBBI{count}Q") for count in range(2 * SIMPLE_NDIM + 3))
@@ -142,15 +143,15 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
                 return None
             if start < USUAL_ADDRESS and is_freed(tensor):
                 return None
-            if tensor.dtype in _AS_INTEGERS:
-                code = CODES[tensor.dtype]
-                tensor = tensor.view(_AS_INTEGERS[tensor.dtype])
-                memory: Any = tensor.numpy().data
-            else:
-                memory = tensor.numpy().data
-                code = _CODES[memory.format]
+            memory: Any = tensor.numpy().data
+            code = _CODES[memory.format]
         except (RuntimeError, TypeError, KeyError, ValueError):
-            return None  # Not on the CPU, not dense, or of a dtype that numpy lacks.
+            # Not on the CPU, not dense, or of a dtype that numpy lacks.
+            integers = _as_integers(tensor)
+            if integers is None:
+                return None
+            code, memory = CODES[tensor.dtype], integers.numpy().data
+            tensor = integers
         ndim = memory.ndim
         if ndim > SIMPLE_NDIM:
             return None
@@ -185,6 +186,14 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
                 return _encode_views(tensors)
             end = next_end
     return parts, size_bytes, requires_grad
+
+
+def _as_integers(tensor: Tensor) -> Tensor | None:
+    """Returns a dense tensor on the host as integers, if its dtype travels so."""
+    kind = _AS_INTEGERS.get(tensor.dtype)
+    if kind is None or not tensor.is_cpu or not is_dense(tensor) or tensor.is_neg():
+        return None
+    return tensor.view(kind)
 
 
 def _encode_views(tensors: Sequence[Tensor]) -> Inlined | None:

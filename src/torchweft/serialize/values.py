@@ -81,7 +81,12 @@ _FUNCTION_TYPES = (FunctionType, BuiltinFunctionType, type)
 _INT64_MAX = (1 << 63) - 1
 _ONE_BYTE = tuple(bytes((number,)) for number in range(256))
 _COUNTS = tuple(NUMBER.pack(TUPLE, number) for number in range(16))
+_NO_VALUES = _COUNTS[0]
 _FIRST_TENSORS = tuple(NUMBER.pack(TENSOR, number) for number in range(16))
+
+
+_TENSORS_ALONE = {b"".join((_COUNTS[count], *_FIRST_TENSORS[:count])): count for count in range(4)}
+"""The payloads of tuples of tensors, each once, and their lengths: most arguments."""
 
 
 def no_home(_: object) -> None:
@@ -107,6 +112,8 @@ def encode_simple(
             other objects.
     """
     count = len(values)
+    if not count:
+        return _NO_VALUES
     parts = [_COUNTS[count] if count < len(_COUNTS) else NUMBER.pack(TUPLE, count)]
     for value in values:
         kind = type(value)
@@ -423,6 +430,8 @@ def decode(
         WeftError: A name does not exist here, or may not be followed.
     """
     data = bytes(payload)
+    if data in _TENSORS_ALONE and len(tensors) == _TENSORS_ALONE[data]:
+        return tuple(tensors)
     position = 0
     decoder: _Decoder | None = None
     try:
