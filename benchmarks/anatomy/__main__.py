@@ -104,7 +104,7 @@ def parts() -> list[Part]:
     sent = b"".join(bytes(piece) for piece in request.message(1))  # type: ignore[arg-type]
     inlined = inline.encode([tensor])
     assert inlined is not None
-    answer = encode_reply(1, 0, 0, 0, (), b"", *inlined[:2])
+    answer = encode_reply(1, 0, 0, 0, (), b"", inlined[0])
     return [
         *_requests(agent, worker, peer, tensor, request),
         *_system(agent, peer, sent, "caller"),
@@ -232,7 +232,7 @@ def _decoding(tensor: torch.Tensor) -> Callable[[], object]:
     payload = encode_simple((tensor,), [], True)
     assert inlined is not None
     assert payload is not None
-    inside = b"".join(inlined[0])
+    inside = inlined[0]
     return lambda: decode(payload, inline.decode(inside, 0)[0], ())
 
 

@@ -37,7 +37,7 @@ def pickled_call() -> bytes:
     """Returns a call as a member makes it, which would create a set in the worker."""
     payload = pack((({1, 2},), {}), main_by_name=True).payload
     name = f"{functions.__name__}:identity".encode()
-    return encode_call(1, 0, 10.0, NO_CREATION, 0, 0, name, (), payload)
+    return encode_call(0, 10.0, NO_CREATION, 0, 0, name, (), payload)
 
 
 def pickled_error() -> bytes:

@@ -81,8 +81,7 @@ class Envelopes:
             return self._tensor_messages.encode(
                 peer, Kind.GRADIENTS, flags, name.pass_id, front, tensors
             )
-        control = b"".join((front, *inlined[0]))
-        return encode_frame(Kind.GRADIENTS, flags, name.pass_id, control)
+        return encode_frame(Kind.GRADIENTS, flags, name.pass_id, front + inlined[0])
 
     def _record(self, name: PassName, tensors: Sequence[Tensor], peer: Peer) -> int:
         if not name.mode.create_graph:

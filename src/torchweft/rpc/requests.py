@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +17,9 @@ from torchweft.wire.messages import (
     HandedReference,
     Kind,
     ReplyHead,
-    encode_call,
     encode_call_front,
     encode_reply_front,
+    number_call,
 )
 
 TakeBack = Callable[[Peer, Sequence[HandedReference], int], None]
@@ -33,33 +32,35 @@ class Request:
     Args:
         take_back: Called if the message cannot be sent.
         peer: The callee.
-        parts: The arguments of ``encode_call`` after the number.
+        handed: The references that the message hands on.
+        message_id: The record of its tensors, or 0.
+        frame: The message as ``encode_call`` returned it.
     """
 
-    __slots__ = ("_parts", "_peer", "_take_back")
+    __slots__ = ("_frame", "_handed", "_message_id", "_peer", "_take_back")
 
-    def __init__(self, take_back: TakeBack, peer: Peer, parts: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        take_back: TakeBack,
+        peer: Peer,
+        handed: Sequence[HandedReference],
+        message_id: int,
+        frame: bytearray,
+    ) -> None:
         self._take_back = take_back
         self._peer = peer
-        self._parts = parts
-
-    @property
-    def function(self) -> bytes:
-        """The name of the function, empty if it is inside the value."""
-        name: bytes = self._parts[_FUNCTION]
-        return name
+        self._handed = handed
+        self._message_id = message_id
+        self._frame = frame
 
     def message(self, number: int) -> Outgoing:
         """Returns the message to send, under the number of its call."""
-        return [encode_call(number, *self._parts)]
+        number_call(self._frame, number)
+        return [self._frame]
 
     def take_back(self) -> None:
         """Takes back the references and the graph of a message that could not be sent."""
-        self._take_back(self._peer, self._parts[_HANDED], self._parts[_MESSAGE_ID])
-
-
-_MESSAGE_ID, _FUNCTION, _HANDED = 4, 5, 6
-"""Places in the parts of a request."""
+        self._take_back(self._peer, self._handed, self._message_id)
 
 
 class TableRequest(Request):
@@ -67,32 +68,36 @@ class TableRequest(Request):
 
     Args:
         tensor_messages: Encodes the tensors.
-        packed: The value of the message, whose payload is the last of ``parts``.
+        flags: Flags of the frame.
+        head: Time limit, creation, context, message and function, as ``CallHead`` has them.
+        packed: The value of the message.
     """
 
-    __slots__ = ("_packed", "_tensor_messages")
+    __slots__ = ("_flags", "_head", "_packed", "_tensor_messages")
 
     def __init__(
         self,
         take_back: TakeBack,
         peer: Peer,
-        parts: tuple[Any, ...],
+        handed: Sequence[HandedReference],
         tensor_messages: TensorMessages,
+        flags: int,
+        head: tuple[float, int, int, int, bytes],
         packed: Packed,
     ) -> None:
-        super().__init__(take_back, peer, parts)
+        super().__init__(take_back, peer, handed, head[3], bytearray())
         self._tensor_messages = tensor_messages
+        self._flags = flags
+        self._head = head
         self._packed = packed
 
     def message(self, number: int) -> Outgoing:
         """Returns the message to send, under the number of its call."""
-        packed, (flags, *rest) = self._packed, self._parts
+        packed, flags = self._packed, self._flags
         if self._peer.is_self:
-            remaining_s, creation, context_id, message_id, function, *_ = rest
-            head = CallHead(remaining_s, creation, context_id, message_id, function, (), 0, 0)
-            local = LocalMessage(head, *packed)
+            local = LocalMessage(CallHead(*self._head, (), 0, 0), *packed)
             return local_frame(Kind.CALL, flags, number, local)
-        front = encode_call_front(*rest)
+        front = encode_call_front(*self._head, self._handed, packed.payload)
         tensors = packed.tensors
         return self._tensor_messages.encode(self._peer, Kind.CALL, flags, number, front, tensors)
 

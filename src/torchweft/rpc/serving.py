@@ -34,8 +34,6 @@ from torchweft.wire.messages import POSITIONAL, TABLES, CallHead, decode_call
 
 _log = logging.getLogger("torchweft")
 
-_NO_KWARGS: dict[str, Any] = {}
-
 NO_ARGUMENTS = "the arguments of a call are a tensor, which would be taken apart row by row"
 """A tensor of few bytes may have any number of rows."""
 
@@ -82,7 +80,7 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     head: CallHead = control.head if is_local else decode_call(control)
     if frame.flags & TABLES:
         message = worker.tensor_messages.read(frame)
-    name = head.function
+    name, flags = head.function, frame.flags
     call.function, call.context_id = name, head.context_id
     began_s = time.monotonic()
     if not call.begins(head.creation, head.remaining_s, began_s):
@@ -93,23 +91,25 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     was_slow = name in worker.slow
     if was_slow or not name:
         worker.agent.reactor.arm_all()
-    entered_id = 0 if head.context_id == NO_GRAD else head.context_id
-    entered_before = current_id()
-    if entered_id:
+    entered_id = entered_before = 0
+    if head.context_id and head.context_id != NO_GRAD:
+        entered_id, entered_before = head.context_id, current_id()
         set_current_id(entered_id)
     before = current_call.set(call)
     try:
         content = worker.open(peer, frame, head, message)
         find = resolve if is_local else worker.reader.resolve
-        if frame.flags & POSITIONAL:
-            if isinstance(content, torch.Tensor):
-                raise ArgumentTypeError(NO_ARGUMENTS)
-            args, kwargs, function = content, _NO_KWARGS, find(name)
+        is_positional = flags & POSITIONAL and type(content) is tuple
+        del frame, control, message  # Free them with the arguments.
+        if is_positional:
+            function = find(name)
+            result = function(*content)
         else:
-            args, kwargs, function = _parts(worker, call, content, name, find)
-        del frame, control, message, content  # Free them with the arguments.
-        result = function(*args, **kwargs) if kwargs else function(*args)
-        del args, kwargs
+            args, kwargs, function = _parts(worker, call, content, name, flags, find)
+            del content
+            result = function(*args, **kwargs)
+            del args, kwargs
+        content = None
     except BaseException as error:
         call(None, error)
     else:
@@ -123,12 +123,20 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
 
 
 def _parts(
-    worker: Worker, call: Call, content: Any, name: bytes, find: Callable[[bytes], Any]
+    worker: Worker,
+    call: Call,
+    content: Any,
+    name: bytes,
+    flags: int,
+    find: Callable[[bytes], Any],
 ) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
-    """Returns the arguments and the function of a call that has more than positional arguments."""
+    """Returns the arguments and the function of a call."""
+    kwargs: dict[str, Any] = {}
     if isinstance(content, torch.Tensor):
         raise ArgumentTypeError(NO_ARGUMENTS)
-    if name:
+    if flags & POSITIONAL:
+        args, function = content, find(name)
+    elif name:
         (args, kwargs), function = content, find(name)
     else:
         args, kwargs, function = content

@@ -53,7 +53,7 @@ from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
 from torchweft.serialize.tensors import too_many
-from torchweft.serialize.values import PICKLE, decode, encode_simple, no_home
+from torchweft.serialize.values import ATOMS, PICKLE, decode, encode_atom, encode_simple, no_home
 from torchweft.wire.frames import Buffer, Frame
 from torchweft.wire.messages import (
     ERROR_REPLY,
@@ -65,6 +65,7 @@ from torchweft.wire.messages import (
     Kind,
     ReplyHead,
     decode_reply,
+    encode_call,
     encode_reply,
 )
 
@@ -199,15 +200,28 @@ class Worker:
         if not torch.is_grad_enabled():
             # Neither the arguments nor the result of a call under no_grad are part of a graph.
             context_id = 0 if is_own else self.arrivals.no_grad_id
-        elif context_id or inlined is None or inlined[2]:
+        elif context_id or inlined is None or inlined[1]:
             context_id, message_id = self._record_send(context_id, tensors, peer)
         handed = self._hand_on(externals, peer) if externals else ()
-        head = (flags, timeout_s, creation, context_id, message_id, name or b"", handed, payload)
-        if inlined is not None:
-            parts, size, _ = inlined
-            return Request(self._take_back, peer, (*head, parts, size))
-        packed = Packed(payload, tensors, list(externals))
-        return TableRequest(self._take_back, peer, head, self.tensor_messages, packed)
+        if name is None:
+            name = b""
+        if inlined is None:
+            head = (timeout_s, creation, context_id, message_id, name)
+            packed = Packed(payload, tensors, list(externals))
+            parts = self.tensor_messages
+            return TableRequest(self._take_back, peer, handed, parts, flags, head, packed)
+        frame = encode_call(
+            flags,
+            timeout_s,
+            creation,
+            context_id,
+            message_id,
+            name,
+            handed,
+            payload,
+            inlined[0],
+        )
+        return Request(self._take_back, peer, handed, message_id, frame)
 
     def _pack_content(self, peer: Peer, content: Any, flags: int) -> tuple[Packed, int]:
         packer = self._packers[peer.id]
@@ -328,7 +342,16 @@ class Worker:
         if message is not None:
             tensors = self._receive_tensors(peer, message, context, head, is_answer)
         elif end < len(control):
-            tensors = self._receive_inlined(peer, control, context, head, is_answer)
+            try:
+                received, flags = inline.decode(control, end)
+                if len(received) > self._tensor_limit:
+                    raise too_many(len(received), self._tensor_limit, self.agent.info.name)
+            except BaseException:
+                self.give_back(peer, context_id, head.message_id)
+                raise
+            tensors = received
+            if flags:
+                tensors = self._place_inlined(peer, received, flags, context, head, is_answer)
         payload = control[head.payload_start : end]
         if not payload:  # As ``unpack`` does; most results are one tensor or None.
             return tensors[0] if tensors else None
@@ -375,25 +398,17 @@ class Worker:
             self.give_back(peer, head.context_id, head.message_id)
             raise
 
-    def _receive_inlined(
+    def _place_inlined(
         self,
         peer: Peer,
-        control: Buffer,
+        tensors: list[Tensor],
+        flags: list[int],
         context: Context | None,
         head: CallHead | ReplyHead,
         is_answer: bool,
     ) -> list[Tensor]:
-        """Returns the tensors that stand in a message."""
+        """Does the same for tensors that stand in the message."""
         message_id = head.message_id
-        try:
-            tensors, flags = inline.decode(control, head.payload_end)
-            if len(tensors) > self._tensor_limit:
-                raise too_many(len(tensors), self._tensor_limit, self.agent.info.name)
-        except BaseException:
-            self.give_back(peer, head.context_id, message_id)
-            raise
-        if not flags:
-            return tensors
         if context is not None and message_id:
             return context.record_receive(message_id, peer.id, tensors, flags, is_answer)
         for place, flag in enumerate(flags):
@@ -441,14 +456,13 @@ class Worker:
         message_id = 0
         try:
             payload, tensors, externals, inlined = self._packed_result(peer, result)
-            if context_id or inlined is None or inlined[2]:
+            if context_id or inlined is None or inlined[1]:
                 context_id, message_id = self._record_send(context_id, tensors, peer)
             if externals:
                 handed = self._hand_on(externals, peer)
             if inlined is not None:
-                parts, size, _ = inlined
                 answer = encode_reply(
-                    number, 0, context_id, message_id, handed, payload, parts, size
+                    number, 0, context_id, message_id, handed, payload, inlined[0]
                 )
             else:
                 packed = Packed(payload, tensors, list(externals))
@@ -485,6 +499,10 @@ class Worker:
                 return b"", [result], (), inlined
         elif result is None:
             return b"", [], (), NO_TENSORS
+        elif kind in ATOMS:
+            payload = encode_atom(result)
+            if payload is not None:
+                return payload, [], (), NO_TENSORS
         elif kind is tuple:
             tensors: list[Tensor] = []
             payload = encode_simple(result, tensors, peer.main_by_name)

@@ -47,6 +47,7 @@ from torchweft.serialize.tensors import as_dense, as_memory
 LIMIT_BYTES = 68 * 1024
 """All tensors of a message together, 64 KiB and their heads; above it, channels are faster."""
 
+_ALONE_BYTES = 64 * 1024
 _HEAD = struct.Struct("<BBBI")
 _HEADS = tuple(struct.Struct(f"<BBBI{count}Q") for count in range(2 * SIMPLE_NDIM + 3))
 _SHARED = struct.Struct("<QQ")
@@ -102,10 +103,10 @@ _MALFORMED = (
 )
 """What numpy, torch and struct raise for sizes that do not fit together."""
 
-Inlined = tuple[Sequence[Any], int, bool]
-"""The bytes of tensors in parts, their size, and whether some tensor requires grad."""
+Inlined = tuple[bytes, bool]
+"""The bytes of tensors, and whether some tensor requires grad."""
 
-NO_TENSORS: Inlined = ((), 0, False)
+NO_TENSORS: Inlined = (b"", False)
 
 shared_ranges: dict[int, int] = {}
 """Start and end of every memory range that may hold tensors which the user shares with other
@@ -123,10 +124,14 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
 
     One inlined loop: this is most of the cost of a small call's tensors.
     """
+    is_alone = len(tensors) == 1
+    if is_alone and not shared_ranges:
+        alone = _encode_alone(tensors[0])
+        if alone is not None:
+            return alone
     parts: list[Any] = []
     size_bytes = 0
     requires_grad = False
-    is_alone = len(tensors) == 1
     spans: list[tuple[int, int]] | None = None if is_alone else []
     for tensor in tensors:
         flags = 0
@@ -185,7 +190,25 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
             if start < end:
                 return _encode_views(tensors)
             end = next_end
-    return parts, size_bytes, requires_grad
+    return b"".join(parts), requires_grad
+
+
+def _encode_alone(tensor: Tensor) -> Inlined | None:
+    """Returns the usual content of a message, one contiguous tensor without grad; else None."""
+    if type(tensor) is not Tensor or tensor.requires_grad:
+        return None
+    try:
+        if tensor.data_ptr() < USUAL_ADDRESS:
+            return None
+        memory: Any = tensor.numpy().data
+        code = _CODES[memory.format]
+    except (RuntimeError, TypeError, KeyError):
+        return None
+    ndim, count = memory.ndim, memory.nbytes
+    if not memory.c_contiguous or count > _ALONE_BYTES or ndim > SIMPLE_NDIM:
+        return None
+    head = _HEADS[ndim].pack(code, 0, ndim, count, *memory.shape)
+    return b"".join((head, memory)), False
 
 
 def _as_integers(tensor: Tensor) -> Tensor | None:
@@ -232,7 +255,7 @@ def _encode_views(tensors: Sequence[Tensor]) -> Inlined | None:
         if size_bytes > LIMIT_BYTES or code not in _TORCH or len(sizes) >= len(_HEADS):
             return None
         parts += (_HEADS[len(sizes)].pack(code, flags, tensor.dim(), count, *sizes), memory)
-    return parts, size_bytes, requires_grad
+    return b"".join(parts), requires_grad
 
 
 def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Tensor], list[int]]:

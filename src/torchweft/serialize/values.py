@@ -85,6 +85,7 @@ _NO_VALUES = _COUNTS[0]
 _FIRST_TENSORS = tuple(NUMBER.pack(TENSOR, number) for number in range(16))
 
 
+_ONE_TENSOR = _COUNTS[1] + _FIRST_TENSORS[0]
 _TENSORS_ALONE = {b"".join((_COUNTS[count], *_FIRST_TENSORS[:count])): count for count in range(4)}
 """The payloads of tuples of tensors, each once, and their lengths: most arguments."""
 
@@ -114,6 +115,9 @@ def encode_simple(
     count = len(values)
     if not count:
         return _NO_VALUES
+    if count == 1 and type(values[0]) is Tensor and not values[0].__dict__:
+        tensors.append(values[0])
+        return _ONE_TENSOR
     parts = [_COUNTS[count] if count < len(_COUNTS) else NUMBER.pack(TUPLE, count)]
     for value in values:
         kind = type(value)
@@ -159,8 +163,18 @@ ATOMS = frozenset({bool, int, float, str, bytes})
 
 def encode_atom(value: Any) -> bytes | None:
     """Returns a number, text or bytes as a payload; None if it is unusual."""
-    payload = encode_simple((value,), [], True)
-    return None if payload is None else payload[NUMBER.size :]
+    kind = type(value)
+    if kind is int:
+        return INTEGER_VALUE.pack(INTEGER, value) if -_INT64_MAX <= value <= _INT64_MAX else None
+    if kind is float:
+        return FLOAT_VALUE.pack(FLOAT, value)
+    if kind is bool:
+        return _ONE_BYTE[TRUE if value else FALSE]
+    try:
+        data: bytes = value.encode() if kind is str else value
+        return NUMBER.pack(TEXT if kind is str else BYTES, len(data)) + data
+    except (UnicodeEncodeError, struct.error):
+        return None
 
 
 # Any value
@@ -435,34 +449,32 @@ def decode(
     position = 0
     decoder: _Decoder | None = None
     try:
-        if data[0] == TUPLE:  # The loop for simple values, which most calls have.
-            made = []
-            position = NUMBER.size
-            for _ in range(NUMBER.unpack_from(data)[1]):
-                tag = data[position]
-                if tag == TENSOR:
-                    made.append(tensors[NUMBER.unpack_from(data, position)[1]])
-                    position += NUMBER.size
-                elif tag == INTEGER:
-                    made.append(INTEGER_VALUE.unpack_from(data, position)[1])
-                    position += INTEGER_VALUE.size
-                elif tag < len(_CONSTANTS):
-                    made.append(_CONSTANTS[tag])
-                    position += 1
-                elif tag == FLOAT:
-                    made.append(FLOAT_VALUE.unpack_from(data, position)[1])
-                    position += FLOAT_VALUE.size
-                else:
-                    if decoder is None:
-                        decoder = _Decoder(data, tensors, externals, resolve, come_home)
-                    decoder.position = position
-                    made.append(decoder.read())
-                    position = decoder.position
-            value: Any = tuple(made)
-        else:
-            decoder = _Decoder(data, tensors, externals, resolve, come_home)
-            value = decoder.read()
-            position = decoder.position
+        is_tuple = data[0] == TUPLE
+        count = 1
+        if is_tuple:
+            count, position = NUMBER.unpack_from(data)[1], NUMBER.size
+        made = []
+        for _ in range(count):  # Most values are simple.
+            tag = data[position]
+            if tag == TENSOR:
+                made.append(tensors[NUMBER.unpack_from(data, position)[1]])
+                position += NUMBER.size
+            elif tag == INTEGER:
+                made.append(INTEGER_VALUE.unpack_from(data, position)[1])
+                position += INTEGER_VALUE.size
+            elif tag < len(_CONSTANTS):
+                made.append(_CONSTANTS[tag])
+                position += 1
+            elif tag == FLOAT:
+                made.append(FLOAT_VALUE.unpack_from(data, position)[1])
+                position += FLOAT_VALUE.size
+            else:
+                if decoder is None:
+                    decoder = _Decoder(data, tensors, externals, resolve, come_home)
+                decoder.position = position
+                made.append(decoder.read())
+                position = decoder.position
+        value: Any = tuple(made) if is_tuple else made[0]
     except WeftError:
         raise
     except Exception as error:

@@ -71,6 +71,9 @@ _REFERENCE = struct.Struct("<qqqq")
 _CALL, _REPLY = int(Kind.CALL), int(Kind.REPLY)
 _CALL_FRAME = struct.Struct("<BBHIQ dqQQHII")
 _REPLY_FRAME = struct.Struct("<BBHIQ QQII")
+_NUMBER = struct.Struct("<Q")
+_NUMBER_OFFSET = 8
+_EMPTY = bytearray()
 _CALL_BYTES, _REPLY_BYTES, _REFERENCE_BYTES = _CALL_HEAD.size, _REPLY_HEAD.size, _REFERENCE.size
 _LENGTH_LIMIT = 1 << 32
 NO_CREATION = -1
@@ -122,7 +125,6 @@ _new = tuple.__new__
 
 
 def encode_call(
-    number: int,
     flags: int,
     remaining_s: float,
     creation: int,
@@ -131,13 +133,11 @@ def encode_call(
     function: bytes,
     references: Sequence[HandedReference],
     payload: bytes,
-    tensors: Sequence[Buffer] = (),
-    tensors_bytes: int = 0,
-) -> bytes:
-    """Returns the whole frame of a ``CALL``, under the number of the call.
+    tensors: bytes = b"",
+) -> bytearray:
+    """Returns the whole frame of a ``CALL`` whose tensors stand in it; ``CallHead`` explains it.
 
-    ``CallHead`` explains the head. ``tensors`` are the bytes of the tensors, in parts, and
-    ``tensors_bytes`` is their size.
+    The number of the call is 0; ``number_call`` sets it.
 
     Raises:
         ProtocolError: The payload is too large.
@@ -146,14 +146,14 @@ def encode_call(
     if references:
         handed, count = _encode_references(references), len(references)
     name, size = len(function), len(payload)
-    control = _CALL_BYTES + name + count * _REFERENCE_BYTES + size + tensors_bytes
+    control = _CALL_BYTES + name + count * _REFERENCE_BYTES + size + len(tensors)
     try:
         head = _CALL_FRAME.pack(
             _CALL,
             flags,
             0,
             control,
-            number,
+            0,
             remaining_s,
             creation,
             context_id,
@@ -164,7 +164,12 @@ def encode_call(
         )
     except struct.error:
         raise _too_large(payload) from None
-    return b"".join((head, function, handed, payload, *tensors))
+    return _EMPTY.join((head, function, handed, payload, tensors))
+
+
+def number_call(frame: bytearray, number: int) -> None:
+    """Sets the number of a call in its frame."""
+    _NUMBER.pack_into(frame, _NUMBER_OFFSET, number)
 
 
 def encode_call_front(
@@ -199,30 +204,25 @@ def encode_reply(
     message_id: int,
     references: Sequence[HandedReference],
     payload: bytes,
-    tensors: Sequence[Buffer] = (),
-    tensors_bytes: int = 0,
+    tensors: bytes = b"",
 ) -> bytes:
-    """Returns the whole frame of a ``REPLY``, as ``encode_call`` does for a ``CALL``."""
+    """Returns the whole frame of a ``REPLY`` whose tensors stand in it.
+
+    Raises:
+        ProtocolError: The payload is too large.
+    """
     handed, count = b"", 0
     if references:
         handed, count = _encode_references(references), len(references)
     size = len(payload)
-    control = _REPLY_BYTES + count * _REFERENCE_BYTES + size + tensors_bytes
+    control = _REPLY_BYTES + count * _REFERENCE_BYTES + size + len(tensors)
     try:
         head = _REPLY_FRAME.pack(
-            _REPLY,
-            flags,
-            0,
-            control,
-            number,
-            context_id,
-            message_id,
-            count,
-            size,
+            _REPLY, flags, 0, control, number, context_id, message_id, count, size
         )
     except struct.error:
         raise _too_large(payload) from None
-    return b"".join((head, handed, payload, *tensors))
+    return b"".join((head, handed, payload, tensors))
 
 
 def encode_reply_front(

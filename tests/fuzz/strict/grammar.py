@@ -149,7 +149,7 @@ class Grammar:
         """Returns a message with its tensors, inside of it or by tables."""
         inlined = inline.encode(tensors) if self.chance.random() < 0.5 else None
         if inlined is not None:
-            inside = self._lie(b"".join(inlined[0]))
+            inside = self._lie(inlined[0])
             return _joined(encode_frame(kind, flags, number, front + inside))
         table, flat = describe(tensors) if tensors else (b"", [])
         table, buffers = self._lie(table), [as_memory(each) for each in flat]

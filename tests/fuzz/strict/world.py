@@ -33,8 +33,8 @@ from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime.reactor import Reactor
 from torchweft.serialize.reading import make_reader
 from torchweft.serialize.registry import remotely_callable
-from torchweft.wire.frames import Buffer, Frame
-from torchweft.wire.messages import HandedReference
+from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame
+from torchweft.wire.messages import HandedReference, decode_call
 
 ME, SENDER, OTHER = 0, 1, 2
 LIMIT_S = 0.005
@@ -117,7 +117,8 @@ class World:
         """Checks a call that this worker makes, and lets it fail."""
         if not peer.is_self:
             assert isinstance(request, Request), f"a message had {request!r} asked elsewhere"
-            name = request.function or b"a function by value"
+            (start, *_) = request.message(1)
+            name = decode_call(start[HEADER_BYTES:]).function or b"a function by value"
             assert remotely_callable.has(name.decode()), f"a message had {name!r} called elsewhere"
         raise WorkerLost("nobody is there", worker=peer.name)
 

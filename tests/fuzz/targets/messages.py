@@ -28,8 +28,8 @@ from torchweft.wire.messages import (
 def _call(data: memoryview) -> bytes:
     *head, start, end = decode_call(data)
     assert start <= end <= len(data)
-    payload, tensors = bytes(data[start:end]), data[end:]
-    whole = encode_call(0, 0, *head, payload, (tensors,), len(tensors))[HEADER_BYTES:]
+    payload, tensors = bytes(data[start:end]), bytes(data[end:])
+    whole = bytes(encode_call(0, *head, payload, tensors)[HEADER_BYTES:])
     assert encode_call_front(*head, payload) + tensors == whole
     return whole
 
@@ -37,8 +37,8 @@ def _call(data: memoryview) -> bytes:
 def _reply(data: memoryview) -> bytes:
     *head, start, end = decode_reply(data)
     assert start <= end <= len(data)
-    payload, tensors = bytes(data[start:end]), data[end:]
-    whole = encode_reply(0, 0, *head, payload, (tensors,), len(tensors))[HEADER_BYTES:]
+    payload, tensors = bytes(data[start:end]), bytes(data[end:])
+    whole = encode_reply(0, 0, *head, payload, tensors)[HEADER_BYTES:]
     assert encode_reply_front(*head, payload) + tensors == whole
     return whole
 

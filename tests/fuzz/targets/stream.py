@@ -146,7 +146,7 @@ def seeds() -> list[bytes]:
     inlined = inline.encode(tensors)
     assert simple is not None
     assert inlined is not None
-    inside = b"".join(inlined[0])
+    inside = inlined[0]
     call = (1.0, 2, 3, 4, b"module:name", (handed,))
     reply = (3, 4, (handed,))
     name = codec.PassName(1, 7, 2, PassMode())
@@ -159,8 +159,8 @@ def seeds() -> list[bytes]:
         _frame(Kind.CALL, TABLES, front + by_tables, buffers),
         _frame(Kind.CALL, TABLES, front + encode_tables(table, fetched), []),
         _frame(Kind.REPLY, TABLES, reply_front + by_tables, buffers),
-        encode_call(7, POSITIONAL, *call, simple, (inside,), len(inside)),
-        encode_reply(7, 0, *reply, payload, (inside,), len(inside)),
+        bytes(encode_call(POSITIONAL, *call, simple, inside)),
+        encode_reply(7, 0, *reply, payload, inside),
         _frame(Kind.REFERENCES, 0, references.encode([references.Handed(3)]), []),
         _frame(Kind.BACKWARD, 0, codec.encode(name, Abort()), []),
         _frame(Kind.GRADIENTS, TABLES, head + by_tables, buffers),

@@ -246,7 +246,7 @@ def answer(
     else:
         inlined = encode(packed.tensors)
         assert inlined is not None
-        frame = Frame(Kind.CALL, flags, 7, b"".join((front, *inlined[0])), ())
+        frame = Frame(Kind.CALL, flags, 7, front + inlined[0], ())
     assert world.receive(frame) is None
     return errors[0] if errors else None
 

@@ -29,6 +29,7 @@ from torchweft.wire.messages import (
     encode_reply,
     encode_reply_front,
     encode_tables,
+    number_call,
 )
 
 signed = st.integers(-(2**63), 2**63 - 1)
@@ -61,7 +62,8 @@ def test_a_call_survives(
 ) -> None:
     *_, payload = head
     inside = b"".join(tensors)
-    frame = encode_call(number, flags, *head, tensors, len(inside))
+    frame = encode_call(flags, *head, inside)
+    number_call(frame, number)
     control = frame[HEADER_BYTES:]
     assert HEADER.unpack_from(frame) == (Kind.CALL, flags, 0, len(control), number)
     *decoded, start, end = decode_call(memoryview(control) if is_view else control)
@@ -84,7 +86,7 @@ def test_a_reply_survives(
 ) -> None:
     *_, payload = head
     inside = b"".join(tensors)
-    frame = encode_reply(number, flags, *head, tensors, len(inside))
+    frame = encode_reply(number, flags, *head, inside)
     control = frame[HEADER_BYTES:]
     assert HEADER.unpack_from(frame) == (Kind.REPLY, flags, 0, len(control), number)
     *decoded, start, end = decode_reply(memoryview(control) if is_view else control)
@@ -122,7 +124,7 @@ class Endless(bytes):
 def test_more_bytes_than_a_message_has_are_an_error_that_says_so() -> None:
     payload = Endless()
     for encode in (
-        lambda: encode_call(1, 0, 1.0, 2, 3, 4, b"name", (), payload),
+        lambda: encode_call(0, 1.0, 2, 3, 4, b"name", (), payload),
         lambda: encode_call_front(1.0, 2, 3, 4, b"name", (), payload),
         lambda: encode_reply(1, 0, 3, 4, (), payload),
         lambda: encode_reply_front(3, 4, (), payload),
