@@ -327,7 +327,6 @@ class Node:
     Attributes:
         machine_type: The class of the machines; mutation tests replace it with a faulty one.
         is_eager: Whether callers that gave up waiting for a first connection come back.
-        displacing: Probability that strangers displace an incoming connection before its greeting.
         on_frame: Called with the peer's id and each frame.
         on_lost: Called once for each lost peer, with its id and the cause.
         on_note: Called with each event, for the trace.
@@ -349,7 +348,6 @@ class Node:
         self._is_round_due = False
         self.is_alive = True
         self.is_eager = True
-        self.displacing = 0.0
         self.halves: dict[int, Half] = {}
         self.on_frame: Callable[[int, Frame], None] = lambda peer, frame: None
         self.on_lost: Callable[[int, str], None] = lambda peer, cause: None

@@ -110,13 +110,13 @@ class Dialled:
         self._fail(Failure.BUSY if is_there else Failure.BROKEN, "it does not answer")
 
     def _on_broken(self) -> None:
-        self._fail(Failure.TURNED_OUT, "it hangs up")
+        self._fail(Failure.BROKEN, "it hangs up")
 
     def _on_open(self, end: End) -> None:
         if self._is_over or self._talk is not None or not self._node.is_alive:
             end.close()
         elif not end.is_open:
-            self._fail(Failure.TURNED_OUT, "it hangs up at once")
+            self._fail(Failure.BROKEN, "it hangs up at once")
         else:
             self._talk = Talk(end, self._on_challenge, self._on_broken)
 
@@ -191,11 +191,6 @@ class Accepted:
     def __init__(self, node: Node, end: End) -> None:
         self._node = node
         self._talk = Talk(end, self._on_hello, lambda: None)
-        if node.displacing and node.chance.random() < node.displacing:
-            self._talk.listen(None)
-            node.pause(end.close)
-            if node.chance.random() < 0.5:
-                return  # No thread was free for it.
         self._talk.say()
 
     def _on_hello(self, told: Any) -> None:

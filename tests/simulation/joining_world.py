@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.timeline import Timeline
-from torchweft.protocol.connecting import Failure
-from torchweft.protocol.connecting import Wait as Pause
-from torchweft.protocol.connecting.first_dial import FirstDial
 from torchweft.protocol.membership.joining import (
     Add,
     Check,
@@ -32,8 +29,6 @@ from torchweft.protocol.membership.joining import (
 from torchweft.protocol.membership.registration import Registration, Roster
 
 POLL_S = 0.02
-CONNECT_S, INTRODUCTION_S = 5.0, 20.0
-"""How long a newcomer tries to reach a worker, and to introduce itself to one that lives."""
 
 
 class Store:
@@ -75,7 +70,6 @@ class Life:
         error: Why it has not joined.
         ended_s: When joining succeeded or failed.
         roster: In an open group, the workers that it knows.
-        displacing: Probability that strangers displace a connection to it before its greeting.
     """
 
     registration: Registration
@@ -89,7 +83,6 @@ class Life:
     is_member: bool = False
     place: int = 0
     kept: list[Callable[[], None]] = field(default_factory=list)
-    displacing: float = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -234,31 +227,7 @@ class Joiners:
             ) -> None:
                 self.later(lambda: answered(number, error, refusal))
 
-            self.later(lambda target=target, tell=tell: self._dial(target, life, tell))
-
-    def _dial(
-        self,
-        target: Life,
-        newcomer: Life,
-        tell: Callable[..., None],
-        tries: FirstDial | None = None,
-    ) -> None:
-        """Introduces a newcomer to a worker that strangers may keep it from."""
-        now_s = self.clock()
-        if tries is None:
-            end_s = now_s + INTRODUCTION_S
-            tries = FirstDial(now_s, end_s, CONNECT_S, self.chance.random)
-        tries.limit_s(now_s)
-        listens = target.is_alive and target.error is None
-        if not listens or self.chance.random() >= target.displacing:
-            self._hear(target, newcomer, tell)
-            return
-        step = tries.failed(now_s, Failure.TURNED_OUT, "it hangs up")
-        if isinstance(step, Pause):
-            pause_s = step.until_s - now_s
-            self.timeline.later(pause_s, lambda: self._dial(target, newcomer, tell, tries))
-        else:
-            tell(ConnectionError("it hangs up"), None)
+            self.later(lambda target=target, tell=tell: self._hear(target, life, tell))
 
     def _hear(self, target: Life, newcomer: Life, tell: Callable[..., None]) -> None:
         """Introduces a newcomer to a worker; a worker that is not running yet answers later."""

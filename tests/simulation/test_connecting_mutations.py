@@ -72,14 +72,6 @@ class GivesUpTheBusy(Connecting):
         return super().dial_failed(now_s, failure, cause)
 
 
-class GivesUpWhenTurnedOut(Connecting):
-    """Treats a listener that ends the connection as a network that does not reach the peer."""
-
-    def dial_failed(self, now_s: float, failure: Failure, cause: str) -> Step:
-        failure = Failure.BROKEN if failure is Failure.TURNED_OUT else failure
-        return super().dial_failed(now_s, failure, cause)
-
-
 class WaitsForTheGone(Connecting):
     """Treats a refused connection as a fault of the network."""
 
@@ -174,7 +166,6 @@ MUTANTS = {
     RenamesItsOffer: 5,
     TurnsTheDiallerAway: 5,
     GivesUpTheBusy: 0,
-    GivesUpWhenTurnedOut: 2,
     WaitsForTheGone: 6,
     WaitsForTheGoneInASession: 3,
     BothResume: 3,

@@ -152,21 +152,6 @@ def meet_over_a_wall(run: Run) -> None:
     run.check_pairs()
 
 
-def meet_in_a_flood(run: Run) -> None:
-    """Strangers displace nearly all greetings for a while: nobody is lost, all connect."""
-    world = run.world
-    world.streams.calm()
-    displacing = run.chance.choice((0.5, 0.9, 1.0))
-    for worker in world.workers.values():
-        worker.node.displacing = displacing
-    world.timeline.run_for(run.chance.choice((1.0, 2.0 * LIMITS.connect_s)))
-    for worker in world.workers.values():
-        worker.node.displacing = 0.0
-    run.end()
-    assert not world.lost_at_s, f"lost, though alive: {world.causes}"
-    run.check_pairs()
-
-
 def say_goodbye(run: Run) -> None:
     """A worker leaves: the others know why, and do not dial it again."""
     world = run.world
@@ -209,7 +194,6 @@ PROGRAMS: list[Callable[[Run], None]] = [
     lose_the_gone_at_once,
     wait_for_the_busy,
     meet_over_a_wall,
-    meet_in_a_flood,
     say_goodbye,
     lose_one_another,
 ]

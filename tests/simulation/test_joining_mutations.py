@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from tests.simulation.test_joining_simulated import ClosedRun, OpenRun, Run
-from torchweft.protocol.connecting import Failure, Lose, Step
-from torchweft.protocol.connecting.first_dial import FirstDial
 from torchweft.protocol.membership import joining
 from torchweft.protocol.membership.joining import Get, Introduce, Set, Steps, Wait
 from torchweft.protocol.membership.registration import Directory, Registration, Roster
@@ -166,21 +164,6 @@ def prefers_the_store(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "is_replaced", lambda roster, registration: False)
 
 
-def introduces_itself_once(patch: pytest.MonkeyPatch) -> None:
-    """A newcomer gives up a member that strangers kept it from."""
-    patch.setattr(FirstDial, "failed", lambda tries, now_s, failure, cause: Lose(cause, failure))
-
-
-def gives_up_the_flooded(patch: pytest.MonkeyPatch) -> None:
-    """A newcomer treats a member that turns it out as one that the network does not reach."""
-    failed = FirstDial.failed
-
-    def mutant(tries: FirstDial, now_s: float, failure: Failure, cause: str) -> Step:
-        return failed(tries, now_s, Failure.BROKEN, cause)
-
-    patch.setattr(FirstDial, "failed", mutant)
-
-
 FAULTS: list[tuple[Fault, type[Run]]] = [
     (keeps_a_refusal_to_itself, ClosedRun),
     (allows_two_of_one_name, ClosedRun),
@@ -196,8 +179,6 @@ FAULTS: list[tuple[Fault, type[Run]]] = [
     (never_confirms, OpenRun),
     (admits_its_own_name, OpenRun),
     (prefers_the_store, OpenRun),
-    (introduces_itself_once, OpenRun),
-    (gives_up_the_flooded, OpenRun),
 ]
 
 

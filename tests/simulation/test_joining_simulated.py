@@ -25,8 +25,6 @@ TIMEOUT_S = 20.0
 SLACK_S = 5.0
 """Time for slow operations of the store."""
 END_S = 100.0
-FLOOD_S = 15.0
-"""How long strangers may keep newcomers from the members."""
 SEEDS = 200
 
 
@@ -144,23 +142,15 @@ class OpenRun:
         self.world = Joiners(chance)
         self.may_die = chance.random() < 0.6
         self.span_s, self.ranks = chance.choice((0.3, 1.0, 3.0)), chance.choice((2, 4))
-        self.displacing = chance.choice((0.0, 0.0, 0.5, 1.0))
-        self.world.timeline.later(FLOOD_S * chance.random(), self._end_flood)
         for _ in range(chance.randint(2, 8)):
             self.world.timeline.later(self.span_s * chance.random(), self.begin)
         for _ in range(chance.choice((0, 3))):
             self.world.timeline.later(self.span_s * chance.random(), self.leave)
 
-    def _end_flood(self) -> None:
-        self.displacing = 0.0
-        for life in self.world.lives:
-            life.displacing = 0.0
-
     def begin(self) -> None:
         rank = self.chance.randrange(self.ranks)
         name = f"worker{rank if self.chance.random() < 0.8 else self.chance.randrange(self.ranks)}"
         life = self.world.begin(Registration(name, rank, (f"unix:@{self.chance.random()}",)))
-        life.displacing = self.displacing
         steps = joining.join_open(
             life.registration, f"token{self.chance.random()}", TIMEOUT_S, self.world.clock
         )

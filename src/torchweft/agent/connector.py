@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import random
 import secrets
 import socket
 import threading
@@ -34,20 +33,16 @@ from torchweft.protocol.connecting import (
     Reaching,
     Resume,
     Terms,
-    Wait,
 )
 from torchweft.protocol.connecting.failures import (
     HandshakeTimeout,
-    NoAnswer,
     Refused,
     Taken,
-    TurnedOut,
     check_welcome,
     error_of,
     failure_of,
     no_connection,
 )
-from torchweft.protocol.connecting.first_dial import FirstDial
 from torchweft.protocol.connecting.hello import position_in
 from torchweft.protocol.membership.registration import Registration
 from torchweft.secret import Secret
@@ -123,11 +118,11 @@ class Connector:
         """The first connections that are being made, by peer."""
         self._greeting: set[socket.socket] = set()
         """The further connections that are being made."""
-        self._closed = threading.Event()
+        self._is_closed = False
 
     def close(self) -> None:
         """Stops lending memory to new peers, and aborts connections that are being dialled."""
-        self._closed.set()
+        self._is_closed = True
         for connection in [*self._dialling.values(), *self._greeting]:
             shut(connection)
         self.memory.close()
@@ -168,7 +163,7 @@ class Connector:
             error = None
             if isinstance(step, Busy):
                 raise HandshakeTimeout(step.cause) from cause
-            if isinstance(step, Lose) or self._closed.is_set():
+            if isinstance(step, Lose) or self._is_closed:
                 raise no_connection(peer.name, peer.registration.addresses, step) from cause
             if isinstance(step, Dial):
                 error = self._try_to_dial(peer, step)
@@ -288,26 +283,12 @@ class Connector:
     def introduce(self, peer: Peer, timeout_s: float) -> None:
         """Introduces this worker to a member of an open group. Blocks at most the timeout.
 
-        A member that is busy, or that ends the connection, is alive and is dialled again.
-
         Raises:
             DuplicateName: The member has the name or rank of this worker.
             OSError: The member does not answer, or another worker does.
             ProtocolError: The answer does not come from a worker of the group.
         """
-        now_s = time.monotonic()
-        tries = FirstDial(now_s, now_s + timeout_s, self.timeout_s, random.random)
-        while True:
-            try:
-                self._introduce_once(peer, tries.limit_s(time.monotonic()))
-                return
-            except (OSError, ProtocolError, ConfigurationError) as error:
-                now_s = time.monotonic()
-                step = tries.failed(now_s, failure_of(error), str(error))
-                if not isinstance(step, Wait) or self._closed.wait(step.until_s - now_s):
-                    raise
-
-    def _introduce_once(self, peer: Peer, deadline_s: float) -> None:
+        deadline_s = time.monotonic() + min(timeout_s, self.timeout_s)
         with self._greeted(peer, deadline_s) as (connection, handshake):
             try:
                 self._ask(handshake, Hello(Purpose.INTRODUCTION, peer.id))
@@ -354,13 +335,12 @@ class Connector:
 
     def _check_open(self) -> None:
         """Raises if closed; called once ``close`` can find a connection that it may have missed."""
-        if self._closed.is_set():
+        if self._is_closed:
             raise ConnectionAbortedError("this worker has shut down")
 
     def _begin(self, connection: socket.socket, deadline_s: float) -> Handshake:
         """Waits for the challenge; without a secret, accepts only a process of this user."""
-        with _until_proven():
-            handshake = Handshake.dial(connection, self.key, deadline_s)
+        handshake = Handshake.dial(connection, self.key, deadline_s)
         if not self.has_secret:
             check_user(connection)
         return handshake
@@ -374,9 +354,8 @@ class Connector:
     ) -> Greeting:
         """Sends the ``HELLO`` of a connection; returns the ``WELCOME`` if it is not a refusal."""
         facts = (facts or {}) | self._registration | said.facts()
-        with _until_proven():
-            handshake.send(Kind.HELLO, Greeting(self.worker, facts=facts))
-            answer = handshake.receive(Kind.WELCOME, descriptors)
+        handshake.send(Kind.HELLO, Greeting(self.worker, facts=facts))
+        answer = handshake.receive(Kind.WELCOME, descriptors)
         check_welcome(answer.refusal)
         return answer
 
@@ -406,7 +385,7 @@ class Connector:
         try:
             connection = addresses.dial(address, remaining_s)
         except TimeoutError:
-            raise NoAnswer(f"no answer within {remaining_s:.1f} s") from None
+            raise ConnectionError(f"no answer within {remaining_s:.1f} s") from None
         if self.tls is None or isinstance(address, addresses.UnixAddress):
             return connection
         try:
@@ -414,7 +393,7 @@ class Connector:
         except BaseException as error:
             connection.close()
             if isinstance(error.__cause__, ConnectionError):
-                raise TurnedOut(str(error)) from error  # Not because of a certificate.
+                raise ConnectionError(str(error)) from error  # The network may be the cause.
             raise
 
     # What both ends do
@@ -439,15 +418,6 @@ class Connector:
         self.shell.adopt(peer, link, terms)
         peer.linked.set()
         return link
-
-
-@contextlib.contextmanager
-def _until_proven() -> Iterator[None]:
-    """Tells the end of a connection during its greeting from all other errors of the network."""
-    try:
-        yield
-    except ConnectionError as error:
-        raise TurnedOut(str(error)) from error
 
 
 def send_verdict(peer: Peer, link: Link) -> None:

@@ -167,9 +167,6 @@ def _forget(agent: Agent, request: Forget) -> None:
 def _meet_all(node: Node, end_s: float, request: Introduce) -> list[Exception | None]:
     """Introduces this worker to others concurrently; returns an error or None for each."""
     agent = node.agent
-    if request.is_namesake:
-        # One that is silent, though its system answers, leaves time for all others.
-        end_s = (end_s + time.monotonic()) / 2
     unmet = {other.id: other.name for other in request.others}
 
     def meet(other: Registration) -> Exception | None:

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from torchweft.errors import WorkerLost
 from torchweft.secret import Secret
 from torchweft.transport import addresses, peer_credentials
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
-from torchweft.transport.link import shut
 from torchweft.wire.messages import Kind
 
 STRANGERS = 4
@@ -138,85 +136,6 @@ def test_members_get_in_during_a_flood(pair: list[Member]) -> None:
     for stranger in flood:
         stranger.close()
     wait_until(lambda: not second.agent._acceptor._strangers._open)
-
-
-@pytest.fixture
-def turned_out(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
-    """Ends the next connections before they are proven, three of them; returns those."""
-    ended: list[socket.socket] = []
-    greet = Acceptor._greet
-
-    def greet_later_ones(acceptor: Acceptor, connection: socket.socket) -> Any:
-        if len(ended) < 3:
-            ended.append(connection)
-            shut(connection)
-        return greet(acceptor, connection)
-
-    monkeypatch.setattr(Acceptor, "_greet", greet_later_ones)
-    return ended
-
-
-def test_a_member_that_is_turned_out_introduces_itself_again(
-    pair: list[Member], turned_out: list[socket.socket]
-) -> None:
-    first, second = pair
-    first.agent.introduce(first.peer(second), LIMIT_S)
-    assert len(turned_out) == 3
-
-
-def test_a_member_that_is_turned_out_connects_again(
-    pair: list[Member], turned_out: list[socket.socket]
-) -> None:
-    first, second = pair
-    first.agent.connect(first.peer(second))
-    assert len(turned_out) == 3
-    assert first.peer(second).lost is None
-
-
-def test_a_member_that_is_always_turned_out_hears_so_in_time(
-    pair: list[Member], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = pair
-    monkeypatch.setattr(Acceptor, "_greet", lambda _, connection: connection.close())
-    began_s = time.monotonic()
-    with pytest.raises(ConnectionError):
-        first.agent.introduce(first.peer(second), 0.3)
-    assert time.monotonic() - began_s < AT_ONCE_S
-
-
-def test_a_worker_that_shuts_down_introduces_itself_no_more(
-    pair: list[Member], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = pair
-    ended: list[socket.socket] = []
-
-    def turn_out(_: Acceptor, connection: socket.socket) -> None:
-        connection.close()
-        ended.append(connection)
-
-    monkeypatch.setattr(Acceptor, "_greet", turn_out)
-    with ThreadPoolExecutor(1) as pool:
-        introduced = pool.submit(first.agent.introduce, first.peer(second), 10 * LIMIT_S)
-        wait_until(lambda: len(ended) > 2)
-        first.close()
-        assert isinstance(introduced.exception(AT_ONCE_S), ConnectionError)
-
-
-def test_a_worker_of_this_host_whose_queue_is_full_is_not_lost(
-    pair: list[Member], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = pair
-    dial_at, unanswered = addresses.dial, [1, 2, 3]
-
-    def dial_a_full_queue(address: addresses.Address, timeout_s: float) -> socket.socket:
-        if unanswered:
-            unanswered.pop()
-            raise TimeoutError
-        return dial_at(address, timeout_s)
-
-    monkeypatch.setattr(addresses, "dial", dial_a_full_queue)
-    first.agent.introduce(first.peer(second), LIMIT_S)
-    assert not unanswered
 
 
 @pytest.mark.parametrize(

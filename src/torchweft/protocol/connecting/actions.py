@@ -55,13 +55,8 @@ class Failure(enum.Enum):
     """The peer's system accepts connections but the peer does not speak: it is alive."""
     CROSSED = enum.auto()
     """The peer answers that it is dialling itself (simultaneous open): it is alive."""
-    TURNED_OUT = enum.auto()
-    """The peer's system accepted the connection, which ended before it was proven: it is alive.
-
-    A worker that is flooded by strangers ends connections of members with those of strangers.
-    """
     BROKEN = enum.auto()
-    """The network does not reach the peer, or the connection of a session broke."""
+    """The network does not reach the peer, or the connection broke."""
 
 
 # Steps of a thread that needs the first connection

@@ -33,14 +33,6 @@ class Gone(Refused):
     """Nothing listens any more at the addresses of a worker of this host."""
 
 
-class TurnedOut(ConnectionError):
-    """The listener ended the connection before the greeting was over: it may have too many."""
-
-
-class NoAnswer(ConnectionError):
-    """The system at an address does not answer an attempt to connect."""
-
-
 class Crossed(ConnectionError):
     """Simultaneous open: the peer dials itself, so it lives; its connection is yet to arrive."""
 
@@ -48,17 +40,9 @@ class Crossed(ConnectionError):
 _FAILURES: tuple[tuple[tuple[type[Exception], ...], Failure], ...] = (
     ((Gone,), Failure.GONE),
     ((Crossed,), Failure.CROSSED),
-    ((TurnedOut,), Failure.TURNED_OUT),
     ((Refused, ProtocolError, ConfigurationError), Failure.REFUSED),
     ((TimeoutError,), Failure.BUSY),
 )
-
-
-_ERRORS: dict[Failure, type[OSError]] = {
-    Failure.GONE: Gone,
-    Failure.REFUSED: Refused,
-    Failure.BUSY: HandshakeTimeout,
-}
 
 
 def failure_of(error: Exception) -> Failure:
@@ -71,7 +55,8 @@ def failure_of(error: Exception) -> Failure:
 
 def error_of(failure: Failure, cause: str) -> Exception:
     """Returns the error for a worker that none of its addresses leads to."""
-    return _ERRORS.get(failure, ConnectionError)(cause)
+    kind = {Failure.GONE: Gone, Failure.REFUSED: Refused}.get(failure, ConnectionError)
+    return kind(cause)
 
 
 def check_welcome(refusal: str) -> None:

@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torchweft.protocol.connecting.actions import Busy, Failure, Lose, Step, Wait
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
-SCATTER = 0.5
-"""Largest random part of a pause, relative to the rest of it."""
 LATE_S = 1.0
 """A thread that is later than this was stopped or held up."""
 CROSSING_S = 0.25
 """How long to wait for the peer's own connection before this side dials."""
-_ALIVE = frozenset({Failure.BUSY, Failure.CROSSED, Failure.TURNED_OUT})
 
 
 class FirstDial:
-    """The retry policy of one caller that needs the first connection to a peer, or to be known.
+    """The retry policy of one caller that needs the first connection to a peer.
 
     A peer that cannot be reached is given up after ``timeout_s``. A peer whose system accepts
-    connections, whether or not it ends them, or that answers that it dials itself, is alive: its
-    time limit restarts, and only the caller's own deadline ends the attempts. Time in which this
-    process was stopped or held up does not count.
+    connections, or that answers that it dials itself, is alive: its time limit restarts, and only
+    the caller's own deadline ends the attempts. Time in which this process was stopped or held up
+    does not count.
 
     Args:
         now_s: The time now.
         deadline_s: The time at which the caller gives up waiting; may be infinite.
         timeout_s: Time limit of one attempt, and of all attempts on a silent peer.
-        chance: Draws a number from 0 to 1 for each pause, so that workers whose connections were
-            turned out together do not dial together again. By default pauses are not random.
     """
 
-    def __init__(
-        self,
-        now_s: float,
-        deadline_s: float,
-        timeout_s: float,
-        chance: Callable[[], float] = lambda: 0.0,
-    ) -> None:
+    def __init__(self, now_s: float, deadline_s: float, timeout_s: float) -> None:
         self._deadline_s = deadline_s
         self._timeout_s = timeout_s
-        self._chance = chance
         self._give_up_s = now_s + timeout_s
         self._pause_s = FIRST_PAUSE_S
         self._next_s = self._due_s = now_s
@@ -94,12 +80,12 @@ class FirstDial:
         self._excuse(now_s)
         if failure in (Failure.REFUSED, Failure.GONE):
             return Lose(cause, failure)
-        if failure in _ALIVE or self._was_heard:
+        if failure in (Failure.BUSY, Failure.CROSSED) or self._was_heard:
             self._give_up_s = now_s + self._timeout_s
             self._was_heard = False
         elif now_s + self._pause_s > self._give_up_s:
             return Lose(cause, failure)
-        self._next_s = now_s + self._pause_s * (1 + SCATTER * self._chance())
+        self._next_s = now_s + self._pause_s
         if self._next_s >= self._deadline_s:
             return Busy(cause)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

@@ -9,17 +9,12 @@ from typing import Any, NamedTuple
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.protocol.connecting.actions import Failure
-from torchweft.protocol.connecting.failures import NoAnswer, TurnedOut
 from torchweft.protocol.membership.registration import HOST, NETWORK
 
 _NO_SECRET = (
     "without a secret, a worker connects to others of its own machine only; give all of them the "
     f"same: {knobs.SECRET_FILE.variable}=FILE, or secret=..."
 )
-
-
-_ENDING = (TimeoutError, ProtocolError, TurnedOut)
-"""The errors of a listener: the worker's other addresses are not dialled."""
 
 
 class Outcome(enum.Enum):
@@ -29,8 +24,6 @@ class Outcome(enum.Enum):
     """The remote system says that no process listens there."""
     UNSUITABLE = enum.auto()
     """This worker's configuration, or the address itself, does not allow dialling it."""
-    SILENT = enum.auto()
-    """The remote system does not answer."""
     UNANSWERED = enum.auto()
     """The network does not reach the address now."""
 
@@ -61,8 +54,7 @@ class Reaching:
     def __init__(self, own: Mapping[str, Any], others: Mapping[str, Any], means: Means) -> None:
         self._host, self._own_host = others.get(HOST), own.get(HOST)
         network = own.get(NETWORK)
-        # In the same network stack, a refusal shows the worker's death. Silence shows its life: the
-        # system drops attempts to connect only while the queue of a listener is full.
+        # In the same network stack, a refusal shows the worker's death.
         self._is_here = bool(network) and others.get(NETWORK) == network
         self._means = means
         self._tried: list[tuple[str, Outcome, str]] = []
@@ -97,14 +89,11 @@ class Reaching:
     def goes_on_after(self, address: str, error: Exception) -> bool:
         """Notes the error of dialling an address; returns whether to dial the next address.
 
-        A listener that is silent, that hangs up, or that does not speak the same protocol, ends the
-        attempt.
+        A listener that is silent, or that does not speak the same protocol, ends the attempt.
         """
         if isinstance(error, ConfigurationError):
             self.failed(address, Outcome.UNSUITABLE, str(error))
-        elif isinstance(error, NoAnswer):
-            self.failed(address, Outcome.SILENT, str(error))
-        elif not isinstance(error, OSError) or isinstance(error, _ENDING):
+        elif isinstance(error, TimeoutError | ProtocolError) or not isinstance(error, OSError):
             return False
         else:
             is_refused = isinstance(error, ConnectionRefusedError)
@@ -116,9 +105,7 @@ class Reaching:
     def failure(self) -> Failure:
         """The combined failure; having no address at all counts as a refusal."""
         outcomes = {outcome for _, outcome, _ in self._tried}
-        if self._is_here and Outcome.SILENT in outcomes and Outcome.REFUSED not in outcomes:
-            return Failure.BUSY
-        if outcomes & {Outcome.SILENT, Outcome.UNANSWERED}:
+        if Outcome.UNANSWERED in outcomes:
             return Failure.BROKEN
         if self._is_here and outcomes == {Outcome.REFUSED}:
             return Failure.GONE

@@ -36,9 +36,9 @@ Admissions = list[tuple[Admission, C]]
 class Strangers(Generic[C]):
     """The unauthenticated connections of one worker.
 
-    At most ``limit`` connections are open, and at most ``limit`` threads serve them or close those
-    that had to go. Beyond the limit the oldest connection goes: a group member completes the
-    handshake within moments, or dials again. Methods return what to do, in order. Not thread-safe.
+    At most ``limit`` connections are open, and at most ``limit`` threads serve them. Beyond the
+    limit the oldest connection goes: a group member completes the handshake within moments. Methods
+    return what to do, in order. Not thread-safe.
 
     Args:
         limit: How many connections there may be at once; at least 1.

@@ -10,10 +10,8 @@ from torchweft.protocol.connecting.failures import (
     Crossed,
     Gone,
     HandshakeTimeout,
-    NoAnswer,
     Refused,
     Taken,
-    TurnedOut,
     check_welcome,
     error_of,
     failure_of,
@@ -32,8 +30,6 @@ from torchweft.protocol.connecting.failures import (
         (TlsError("no trust"), Failure.REFUSED),
         (ConfigurationError(), Failure.REFUSED),
         (HandshakeTimeout(), Failure.BUSY),
-        (TurnedOut(), Failure.TURNED_OUT),
-        (NoAnswer(), Failure.BROKEN),
         (TimeoutError(), Failure.BUSY),
         (ConnectionRefusedError(), Failure.BROKEN),
         (ConnectionResetError(), Failure.BROKEN),
@@ -45,7 +41,7 @@ def test_an_error_has_a_meaning(error: Exception, failure: Failure) -> None:
     assert failure_of(error) is failure
 
 
-@pytest.mark.parametrize("failure", [Failure.GONE, Failure.REFUSED, Failure.BUSY, Failure.BROKEN])
+@pytest.mark.parametrize("failure", [Failure.GONE, Failure.REFUSED, Failure.BROKEN])
 def test_the_error_of_a_failure_has_its_meaning(failure: Failure) -> None:
     error = error_of(failure, "why")
     assert failure_of(error) is failure

@@ -7,7 +7,6 @@ import pytest
 
 from torchweft.errors import ConfigurationError, ProtocolError, TlsError
 from torchweft.protocol.connecting import Failure, Means, Outcome, Reaching
-from torchweft.protocol.connecting.failures import NoAnswer, TurnedOut
 from torchweft.protocol.membership.registration import HOST, NETWORK
 
 HERE = {HOST: "one", NETWORK: "net:1"}
@@ -26,11 +25,6 @@ ALL = Means(has_secret=True, has_tls=False, uses_unix=True)
         ([Outcome.REFUSED, Outcome.UNSUITABLE], HERE, Failure.REFUSED),
         ([Outcome.UNSUITABLE], HERE, Failure.REFUSED),
         ([Outcome.REFUSED, Outcome.UNANSWERED], HERE, Failure.BROKEN),
-        ([Outcome.SILENT], HERE, Failure.BUSY),
-        ([Outcome.SILENT, Outcome.UNANSWERED], HERE, Failure.BUSY),
-        ([Outcome.REFUSED, Outcome.SILENT], HERE, Failure.BROKEN),
-        ([Outcome.SILENT], ELSEWHERE, Failure.BROKEN),
-        ([Outcome.REFUSED, Outcome.SILENT], ELSEWHERE, Failure.BROKEN),
     ],
 )
 def test_what_failed_addresses_mean(
@@ -47,8 +41,7 @@ def test_what_failed_addresses_mean(
     [
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), Failure.GONE),
         (FileNotFoundError(errno.ENOENT, "no such file"), Failure.BROKEN),
-        (ConnectionError("no route"), Failure.BROKEN),
-        (NoAnswer("no answer"), Failure.BUSY),
+        (ConnectionError("no answer"), Failure.BROKEN),
         (ConfigurationError("malformed"), Failure.REFUSED),
     ],
     ids=lambda each: type(each).__name__,
@@ -63,12 +56,8 @@ def test_after_an_error_of_one_address_the_next_is_dialled(
     assert reaching.cause.startswith(shown)
 
 
-@pytest.mark.parametrize(
-    "error", [TimeoutError(), TurnedOut(), ProtocolError("noise"), TlsError("no trust")]
-)
-def test_a_listener_that_is_silent_hangs_up_or_speaks_nonsense_ends_the_attempt(
-    error: Exception,
-) -> None:
+@pytest.mark.parametrize("error", [TimeoutError(), ProtocolError("noise"), TlsError("no trust")])
+def test_a_listener_that_is_silent_or_speaks_nonsense_ends_the_attempt(error: Exception) -> None:
     assert not Reaching(HERE, HERE, ALL).goes_on_after("tcp:x:1", error)
 
 
