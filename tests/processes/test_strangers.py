@@ -112,7 +112,8 @@ def survive_flood(group: Group) -> None:
     finally:
         flood.end()
     after = group.state()
-    assert after.descriptors < before.descriptors + STRANGER_LIMIT + FEW_THREADS
+    # Beside the open connections, there may be as many that their threads have yet to close.
+    assert after.descriptors < before.descriptors + 2 * STRANGER_LIMIT + FEW_THREADS
     assert after.largest_bytes < before.largest_bytes + MEMORY_BYTES
 
 
