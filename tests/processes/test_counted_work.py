@@ -24,36 +24,35 @@ LIMIT_S = 120.0
 # whether a tensor has a graph at its sender. A list of tensors goes by C pickle, which calls a
 # function for each tensor; writing and reading takes less time than the loop it replaces.
 FUNCTIONS = {
-    "nothing": (38, 44),
-    "one tensor": (41, 45),
-    "sixteen tensors": (67, 70),
+    "nothing": (38, 42),
+    "one tensor": (42, 44),
+    "sixteen tensors": (68, 69),
     "a tensor in a context": (76, 73),
-    "4 MiB": (143, 146),
+    "4 MiB": (115, 120),
 }
 # One at the caller and three at the callee are for deadlines and cancelling: which call the code
 # serves, and when a call arrived. In a context, one on each side counts the earlier messages sent,
 # by which a pass for certain tensors knows where it need not go. One at the caller asks whether
 # gradients are wanted: a remote result under no_grad must not look as if it had a graph. Another
 # one at the caller, and two at the callee in a context, were Python functions before: the current
-# context is a context variable. Five look at the sizes of a message's parts, which all messages
+# context is a context variable. Some look at the sizes of a message's parts, which all messages
 # have: they call ``len``, at 40 ns.
 FUNCTIONS_IN_C = {
-    "nothing": (51, 57),
-    "one tensor": (65, 71),
+    "nothing": (49, 56),
+    "one tensor": (60, 65),
     "sixteen tensors": (273, 276),
-    "a tensor in a context": (89, 90),
+    "a tensor in a context": (86, 87),
     "4 MiB": (156, 164),
 }
 # The caller is the main thread. It may be interrupted, so it sends and receives in one step of
 # Python each, and a profile function does not see these two calls. That takes 350 bytes for a
-# moment; every thread that sends checks whether it is the main thread. The view of a tensor's
-# memory lives until the message is written: 480 bytes.
+# moment; every thread that sends checks whether it is the main thread.
 SYSTEM_CALLS = {"caller": 2.1, "callee": 4.1}
 BYTES_OF_PYTHON = {
     "nothing": 1_150,
-    "one tensor": 1_750,
-    "sixteen tensors": 16_800,
-    "a tensor in a context": 3_100,
+    "one tensor": 1_250,
+    "sixteen tensors": 16_000,
+    "a tensor in a context": 2_450,
     "4 MiB": 10_000,
 }
 BYTES_THROUGH_SOCKETS = {

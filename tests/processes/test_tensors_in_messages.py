@@ -150,6 +150,11 @@ def test_views_and_one_tensor_in_two_places_stay_what_they_are(
     assert whole.tolist() == [1, 1, 1, 0, 0, 0]
     first, second = rpc.rpc_sync("worker0", back, ([base], {"again": base}))
     assert first[0] is second["again"]
+    one, other, again = rpc.rpc_sync("worker0", back, (base, 1, base))
+    assert one is again
+    leaf, same = rpc.rpc_sync("worker0", back, (leaf := torch.ones(2, requires_grad=True), leaf))
+    assert leaf is same
+    assert other == 1
 
 
 def test_the_callee_may_change_them(group: Cluster) -> None:

@@ -122,11 +122,12 @@ def encode_simple(
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
-            number = len(tensors)
+            number = _place_of(value, tensors) if tensors else 0
             if value.__dict__ or number >= len(_FIRST_TENSORS):
                 return None
             parts.append(_FIRST_TENSORS[number])
-            tensors.append(value)
+            if number == len(tensors):
+                tensors.append(value)
         elif kind is int:
             if not -_INT64_MAX <= value <= _INT64_MAX:
                 return None
@@ -155,6 +156,14 @@ def encode_simple(
                 return None
             parts.append(HOME_VALUE.pack(HOME, *home))
     return b"".join(parts)
+
+
+def _place_of(tensor: Tensor, tensors: Sequence[Tensor]) -> int:
+    """Returns the place of the same object among ``tensors``, or the one behind them."""
+    for place, each in enumerate(tensors):
+        if each is tensor:
+            return place
+    return len(tensors)
 
 
 ATOMS = frozenset({bool, int, float, str, bytes})

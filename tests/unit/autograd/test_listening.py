@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.agent.group import Member, group_of, wait_until
 from tests.unit.transport.reading import not_main  # noqa: F401
-from torchweft.autograd.listening import Listener
+from torchweft.autograd.listening import Listener, Reading
 from torchweft.transport.link import READ_TICK_S, Link
 
 pytestmark = pytest.mark.usefixtures("not_main")
@@ -32,7 +32,16 @@ def links_of(trio: list[Member]) -> list[Link]:
 
 def test_connections_are_taken_over_and_given_back(trio: list[Member]) -> None:
     listener = Listener(trio[0].agent)
-    reading = listener.take_over([trio[0].peer(other) for other in trio[1:]])
+    peers = [trio[0].peer(other) for other in trio[1:]]
+    taken: list[Reading] = []
+
+    def takes_over() -> bool:
+        # It may not while another thread reads the first messages of a connection.
+        taken.append(listener.take_over(peers))
+        return bool(taken[-1])
+
+    wait_until(takes_over)
+    reading = taken[-1]
     assert [link for _, link in reading] == links_of(trio)
     assert all(0 in link.readers for link in links_of(trio))
     listener.give_back(reading)
