@@ -9,7 +9,7 @@ worker to itself touches neither bytes nor channels: its tensors arrive by refer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -28,9 +28,7 @@ from torchweft.serialize.table import HEADER, SOME_COMPUTED
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import (
     TABLES,
-    CallHead,
     Kind,
-    ReplyHead,
     decode_tables,
     encode_tables,
 )
@@ -97,7 +95,7 @@ class LocalMessage(NamedTuple):
         externals: The other objects that were taken out.
     """
 
-    head: CallHead | ReplyHead
+    head: Any
     payload: bytes
     tensors: Sequence[Tensor]
     externals: Sequence[object]

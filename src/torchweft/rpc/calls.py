@@ -111,7 +111,9 @@ def call_and_wait(
     subject: Subject | None = None,
 ) -> Any:
     """Calls ``peer``, waits for the answer, and returns the result. Blocks."""
-    limit_s = limit_of(timeout, worker.agent.default_timeout_s)
+    limit_s = worker.agent.default_timeout_s
+    if timeout is not UNSET_RPC_TIMEOUT:
+        limit_s = limit_of(timeout, limit_s)
     parent = current_call.get()
     if parent is not None:
         parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
@@ -141,7 +143,9 @@ def start(
 
     Messages name ``subject`` if it is given, otherwise the function.
     """
-    limit_s = limit_of(timeout, worker.agent.default_timeout_s)
+    limit_s = worker.agent.default_timeout_s
+    if timeout is not UNSET_RPC_TIMEOUT:
+        limit_s = limit_of(timeout, limit_s)
     parent = current_call.get()
     if parent is not None:
         parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())

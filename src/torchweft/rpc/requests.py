@@ -13,13 +13,12 @@ from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_
 from torchweft.protocol.connecting import Outgoing
 from torchweft.serialize.objects import Packed
 from torchweft.wire.messages import (
-    CallHead,
+    NUMBER,
+    NUMBER_OFFSET,
     HandedReference,
     Kind,
-    ReplyHead,
     encode_call_front,
     encode_reply_front,
-    number_call,
 )
 
 TakeBack = Callable[[Peer, Sequence[HandedReference], int], None]
@@ -55,7 +54,7 @@ class Request:
 
     def message(self, number: int) -> Outgoing:
         """Returns the message to send, under the number of its call."""
-        number_call(self._frame, number)
+        NUMBER.pack_into(self._frame, NUMBER_OFFSET, number)
         return [self._frame]
 
     def take_back(self) -> None:
@@ -69,7 +68,7 @@ class TableRequest(Request):
     Args:
         tensor_messages: Encodes the tensors.
         flags: Flags of the frame.
-        head: Time limit, creation, context, message and function, as ``CallHead`` has them.
+        head: Time limit, creation, context, message and function; see ``CallHead``.
         packed: The value of the message.
     """
 
@@ -95,7 +94,9 @@ class TableRequest(Request):
         """Returns the message to send, under the number of its call."""
         packed, flags = self._packed, self._flags
         if self._peer.is_self:
-            local = LocalMessage(CallHead(*self._head, (), 0, 0), *packed)
+            remaining_s, creation, context_id, message_id, function = self._head
+            value = (context_id, message_id, (), 0, 0)
+            local = LocalMessage((remaining_s, creation, function, value), *packed)
             return local_frame(Kind.CALL, flags, number, local)
         front = encode_call_front(*self._head, self._handed, packed.payload)
         tensors = packed.tensors
@@ -113,7 +114,7 @@ def reply_by_tables(
 ) -> Outgoing:
     """Returns an answer whose tensors are described by tables, or that goes to this worker."""
     if peer.is_self:
-        local = LocalMessage(ReplyHead(context_id, message_id, (), 0, 0), *packed)
+        local = LocalMessage((context_id, message_id, (), 0, 0), *packed)
         return local_frame(Kind.REPLY, 0, number, local)
     front = encode_reply_front(context_id, message_id, handed, packed.payload)
     return tensor_messages.encode(peer, Kind.REPLY, 0, number, front, packed.tensors)

@@ -30,7 +30,7 @@ from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Worker, current_worker
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
-from torchweft.wire.messages import POSITIONAL, TABLES, CallHead, decode_call
+from torchweft.wire.messages import POSITIONAL, TABLES, ValueHead, decode_call
 
 _log = logging.getLogger("torchweft")
 
@@ -74,16 +74,15 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     """Runs one call; its errors become its answer."""
     frame, call.frame = call.frame, None
     assert frame is not None
+    flags = frame.flags
     control: Any = frame.control
-    message = None
     is_local = type(control) is LocalMessage
-    head: CallHead = control.head if is_local else decode_call(control)
-    if frame.flags & TABLES:
-        message = worker.tensor_messages.read(frame)
-    name, flags = head.function, frame.flags
-    call.function, call.context_id = name, head.context_id
+    remaining_s, creation, name, head = control.head if is_local else decode_call(control)
+    message = worker.tensor_messages.read(frame) if flags & TABLES else None
+    del frame
+    call.function, call.context_id = name, (context_id := head[0])
     began_s = time.monotonic()
-    if not call.begins(head.creation, head.remaining_s, began_s):
+    if not call.begins(creation, remaining_s, began_s):
         _give_back(worker, peer, head, message)
         return
     if message is not None and not _fetch(worker, peer, call, head, message):
@@ -92,16 +91,18 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     if was_slow or not name:
         worker.agent.reactor.arm_all()
     entered_id = entered_before = 0
-    if head.context_id and head.context_id != NO_GRAD:
-        entered_id, entered_before = head.context_id, current_id()
+    if context_id and context_id != NO_GRAD:
+        entered_id, entered_before = context_id, current_id()
         set_current_id(entered_id)
     before = current_call.set(call)
     try:
-        content = worker.open(peer, frame, head, message)
-        find = resolve if is_local else worker.reader.resolve
-        is_positional = flags & POSITIONAL and type(content) is tuple
-        del frame, control, message  # Free them with the arguments.
-        if is_positional:
+        find: Callable[[bytes], Any] = resolve if is_local else worker.reader.resolve
+        if is_local:
+            content = worker.open_own(control, context_id)
+        else:
+            content = worker.open(peer, control, head, message)
+        del control, message  # Free them with the arguments.
+        if flags & POSITIONAL and type(content) is tuple:
             function = find(name)
             result = function(*content)
         else:
@@ -148,22 +149,22 @@ def _parts(
     return args, kwargs, function
 
 
-def _fetch(worker: Worker, peer: Peer, call: Call, head: CallHead, message: TensorMessage) -> bool:
+def _fetch(worker: Worker, peer: Peer, call: Call, head: ValueHead, message: TensorMessage) -> bool:
     """Fetches the tensors of a call; if that fails, answers the call and returns False."""
     try:
         worker.tensor_messages.fetch(peer, message)
     except Exception as error:
-        worker.refuse(peer, head.references, head.context_id, head.message_id)
+        worker.refuse(peer, head)
         call(None, error)
         return False
     return True
 
 
-def _give_back(worker: Worker, peer: Peer, head: CallHead, message: TensorMessage | None) -> None:
+def _give_back(worker: Worker, peer: Peer, head: ValueHead, message: TensorMessage | None) -> None:
     """Releases the tensors, references and graph of a call that will not run."""
     if message is not None:
         worker.tensor_messages.discard(peer, message)
-    worker.refuse(peer, head.references, head.context_id, head.message_id)
+    worker.refuse(peer, head)
 
 
 def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
@@ -178,12 +179,13 @@ def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
         f"or {knobs.QUEUE_LIMIT_BYTES.variable} there",
         worker=name,
     )
-    control = frame.control
+    control: Any = frame.control
     message = worker.tensor_messages.read(frame) if frame.flags & TABLES else None
-    head = control.head if isinstance(control, LocalMessage) else decode_call(control)
+    is_local = isinstance(control, LocalMessage)
+    remaining_s, creation, _, head = control.head if is_local else decode_call(control)
     _give_back(worker, peer, head, message)
-    call.context_id = head.context_id
-    if call.begins(head.creation, head.remaining_s, time.monotonic()):
+    call.context_id = head[0]
+    if call.begins(creation, remaining_s, time.monotonic()):
         call(None, error)
 
 

@@ -278,7 +278,7 @@ def _named_in(frame: Frame) -> bytes:
     try:
         control = frame.control
         head = control.head if isinstance(control, LocalMessage) else decode_call(control)
-        return head.function
+        return head[2]
     except ProtocolError:
         return b"what no worker asks for"
 

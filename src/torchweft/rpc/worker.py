@@ -60,10 +60,9 @@ from torchweft.wire.messages import (
     NO_CREATION,
     POSITIONAL,
     TABLES,
-    CallHead,
     HandedReference,
     Kind,
-    ReplyHead,
+    ValueHead,
     decode_reply,
     encode_call,
     encode_reply,
@@ -170,43 +169,37 @@ class Worker:
             SerializationError: The callable or an argument cannot be serialized.
         """
         name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
-        is_own = peer.is_self
-        payload: bytes | None = None
         tensors: list[Tensor] = []
         externals: Sequence[object] = ()
         inlined: Inlined | None = NO_TENSORS
-        flags, content = POSITIONAL, args
-        if name is None:
-            flags, content = 0, (args, kwargs, function)
-        elif kwargs:
-            flags, content = 0, (args, kwargs)
-        elif not is_own:
+        flags = POSITIONAL
+        payload: bytes | None = None
+        if name is not None and not kwargs and not peer.is_self:
             # No caller waits for a remote() call or keeps its references: hand them on.
             home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
             payload = encode_simple(args, tensors, peer.main_by_name, home_of)
             if tensors and payload is not None:
-                inlined = self._inline(tensors)
+                inlined = inline.encode(tensors)
                 if inlined is None and not all(map(is_dense, tensors)):
                     payload = None
         if payload is None:
-            (payload, tensors, externals), flags = self._pack_content(peer, content, flags)
-            if is_own:
+            (payload, tensors, externals), flags = self._pack_arguments(
+                peer, name, args, kwargs, function
+            )
+            inlined = NO_TENSORS if not tensors else inline.encode(tensors)
+            if peer.is_self:
                 inlined = None
-            elif tensors:
-                inlined = self._inline(tensors)
-            else:
-                inlined = NO_TENSORS
+        if len(tensors) > self._tensor_limit:
+            raise too_many(len(tensors), self._tensor_limit)
         context_id, message_id = current_id(), 0
         if not torch.is_grad_enabled():
             # Neither the arguments nor the result of a call under no_grad are part of a graph.
-            context_id = 0 if is_own else self.arrivals.no_grad_id
+            context_id = 0 if peer.is_self else self.arrivals.no_grad_id
         elif context_id or inlined is None or inlined[1]:
             context_id, message_id = self._record_send(context_id, tensors, peer)
         handed = self._hand_on(externals, peer) if externals else ()
-        if name is None:
-            name = b""
         if inlined is None:
-            head = (timeout_s, creation, context_id, message_id, name)
+            head = (timeout_s, creation, context_id, message_id, name or b"")
             packed = Packed(payload, tensors, list(externals))
             parts = self.tensor_messages
             return TableRequest(self._take_back, peer, handed, parts, flags, head, packed)
@@ -216,27 +209,31 @@ class Worker:
             creation,
             context_id,
             message_id,
-            name,
+            name or b"",
             handed,
             payload,
             inlined[0],
         )
         return Request(self._take_back, peer, handed, message_id, frame)
 
-    def _pack_content(self, peer: Peer, content: Any, flags: int) -> tuple[Packed, int]:
+    def _pack_arguments(
+        self,
+        peer: Peer,
+        name: bytes | None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        function: object,
+    ) -> tuple[Packed, int]:
+        """Returns arguments that are not simple, and the flags of the call."""
         packer = self._packers[peer.id]
-        try:
-            return packer(content), flags
-        except SerializationError:
-            if flags != POSITIONAL:
-                raise
-        return packer((content, {})), 0  # Fails again, and names the place among the arguments.
-
-    def _inline(self, tensors: Sequence[Tensor]) -> Inlined | None:
-        """Returns tensors as a part of their message; None if they need tables."""
-        if len(tensors) > self._tensor_limit:
-            raise too_many(len(tensors), self._tensor_limit)
-        return inline.encode(tensors)
+        if name is None:
+            return packer((args, kwargs, function)), 0
+        if not kwargs:
+            try:
+                return packer(args), POSITIONAL
+            except SerializationError:
+                pass  # Fails again, and names the place among the arguments.
+        return packer((args, kwargs)), 0
 
     def pack_for(self, peers: Collection[Peer], value: object) -> Packed:
         """Packs a value once so that each of ``peers`` can read it, now or later.
@@ -315,30 +312,26 @@ class Worker:
     def open(
         self,
         peer: Peer,
-        frame: Frame,
-        head: CallHead | ReplyHead,
+        control: Buffer,
+        head: ValueHead,
         message: TensorMessage | None,
         is_answer: bool = False,
     ) -> Any:
-        """Returns the value in a message, with its references and tensors in place.
+        """Returns the value in a message of another worker, with references and tensors in place.
 
         Args:
             peer: The sender.
-            frame: The message.
+            control: The message.
             head: Its head.
             message: Its tensors, all fetched, if they came by tables.
             is_answer: Whether it is the result of a call.
         """
-        control = frame.control
-        if isinstance(control, LocalMessage):
-            return unpack(control.payload, self._own_tensors(control, head), control.externals)
+        context_id, message_id, references, start, end = head
         externals: Sequence[object] = ()
-        if head.references:
-            externals = [self._receive(handed, peer) for handed in head.references]
-        context_id = head.context_id
+        if references:
+            externals = [self._receive(handed, peer) for handed in references]
         context = self._context_of(context_id, peer) if context_id else None
         tensors: Sequence[Tensor] = ()
-        end = head.payload_end
         if message is not None:
             tensors = self._receive_tensors(peer, message, context, head, is_answer)
         elif end < len(control):
@@ -347,24 +340,26 @@ class Worker:
                 if len(received) > self._tensor_limit:
                     raise too_many(len(received), self._tensor_limit, self.agent.info.name)
             except BaseException:
-                self.give_back(peer, context_id, head.message_id)
+                self.give_back(peer, context_id, message_id)
                 raise
             tensors = received
             if flags:
                 tensors = self._place_inlined(peer, received, flags, context, head, is_answer)
-        payload = control[head.payload_start : end]
-        if not payload:  # As ``unpack`` does; most results are one tensor or None.
+        if start == end:  # As ``unpack`` does; most results are one tensor or None.
             return tensors[0] if tensors else None
         reader = self.reader
+        payload = control[start:end]
         if payload[0] == PICKLE:
             return reader.unpack(payload, tensors, externals)
         return decode(payload, tensors, externals, reader.resolve_value, self._come_home)
 
-    def _own_tensors(self, message: LocalMessage, head: CallHead | ReplyHead) -> Sequence[Tensor]:
-        if not self.copies_own:
-            return message.tensors
-        keeps = self.arrivals.keeps_graphs
-        return [own_copy(each, head.context_id, keeps) for each in message.tensors]
+    def open_own(self, message: LocalMessage, context_id: int) -> Any:
+        """Returns the value in a message of this worker to itself."""
+        tensors = message.tensors
+        if self.copies_own:
+            keeps = self.arrivals.keeps_graphs
+            tensors = [own_copy(each, context_id, keeps) for each in tensors]
+        return unpack(message.payload, tensors, message.externals)
 
     def _come_home(self, reference: ReferenceId) -> Handle:
         """Returns a reference to a value of this worker that the sender has kept meanwhile."""
@@ -382,20 +377,21 @@ class Worker:
         peer: Peer,
         message: TensorMessage,
         context: Context | None,
-        head: CallHead | ReplyHead,
+        head: ValueHead,
         is_answer: bool,
     ) -> list[Tensor]:
-        if context is not None and head.message_id:
+        context_id, message_id, *_ = head
+        if context is not None and message_id:
             tensors = message.tensors(detached=True)
             flags = message.flags()
-            return context.record_receive(head.message_id, peer.id, tensors, flags, is_answer)
+            return context.record_receive(message_id, peer.id, tensors, flags, is_answer)
         try:
             tensors = message.tensors(detached=False)
             if message.some_are_computed:
                 self._place_computed(peer, tensors, message.flags(), head)
             return tensors
         except BaseException:
-            self.give_back(peer, head.context_id, head.message_id)
+            self.give_back(peer, context_id, message_id)
             raise
 
     def _place_inlined(
@@ -404,11 +400,11 @@ class Worker:
         tensors: list[Tensor],
         flags: list[int],
         context: Context | None,
-        head: CallHead | ReplyHead,
+        head: ValueHead,
         is_answer: bool,
     ) -> list[Tensor]:
         """Does the same for tensors that stand in the message."""
-        message_id = head.message_id
+        message_id = head[1]
         if context is not None and message_id:
             return context.record_receive(message_id, peer.id, tensors, flags, is_answer)
         for place, flag in enumerate(flags):
@@ -420,7 +416,7 @@ class Worker:
         return tensors
 
     def _place_computed(
-        self, peer: Peer, tensors: list[Tensor], flags: list[int], head: CallHead | ReplyHead
+        self, peer: Peer, tensors: list[Tensor], flags: list[int], head: ValueHead
     ) -> None:
         """Marks tensors with a graph at the sender, in a message outside of contexts."""
         computed = [place for place, flag in enumerate(flags) if flag & COMPUTED]
@@ -428,17 +424,12 @@ class Worker:
             if flags[place] & SHARED:  # As in a context: separate graphs need separate memory.
                 tensors[place] = tensors[place].detach().clone()
         if computed:
-            context_id, message_id = head.context_id, head.message_id
+            context_id, message_id, *_ = head
             self.arrivals.place(tensors, computed, peer.name, peer.id, context_id, message_id)
 
-    def refuse(
-        self,
-        peer: Peer,
-        references: Sequence[HandedReference],
-        context_id: int = 0,
-        message_id: int = 0,
-    ) -> None:
+    def refuse(self, peer: Peer, head: ValueHead) -> None:
         """Releases the references and the graph that an unread message holds at its sender."""
+        context_id, message_id, references, *_ = head
         for handed in references:
             self.references.refused(handed, peer)
         self.give_back(peer, context_id, message_id)
@@ -507,11 +498,17 @@ class Worker:
             tensors: list[Tensor] = []
             payload = encode_simple(result, tensors, peer.main_by_name)
             if payload is not None:
-                inlined = self._inline(tensors) if tensors else NO_TENSORS
+                self._check_count(tensors)
+                inlined = inline.encode(tensors) if tensors else NO_TENSORS
                 if inlined is not None or all(map(is_dense, tensors)):
                     return payload, tensors, (), inlined
         packed = self._packers[peer.id](result)
-        return (*packed, self._inline(packed.tensors) if packed.tensors else NO_TENSORS)
+        self._check_count(packed.tensors)
+        return (*packed, inline.encode(packed.tensors) if packed.tensors else NO_TENSORS)
+
+    def _check_count(self, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) > self._tensor_limit:
+            raise too_many(len(tensors), self._tensor_limit)
 
     def _take_back(self, peer: Peer, handed: Sequence[HandedReference], message_id: int) -> None:
         for each in handed:
@@ -527,7 +524,7 @@ class Worker:
         payload = self.pack_error(peer, error)
         message: Outgoing
         if peer.is_self:
-            local = LocalMessage(ReplyHead(0, 0, (), 0, 0), payload, (), ())
+            local = LocalMessage((0, 0, (), 0, 0), payload, (), ())
             message = local_frame(Kind.REPLY, ERROR_REPLY, number, local)
         else:
             message = [encode_reply(number, ERROR_REPLY, 0, 0, (), payload)]
@@ -561,18 +558,21 @@ class Worker:
         assert frame is not None
         call.frame = None  # Its memory belongs to the result from here on.
         peer = self.agent.peers[call.worker]
+        flags = frame.flags
         control: Any = frame.control
+        if type(control) is LocalMessage:
+            if flags & ERROR_REPLY:
+                raise self.as_raised_here(unpack_error(control.payload))
+            return self.open_own(control, control.head[0])
+        head = decode_reply(control)
         message = None
-        is_local = type(control) is LocalMessage
-        head = control.head if is_local else decode_reply(control)
-        if frame.flags & ERROR_REPLY:
-            payload = control.payload if is_local else _payload(frame, head)
-            read = unpack_error if is_local else self.reader.unpack_error
-            raise self.as_raised_here(read(bytes(payload)))
-        if frame.flags & TABLES:
+        if flags:
+            if flags & ERROR_REPLY:
+                payload = control[head[3] : head[4]]
+                raise self.as_raised_here(self.reader.unpack_error(bytes(payload)))
             message = self.tensor_messages.read(frame)
             self.tensor_messages.fetch(peer, message)
-        return self.open(peer, frame, head, message, is_answer=True)
+        return self.open(peer, control, head, message, is_answer=True)
 
     def discard_reply(self, peer: Peer, frame: Frame) -> None:
         """Discards a late reply, and releases what it holds at its sender."""
@@ -581,14 +581,9 @@ class Worker:
         try:
             if frame.flags & TABLES:
                 self.tensor_messages.discard(peer, self.tensor_messages.read(frame))
-            head = decode_reply(frame.control)
-            self.refuse(peer, head.references, head.context_id, head.message_id)
+            self.refuse(peer, decode_reply(frame.control))
         except ProtocolError:
             _log.debug("a late reply of worker %r cannot be read", peer.name)
-
-
-def _payload(frame: Frame, head: CallHead | ReplyHead) -> Buffer:
-    return frame.control[head.payload_start : head.payload_end]
 
 
 def _reference_gone(reference: ReferenceId) -> ReferenceGone:

@@ -85,13 +85,16 @@ class FairQueue:
 
         A sender without waiting tasks may add a task of any size.
         """
-        waiting = self._queues.get(sender)
-        if waiting is not None and waiting.tasks:
-            if len(waiting.tasks) >= self._limit:
+        with self._lock:
+            waiting = self._queues.get(sender) or self._add(sender)
+            tasks = waiting.tasks
+            size_bytes_after = waiting.size_bytes + size_bytes
+            if tasks and (len(tasks) >= self._limit or size_bytes_after > self._limit_bytes):
                 return False
-            if waiting.size_bytes + size_bytes > self._limit_bytes:
-                return False
-        self.append(task, sender, size_bytes)
+            tasks.append((task, size_bytes))
+            waiting.size_bytes = size_bytes_after
+            if len(tasks) == 1:
+                self.ready.append(sender)
         return True
 
     def popleft(self) -> Task:

@@ -423,11 +423,11 @@ class Reactor:
                 self.on_pause()
 
     def _run_all(self, queue: FairQueue | deque[Task], waiting: deque[Any]) -> None:
-        while True:
+        while waiting:
             try:
                 function, first, second = queue.popleft()
             except IndexError:
-                return
+                return  # Race: another thread has taken the last task.
             if waiting and not self._is_watched:
                 self._watch_queue()
             try:

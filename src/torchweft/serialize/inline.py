@@ -120,15 +120,29 @@ def may_be_shared(address: int) -> bool:
 
 
 def encode(tensors: Sequence[Tensor]) -> Inlined | None:
-    """Returns ``tensors``, of any kind, as a part of their message; None if they need tables.
+    """Returns ``tensors``, of any kind, as a part of their message; None if they need tables."""
+    if len(tensors) != 1 or shared_ranges:
+        return _encode_any(tensors)
+    (tensor,) = tensors
+    if type(tensor) is not Tensor or tensor.requires_grad:
+        return _encode_any(tensors)
+    # The usual content of a message: one contiguous tensor without grad.
+    try:
+        if tensor.data_ptr() < USUAL_ADDRESS:
+            return _encode_any(tensors)
+        memory: Any = tensor.numpy().data
+        code = _CODES[memory.format]
+    except (RuntimeError, TypeError, KeyError):
+        return _encode_any(tensors)
+    ndim, count = memory.ndim, memory.nbytes
+    if not memory.c_contiguous or count > _ALONE_BYTES or ndim > SIMPLE_NDIM:
+        return _encode_any(tensors)
+    return b"".join((_HEADS[ndim].pack(code, 0, ndim, count, *memory.shape), memory)), False
 
-    One inlined loop: this is most of the cost of a small call's tensors.
-    """
+
+def _encode_any(tensors: Sequence[Tensor]) -> Inlined | None:
+    """Does the same for tensors that may need a closer look, in one loop."""
     is_alone = len(tensors) == 1
-    if is_alone and not shared_ranges:
-        alone = _encode_alone(tensors[0])
-        if alone is not None:
-            return alone
     parts: list[Any] = []
     size_bytes = 0
     requires_grad = False
@@ -191,24 +205,6 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
                 return _encode_views(tensors)
             end = next_end
     return b"".join(parts), requires_grad
-
-
-def _encode_alone(tensor: Tensor) -> Inlined | None:
-    """Returns the usual content of a message, one contiguous tensor without grad; else None."""
-    if type(tensor) is not Tensor or tensor.requires_grad:
-        return None
-    try:
-        if tensor.data_ptr() < USUAL_ADDRESS:
-            return None
-        memory: Any = tensor.numpy().data
-        code = _CODES[memory.format]
-    except (RuntimeError, TypeError, KeyError):
-        return None
-    ndim, count = memory.ndim, memory.nbytes
-    if not memory.c_contiguous or count > _ALONE_BYTES or ndim > SIMPLE_NDIM:
-        return None
-    head = _HEADS[ndim].pack(code, 0, ndim, count, *memory.shape)
-    return b"".join((head, memory)), False
 
 
 def _as_integers(tensor: Tensor) -> Tensor | None:

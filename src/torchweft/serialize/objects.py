@@ -98,8 +98,7 @@ def pack(value: object, *, main_by_name: bool, not_by_value: str = "") -> Packed
     Raises:
         SerializationError: Some part cannot be sent; the text names it and says what to do.
     """
-    packed = _pack_simple(value, main_by_name)
-    if packed is not None:
+    if type(value) in _SIMPLE_TYPES and (packed := _pack_simple(value)) is not None:
         return packed
     try:
         return _pack_by_name(value, main_by_name)
@@ -123,8 +122,7 @@ def pack_plain(value: object, *, main_by_name: bool) -> Packed:
     Raises:
         SerializationError: Some part is of another kind; the text names it and says what to do.
     """
-    packed = _pack_simple(value, main_by_name)
-    if packed is not None:
+    if type(value) in _SIMPLE_TYPES and (packed := _pack_simple(value)) is not None:
         return packed
     encoder = values.Encoder(main_by_name, _external_types)
     try:
@@ -134,14 +132,14 @@ def pack_plain(value: object, *, main_by_name: bool) -> Packed:
     return Packed(payload, encoder.tensors, encoder.externals)
 
 
-def _pack_simple(value: object, main_by_name: bool) -> Packed | None:
-    """Packs None, a number, a text, bytes, or a tensor; most results are one of these."""
-    kind = type(value)
-    if kind is Tensor or kind is Parameter:
+_SIMPLE_TYPES = values.ATOMS | {Tensor, Parameter, type(None)}
+
+
+def _pack_simple(value: object) -> Packed | None:
+    """Packs None, a number, a text, bytes, or a tensor; None if it is unusual."""
+    if isinstance(value, Tensor):
         return new_packed((b"", [value], [])) if _is_plain(value) else None
-    if value is None:
-        return new_packed((b"", [], []))
-    payload = values.encode_atom(value) if kind in values.ATOMS else None
+    payload = b"" if value is None else values.encode_atom(value)
     return None if payload is None else new_packed((payload, [], []))
 
 
@@ -182,10 +180,13 @@ def unpack(
         return tensors[0] if tensors else None
     if payload[0] != values.PICKLE:
         return values.decode(payload, tensors, externals, come_home=come_home)
-    unpickler = _Unpickler(io.BytesIO(payload))
-    unpickler.tensors = tensors
-    unpickler.externals = externals
+    unpickler: _Unpickler | None = None
     try:
+        if type(payload) is bytes and _GLOBAL not in payload:
+            return pickle.loads(payload)  # Names nothing, so it needs no unpickler of ours.
+        unpickler = _Unpickler(io.BytesIO(payload))
+        unpickler.tensors = tensors
+        unpickler.externals = externals
         return unpickler.load()
     except WeftError:
         raise
@@ -233,6 +234,8 @@ TENSOR_MARKER = (_MARKER_MODULE, _MARKER_NAME)
 EXTERNAL_MARKER = (__name__, _external.__name__)
 """The globals that stand for the objects taken out of a pickle."""
 
+_GLOBAL = pickle.STACK_GLOBAL
+"""The instruction by which a pickle of this module names anything."""
 _PREFIX = _marker_to_memo()
 _NO_MARKER = b"".join([pickle.PROTO, bytes([_PROTOCOL]), pickle.NONE, pickle.MEMOIZE, pickle.POP])
 """The same for a pickle without tensors: the memo begins with an object that nothing uses."""

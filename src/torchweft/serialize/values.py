@@ -453,15 +453,20 @@ def decode(
         WeftError: A name does not exist here, or may not be followed.
     """
     data = bytes(payload)
-    if data in _TENSORS_ALONE and len(tensors) == _TENSORS_ALONE[data]:
-        return tuple(tensors)
     position = 0
     decoder: _Decoder | None = None
     try:
-        is_tuple = data[0] == TUPLE
+        tag = data[0]
+        is_tuple = tag == TUPLE
         count = 1
         if is_tuple:
+            if len(tensors) == _TENSORS_ALONE.get(data):
+                return tuple(tensors)
             count, position = NUMBER.unpack_from(data)[1], NUMBER.size
+        elif tag == INTEGER:
+            return INTEGER_VALUE.unpack(data)[1]
+        elif tag == FLOAT:
+            return FLOAT_VALUE.unpack(data)[1]
         made = []
         for _ in range(count):  # Most values are simple.
             tag = data[position]

@@ -71,8 +71,9 @@ _REFERENCE = struct.Struct("<qqqq")
 _CALL, _REPLY = int(Kind.CALL), int(Kind.REPLY)
 _CALL_FRAME = struct.Struct("<BBHIQ dqQQHII")
 _REPLY_FRAME = struct.Struct("<BBHIQ QQII")
-_NUMBER = struct.Struct("<Q")
-_NUMBER_OFFSET = 8
+NUMBER = struct.Struct("<Q")
+"""The number of a frame, which stands at ``NUMBER_OFFSET``."""
+NUMBER_OFFSET = 8
 _EMPTY = bytearray()
 _CALL_BYTES, _REPLY_BYTES, _REFERENCE_BYTES = _CALL_HEAD.size, _REPLY_HEAD.size, _REFERENCE.size
 _LENGTH_LIMIT = 1 << 32
@@ -86,42 +87,16 @@ class HandedReference(NamedTuple):
     token: int
 
 
-class CallHead(NamedTuple):
-    """The head of a ``CALL``.
+# Tuples without names: each call and reply makes one, and reads all of it.
 
-    Attributes:
-        remaining_s: Seconds the caller will still wait; infinity for no limit.
-        creation: Number of the reference that this call creates, or ``NO_CREATION``.
-        context_id: Autograd context of the caller, or 0.
-        message_id: Recorded message of that context, or 0.
-        function: Name of the function, or empty if it is inside the payload.
-        references: References inside the arguments, in order.
-        payload_start: Offset of the payload.
-        payload_end: Offset of the tensors.
-    """
+ValueHead = tuple[int, int, Sequence[HandedReference], int, int]
+"""The head of a value: autograd context of the sender, or 0; recorded message of that context, or
+0; references inside the value, in order; offsets of the payload and of the tensors."""
 
-    remaining_s: float
-    creation: int
-    context_id: int
-    message_id: int
-    function: bytes
-    references: tuple[HandedReference, ...]
-    payload_start: int
-    payload_end: int
-
-
-class ReplyHead(NamedTuple):
-    """The head of a ``REPLY``; see ``CallHead`` for the attributes."""
-
-    context_id: int
-    message_id: int
-    references: tuple[HandedReference, ...]
-    payload_start: int
-    payload_end: int
-
-
-# The named tuples' own constructors are Python code.
-_new = tuple.__new__
+CallHead = tuple[float, int, bytes, ValueHead]
+"""The head of a ``CALL``: seconds the caller will still wait, infinity for no limit; number of the
+reference that this call creates, or ``NO_CREATION``; name of the function, or empty if it is inside
+the payload; head of the arguments."""
 
 
 def encode_call(
@@ -137,7 +112,7 @@ def encode_call(
 ) -> bytearray:
     """Returns the whole frame of a ``CALL`` whose tensors stand in it; ``CallHead`` explains it.
 
-    The number of the call is 0; ``number_call`` sets it.
+    The number of the call is 0; ``NUMBER`` at ``NUMBER_OFFSET`` sets it.
 
     Raises:
         ProtocolError: The payload is too large.
@@ -165,11 +140,6 @@ def encode_call(
     except struct.error:
         raise _too_large(payload) from None
     return _EMPTY.join((head, function, handed, payload, tensors))
-
-
-def number_call(frame: bytearray, number: int) -> None:
-    """Sets the number of a call in its frame."""
-    _NUMBER.pack_into(frame, _NUMBER_OFFSET, number)
 
 
 def encode_call_front(
@@ -246,43 +216,40 @@ def _too_large(payload: bytes) -> ProtocolError:
 def decode_call(control: Buffer) -> CallHead:
     """Reads the head of a ``CALL``; raises ProtocolError if it is malformed."""
     end = len(control)
-    if end < _CALL_HEAD.size:
+    if end < _CALL_BYTES:
         raise ProtocolError(f"a call of {end} bytes is shorter than its own head")
     remaining_s, creation, context_id, message_id, size, count, payload = _CALL_HEAD.unpack_from(
         control
     )
-    name_end = _CALL_HEAD.size + size
-    start = name_end + count * _REFERENCE.size
-    if start + payload > end:
+    start = name_end = _CALL_BYTES + size
+    function = bytes(control[_CALL_BYTES:name_end])
+    handed: Sequence[HandedReference] = ()
+    if count:
+        start += count * _REFERENCE_BYTES
+        if start <= end:
+            handed = _decode_references(control, name_end, start)
+    payload_end = start + payload
+    if payload_end > end:
         raise ProtocolError("the name, the references or the payload of a call are cut short")
-    function = bytes(control[_CALL_HEAD.size : name_end])
-    handed = _decode_references(control, name_end, start) if count else ()
-    return _new(
-        CallHead,
-        (
-            remaining_s,
-            creation,
-            context_id,
-            message_id,
-            function,
-            handed,
-            start,
-            start + payload,
-        ),
-    )
+    return remaining_s, creation, function, (context_id, message_id, handed, start, payload_end)
 
 
-def decode_reply(control: Buffer) -> ReplyHead:
+def decode_reply(control: Buffer) -> ValueHead:
     """Reads the head of a ``REPLY``; raises ProtocolError if it is malformed."""
     end = len(control)
-    if end < _REPLY_HEAD.size:
+    if end < _REPLY_BYTES:
         raise ProtocolError(f"a reply of {end} bytes is shorter than its own head")
     context_id, message_id, count, payload = _REPLY_HEAD.unpack_from(control)
-    start = _REPLY_HEAD.size + count * _REFERENCE.size
-    if start + payload > end:
+    start = _REPLY_BYTES
+    handed: Sequence[HandedReference] = ()
+    if count:
+        start += count * _REFERENCE_BYTES
+        if start <= end:
+            handed = _decode_references(control, _REPLY_BYTES, start)
+    payload_end = start + payload
+    if payload_end > end:
         raise ProtocolError("the references or the payload of a reply are cut short")
-    handed = _decode_references(control, _REPLY_HEAD.size, start) if count else ()
-    return _new(ReplyHead, (context_id, message_id, handed, start, start + payload))
+    return context_id, message_id, handed, start, payload_end
 
 
 def encode_tables(tensor_table: bytes, channel_table: bytes) -> bytes:

@@ -118,7 +118,8 @@ class World:
         if not peer.is_self:
             assert isinstance(request, Request), f"a message had {request!r} asked elsewhere"
             (start, *_) = request.message(1)
-            name = decode_call(start[HEADER_BYTES:]).function or b"a function by value"
+            _, _, name, _ = decode_call(start[HEADER_BYTES:])
+            name = name or b"a function by value"
             assert remotely_callable.has(name.decode()), f"a message had {name!r} called elsewhere"
         raise WorkerLost("nobody is there", worker=peer.name)
 

@@ -26,7 +26,10 @@ from torchweft.wire.messages import (
 
 
 def _call(data: memoryview) -> bytes:
-    *head, start, end = decode_call(data)
+    remaining_s, creation, name, (context_id, message_id, references, start, end) = decode_call(
+        data
+    )
+    head = (remaining_s, creation, context_id, message_id, name, references)
     assert start <= end <= len(data)
     payload, tensors = bytes(data[start:end]), bytes(data[end:])
     whole = bytes(encode_call(0, *head, payload, tensors)[HEADER_BYTES:])

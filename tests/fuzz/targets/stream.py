@@ -67,7 +67,7 @@ def _refuse(name: bytes) -> None:
 
 
 def _read_call(frame: Frame) -> None:
-    *_, start, end = decode_call(frame.control)
+    *_, (_, _, _, start, end) = decode_call(frame.control)
     _read_tensors(frame, start, end)
 
 

@@ -27,7 +27,6 @@ from torchweft.wire.messages import (
     NO_CREATION,
     POSITIONAL,
     TABLES,
-    CallHead,
     Kind,
     encode_tables,
 )
@@ -131,7 +130,7 @@ def test_a_message_to_oneself_is_an_object_in_place_of_bytes(pair: list[Member])
     first.agent.receiver.on(Kind.CALL, keep, inline=False)
     first.start()
     tensor, external = torch.ones(3, requires_grad=True), object()
-    head = CallHead(1.0, NO_CREATION, 0, 0, b"name", (), 0, 0)
+    head = (1.0, NO_CREATION, b"name", (0, 0, (), 0, 0))
     sent = LocalMessage(head, b"payload", [tensor], [external])
     first.agent.sender.send(first.agent.me, local_frame(Kind.CALL, POSITIONAL, 7, sent))
     assert came.wait(LIMIT_S)

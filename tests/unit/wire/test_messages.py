@@ -15,6 +15,8 @@ from torchweft.wire.frames import HEADER, HEADER_BYTES
 from torchweft.wire.messages import (
     ERROR_REPLY,
     NO_CREATION,
+    NUMBER,
+    NUMBER_OFFSET,
     POSITIONAL,
     TABLES,
     HandedReference,
@@ -29,7 +31,6 @@ from torchweft.wire.messages import (
     encode_reply,
     encode_reply_front,
     encode_tables,
-    number_call,
 )
 
 signed = st.integers(-(2**63), 2**63 - 1)
@@ -63,11 +64,12 @@ def test_a_call_survives(
     *_, payload = head
     inside = b"".join(tensors)
     frame = encode_call(flags, *head, inside)
-    number_call(frame, number)
+    NUMBER.pack_into(frame, NUMBER_OFFSET, number)
     control = frame[HEADER_BYTES:]
     assert HEADER.unpack_from(frame) == (Kind.CALL, flags, 0, len(control), number)
-    *decoded, start, end = decode_call(memoryview(control) if is_view else control)
-    assert tuple(decoded) == head[:-1]
+    remaining_s, creation, name, value = decode_call(memoryview(control) if is_view else control)
+    context_id, message_id, handed, start, end = value
+    assert (remaining_s, creation, context_id, message_id, name, handed) == head[:-1]
     assert control[start:end] == payload
     assert control[end:] == inside
     assert encode_call_front(*head) + inside == control
@@ -110,8 +112,9 @@ def test_more_references_than_a_short_count_holds() -> None:
     many = (HANDED,) * 66_000
     call = decode_call(encode_call_front(math.inf, NO_CREATION, 0, 0, b"f", many, b"payload"))
     reply = decode_reply(encode_reply_front(0, 0, many, b"payload"))
-    assert len(call.references) == len(reply.references) == 66_000
-    assert call.references[-1] == reply.references[-1] == HANDED
+    (*_, (_, _, of_call, *_)), (_, _, of_reply, *_) = call, reply
+    assert len(of_call) == len(of_reply) == 66_000
+    assert of_call[-1] == of_reply[-1] == HANDED
 
 
 class Endless(bytes):
@@ -198,4 +201,5 @@ def test_any_bytes_are_decoded_or_refused(decode: Any, data: bytes) -> None:
         return
     assert data or decode is decode_ints
     if decode in (decode_call, decode_reply):
-        assert decoded.payload_start <= decoded.payload_end <= len(data)
+        *_, start, end = decoded[-1] if decode is decode_call else decoded
+        assert start <= end <= len(data)
