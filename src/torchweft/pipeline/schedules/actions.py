@@ -31,8 +31,8 @@ class Weights(enum.Enum):
         STASHING: The newest version at the time of the forward pass (PipeDream).
         VERTICAL_SYNC: On all stages, the newest version of stage 0 at the time when the minibatch
             entered it (PipeDream).
-        DOUBLE_BUFFERED: The version before the newest one that earlier minibatches can have made,
-            the same on all stages; two versions suffice (PipeDream-2BW).
+        DOUBLE_BUFFERED: On all stages version ``max(0, k - 1)``, if the gradients of the minibatch
+            go into update ``k``, counted from 0; two versions suffice (PipeDream-2BW).
     """
 
     STASHING = "stashing"

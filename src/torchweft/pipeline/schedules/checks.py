@@ -9,7 +9,7 @@ in order, with receives that block and sends that do not, without waiting for ev
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchweft.errors import ConfigurationError
@@ -136,30 +136,36 @@ def _check_updates(table: Table) -> None:
     for stage in range(table.n_stages):
         due = [Action(stage, Kind.UPDATE, each) for each in sorted({*updates[stage], last})]
         for worker in table.replicas(stage):
-            found = [
-                (action, Place(worker, position))
-                for position, action in enumerate(table.rows[worker])
-                if action.stage == stage and action.kind is Kind.UPDATE
-            ]
-            for wanted, (action, place) in zip(due, found, strict=False):
-                if action != wanted:
-                    raise _error(
-                        f"{action} is where {wanted} is due: a replica runs each update of its "
-                        "stage once, in the order of the minibatches",
-                        action,
-                        place,
-                    )
-            if len(found) > len(due):
-                action, place = found[len(due)]
-                raise _error(f"{action} is there twice; remove one of them", action, place)
-            if len(found) < len(due):
-                wanted = due[len(found)]
-                raise _error(
-                    f"{wanted} is missing: every replica of stage {stage} needs each of its "
-                    f"{len(due)} updates, the last one after minibatch {last}",
-                    wanted,
-                    worker,
-                )
+            _check_updates_of(worker, table.rows[worker], due)
+
+
+def _check_updates_of(worker: int, row: Sequence[Action], due: Sequence[Action]) -> None:
+    """Checks that a worker runs the updates that are due, and in their order."""
+    stage = due[0].stage
+    places = [
+        Place(worker, position)
+        for position, action in enumerate(row)
+        if action.kind is Kind.UPDATE and action.stage == stage
+    ]
+    for n, place in enumerate(places):
+        action = row[place.position]
+        if n == len(due):
+            raise _error(f"{action} is there twice; remove one of them", action, place)
+        if action != due[n]:
+            raise _error(
+                f"{action} is where {due[n]} is due: every replica of stage {stage} runs each "
+                "update once, in the order of the minibatches",
+                action,
+                place,
+            )
+    if len(places) < len(due):
+        missing = due[len(places)]
+        raise _error(
+            f"{missing} is missing: every replica of stage {stage} runs each of its {len(due)} "
+            f"updates, the last one after minibatch {due[-1].microbatch}",
+            missing,
+            worker,
+        )
 
 
 def _check_versions(table: Table, places: Places) -> None:
@@ -185,31 +191,28 @@ def _stuck(table: Table, ran: Run) -> TableError:
         for position, action in enumerate(row)
         for result in results_of(action)
     }
-    waits = {worker: makers[result] for worker, result in ran.missing.items()}
+    waits = {
+        worker: (Place(worker, len(ran.spans[worker])), makers[result])
+        for worker, result in ran.missing.items()
+    }
     seen: list[int] = []
     worker = min(waits)
     while worker not in seen:
         seen.append(worker)
-        worker = waits[worker].worker
-    circle = sorted(seen[seen.index(worker) :])
-
-    def action_at(place: Place) -> Action:
-        return table.rows[place.worker][place.position]
-
-    heads = {worker: Place(worker, len(ran.spans[worker])) for worker in circle}
-    texts = [
-        f"{heads[worker]}: {action_at(heads[worker])} waits for {action_at(waits[worker])} "
-        f"({waits[worker]})"
-        for worker in circle
-    ]
+        worker = waits[worker][1].worker
+    circle = [waits[worker] for worker in sorted(seen[seen.index(worker) :])]
+    action_at = {
+        place: table.rows[place.worker][place.position] for wait in circle for place in wait
+    }
+    texts = [f"{head}: {action_at[head]} waits for {action_at[to]} ({to})" for head, to in circle]
     why = "later in the same row" if len(circle) == 1 else "a circle"
-    first = circle[0]
+    head, awaited = circle[0]
     return TableError(
         f"{table.name} stops before its end, as actions wait for ever ({why}): {'; '.join(texts)}",
-        worker=first,
-        position=heads[first].position,
-        action=str(action_at(heads[first])),
-        waits_for=str(action_at(waits[first])),
+        worker=head.worker,
+        position=head.position,
+        action=str(action_at[head]),
+        waits_for=str(action_at[awaited]),
     )
 
 

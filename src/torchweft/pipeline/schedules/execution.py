@@ -117,29 +117,48 @@ def run(
         duration_s: Returns the duration of an action.
         latency_s: The time from the end of an action until another worker has its results.
     """
-    needs = Needs(rows, edges)
-    made: dict[Action, tuple[int, float]] = {}  # result: the worker that has made it, and when
-    spans: list[list[Span]] = [[] for _ in rows]
-    missing: dict[int, Action] = {}
-    waiting: dict[Action, list[int]] = defaultdict(list)
-    runnable = list(range(len(rows)))
-    while runnable:
-        worker = runnable.pop()
-        missing.pop(worker, None)
-        for action in rows[worker][len(spans[worker]) :]:
-            start_s = spans[worker][-1].end_s if spans[worker] else 0.0
-            for need in needs.of(action):
-                if need not in made:
-                    missing[worker] = need
-                    break
-                maker, made_s = made[need]
-                start_s = max(start_s, made_s + (latency_s if maker != worker else 0.0))
-            if worker in missing:
-                waiting[missing[worker]].append(worker)
-                break
-            end_s = start_s + duration_s(action)
-            spans[worker].append(Span(action, start_s, end_s))
-            for result in results_of(action):
-                made[result] = worker, end_s
-                runnable += waiting.pop(result, ())
-    return Run(tuple(map(tuple, spans)), missing)
+    return _Execution(rows, edges, duration_s, latency_s).run()
+
+
+class _Execution:
+    """The state of a run: the results there are, and the workers that wait for others."""
+
+    def __init__(
+        self, rows: Rows, edges: Edges, duration_s: Callable[[Action], float], latency_s: float
+    ) -> None:
+        self._rows = rows
+        self._needs = Needs(rows, edges)
+        self._duration_s = duration_s
+        self._latency_s = latency_s
+        self._made: dict[Action, tuple[int, float]] = {}  # by result: its maker, and when
+        self._spans: list[list[Span]] = [[] for _ in rows]
+        self._missing: dict[int, Action] = {}
+        self._waiting: dict[Action, list[int]] = defaultdict(list)
+        self._runnable = list(range(len(rows)))
+
+    def run(self) -> Run:
+        while self._runnable:
+            worker = self._runnable.pop()
+            self._missing.pop(worker, None)
+            n_actions = len(self._rows[worker])
+            while len(self._spans[worker]) < n_actions and worker not in self._missing:
+                self._step(worker)
+        return Run(tuple(map(tuple, self._spans)), self._missing)
+
+    def _step(self, worker: int) -> None:
+        """Runs the next action of a worker, or notes the result that it waits for."""
+        spans = self._spans[worker]
+        action = self._rows[worker][len(spans)]
+        start_s = spans[-1].end_s if spans else 0.0
+        for need in self._needs.of(action):
+            if need not in self._made:
+                self._missing[worker] = need
+                self._waiting[need].append(worker)
+                return
+            maker, made_s = self._made[need]
+            start_s = max(start_s, made_s + (self._latency_s if maker != worker else 0.0))
+        end_s = start_s + self._duration_s(action)
+        spans.append(Span(action, start_s, end_s))
+        for result in results_of(action):
+            self._made[result] = worker, end_s
+            self._runnable += self._waiting.pop(result, ())

@@ -49,7 +49,7 @@ class _Row(NamedTuple):
             yield from self._backward(turn - self.seat.warm_up, end)
 
     def draining(self, end: int) -> Iterator[Action]:
-        """Returns what is left to do when ``end`` minibatches have entered, and no more will."""
+        """Returns the rest of the row when ``end`` minibatches have entered and no more will."""
         turn = self._turn_of(end)
         for earlier in range(turn - self.seat.warm_up, turn):
             yield from self._backward(earlier, end)
