@@ -1,0 +1,33 @@
+"""Cuts a model into stages: measures its layers, and plans which form a stage on how many workers.
+
+    measured = profile(model, example)                       # an nn.Sequential and a micro-batch
+    made = plan(measured, Cluster(4, bandwidth=1e9, memory_bytes=8 * 2**30), n_microbatches=16)
+    print(made)                                              # for instance 3-1, with its costs
+
+``profiler`` alone knows torch. The rest is pure: ``costs`` has the cost model with its source and
+its approximations, ``search`` the dynamic programme, ``plans`` the result. A plan can also be made
+by hand (``Plan.manual``), and its cuts by a single number for each layer (``balance``).
+"""
+
+from torchweft.pipeline.partition.balancing import balance
+from torchweft.pipeline.partition.cluster import Cluster
+from torchweft.pipeline.partition.costs import StageCost
+from torchweft.pipeline.partition.errors import DoesNotFit, PartitionError
+from torchweft.pipeline.partition.planner import plan
+from torchweft.pipeline.partition.plans import Plan, StagePlan
+from torchweft.pipeline.partition.profiler import profile
+from torchweft.pipeline.partition.profiles import LayerProfile, Profile
+
+__all__ = [
+    "profile",
+    "Profile",
+    "LayerProfile",
+    "Cluster",
+    "plan",
+    "balance",
+    "Plan",
+    "StagePlan",
+    "StageCost",
+    "PartitionError",
+    "DoesNotFit",
+]

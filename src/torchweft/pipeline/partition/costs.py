@@ -1,0 +1,356 @@
+"""The time and the memory of a stage, and of a plan: the only place that has formulas.
+
+Source: D. Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP
+2019, section 3.1, for asynchronous schedules. For a stage with r replicas, B bytes per second,
+micro-batches that compute for T seconds (forward and backward of all layers of the stage), and w
+bytes of weights, the paper takes
+
+    load  =  1/r · max(T, 2 (r - 1) w / B)        a link with a bytes:  2 a / B
+
+and minimises the largest load of a stage or link: that is the time between two micro-batches in
+steady state. ``Execution`` refines this where the schedules of Weft differ from the paper's:
+
+==================  ===========================================  ===================================
+schedule            load of a stage; link of X = 2 a / B          predicted time of a step
+==================  ===========================================  ===================================
+pipedream-stashing  max(T / r, V / r); X                          max load
+2bw                 max(T / r, V / M); X                          M · max load
+1f1b, gpipe         (⌈M / r⌉ - 1) T + V; (M - 1) X                Σ T + Σ X + max load
+==================  ===========================================  ===================================
+
+M is the number of micro-batches of a step. V is the time of one exchange of gradients:
+``"central"``, the paper's 2 (r - 1) w / B, is one replica that receives from all others and answers
+them; ``"ring"`` is 2 (r - 1) / r · w / B, as every replica sends and receives that much in a ring
+all-reduce. Micro-batches that share an exchange divide its time: r of them with weight stashing,
+which updates once each replica has computed one; all M of them in the other schedules. In a
+synchronous step the pipeline fills and drains: one micro-batch passes all stages and links, the
+other micro-batches add the load of the slowest, and its exchange comes last, hidden by nothing.
+
+Memory of a worker: (versions + 1) · weights + optimizer state + fixed + in flight · saved. The
+added copy is the gradient. With n workers in this stage and all later stages, in flight is ⌈n / r⌉
+as in PipeDream, at most ⌈M / r⌉ in a synchronous step, and ⌈M / r⌉ for GPipe. Versions: 1 in a
+synchronous schedule; 2 for 2BW; as many as in flight with weight stashing.
+
+Approximations:
+
+- Workers are equally fast, and as fast as where the profile was measured. Time and memory of a
+  stage are the sums over its layers: a tensor that two neighbours save counts twice.
+- In asynchronous schedules communication hides behind computation entirely, as in the paper; in
+  synchronous ones links work beside the workers, but the exchange does not. Every link has its full
+  bandwidth, whatever the other links do. Latency and the loss are free.
+- A link counts for each micro-batch alone, also between stages with several replicas (the paper).
+- Replicas never wait for each other. In 1F1B, a stage with more replicas than its neighbours does
+  wait: a plan 1-4-1 may take twice the predicted time. The prediction of its table shows that.
+- In one step of 1F1B and GPipe, Σ T + max load is exact for even stages of one replica and links
+  that cost nothing; for uneven ones it is too long for 1F1B, and slightly too short for GPipe.
+- Memory is that of tensors: no fragmentation, no workspaces, no messages under way.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchweft.pipeline.partition.cluster import Cluster
+from torchweft.pipeline.partition.errors import PartitionError
+from torchweft.pipeline.partition.profiles import Profile
+from torchweft.pipeline.partition.text import span_text
+
+Schedule: TypeAlias = Literal["1f1b", "gpipe", "pipedream-stashing", "2bw"]
+Exchange: TypeAlias = Literal["central", "ring"]
+Array: TypeAlias = NDArray[np.float64]
+Number = Any  # a float or an array of them: a formula is one for one stage and for all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a plan is executed, as far as its costs depend on it.
+
+    Attributes:
+        schedule: Kind of the schedule.
+        n_microbatches: Micro-batches of one step; 1 where each minibatch is a step.
+        exchange: How replicas exchange gradients.
+    """
+
+    schedule: Schedule
+    n_microbatches: int
+    exchange: Exchange
+
+    @classmethod
+    def checked(cls, schedule: str, n_microbatches: int | None, exchange: str) -> Execution:
+        """Returns an execution; raises ``PartitionError`` if a part of it cannot be."""
+        if schedule not in get_args(Schedule):
+            raise PartitionError(
+                f"schedule {schedule!r} is none of {', '.join(get_args(Schedule))}"
+            )
+        if exchange not in get_args(Exchange):
+            raise PartitionError(
+                f"exchange {exchange!r} is none of {', '.join(get_args(Exchange))}"
+            )
+        if schedule == "pipedream-stashing" and n_microbatches not in (None, 1):
+            raise PartitionError(
+                f"n_microbatches={n_microbatches}, but each minibatch is a step of "
+                "pipedream-stashing; leave it out"
+            )
+        if schedule != "pipedream-stashing" and n_microbatches is None:
+            raise PartitionError(f"schedule {schedule!r} needs n_microbatches, those of one step")
+        if n_microbatches is not None and n_microbatches < 1:
+            raise PartitionError(f"n_microbatches={n_microbatches} must be 1 or more")
+        kinds = cast(Schedule, schedule), cast(Exchange, exchange)
+        return cls(kinds[0], n_microbatches or 1, kinds[1])
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the pipeline is empty between two steps."""
+        return self.schedule in ("1f1b", "gpipe")
+
+    def exchange_seconds(self, weight_bytes: Number, replicas: int, bandwidth: float) -> Number:
+        """Returns the time in which ``replicas`` exchange their gradients once."""
+        sent = 2 * (replicas - 1) / (replicas if self.exchange == "ring" else 1)
+        return sent * weight_bytes / bandwidth
+
+    def load_parts(
+        self, compute: Number, exchange: Number, link: Number, replicas: int
+    ) -> tuple[Number, Number, Number]:
+        """Returns what computation, exchange and links add to the load of a stage."""
+        if self.is_synchronous:
+            repeats = math.ceil(self.n_microbatches / replicas) - 1
+            return repeats * compute, exchange, (self.n_microbatches - 1) * link
+        sharing = replicas if self.schedule == "pipedream-stashing" else self.n_microbatches
+        return compute / replicas, exchange / sharing, link
+
+    def load(self, parts: tuple[Number, Number, Number]) -> Number:
+        """Returns the load that ``load_parts`` make together."""
+        compute, exchange, link = parts
+        work = compute + exchange if self.is_synchronous else np.maximum(compute, exchange)
+        return np.maximum(work, link)
+
+    def step_seconds(self, largest_load: float, compute: float, links: float) -> float:
+        """Returns the time of a step; ``compute`` and ``links`` are sums over the pipeline."""
+        if self.is_synchronous:
+            return compute + links + largest_load
+        return self.n_microbatches * largest_load
+
+    def in_flight(self, n_workers: int, replicas: int) -> int:
+        """Returns for how many micro-batches a replica holds activations at once.
+
+        Args:
+            n_workers: Workers of this stage and all later stages.
+            replicas: Workers of this stage.
+        """
+        pipeline, step = math.ceil(n_workers / replicas), math.ceil(self.n_microbatches / replicas)
+        if self.schedule == "gpipe":
+            return step
+        return min(pipeline, step) if self.schedule == "1f1b" else pipeline
+
+    def refusal(self, n_workers: int, replicas: int) -> str:
+        """Returns why a stage cannot have so many replicas; empty if it can.
+
+        Arguments as for ``in_flight``.
+        """
+        count = self.n_microbatches
+        if self.is_synchronous and replicas > count:
+            return f"each replica needs one of the {count} micro-batches"
+        if self.schedule != "2bw":
+            return ""
+        if count % replicas:
+            return f"the {count} micro-batches of an update must be the same number for each"
+        under_way = replicas * self.in_flight(n_workers, replicas)
+        if under_way > count:
+            return (
+                f"with {under_way} micro-batches under way, an update of {count} micro-batches "
+                "would need more than two versions of the weights"
+            )
+        return ""
+
+    def versions(self, in_flight: int) -> int:
+        """Returns how many versions of its weights a worker holds."""
+        if self.schedule == "pipedream-stashing":
+            return in_flight
+        return 2 if self.schedule == "2bw" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What a stage is predicted to cost.
+
+    Attributes:
+        forward_seconds: Forward pass of one micro-batch on one replica.
+        backward_seconds: Backward pass of one micro-batch on one replica.
+        exchange_seconds: One exchange of gradients among the replicas.
+        transfer_seconds: Output to the next stage and its gradient back, for one micro-batch.
+        load_seconds: Time of the step beyond the first micro-batch, as far as this stage decides;
+            in an asynchronous schedule, the time between two micro-batches.
+        limited_by: What makes most of the load: compute, exchange or transfer.
+        in_flight: Micro-batches for which a replica holds activations at once.
+        versions: Versions of the weights that a replica holds.
+        weight_bytes: All versions of the weights, and fixed tensors.
+        gradient_bytes: Gradients of the weights.
+        optimizer_bytes: State of the optimizer, as far as it is known.
+        is_optimizer_known: Whether it is known for all layers with weights.
+        activation_bytes: Saved activations of all micro-batches in flight.
+        limit_bytes: Memory that each of the workers may use; None for no limit.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    exchange_seconds: float
+    transfer_seconds: float
+    load_seconds: float
+    limited_by: str
+    in_flight: int
+    versions: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    is_optimizer_known: bool
+    activation_bytes: int
+    limit_bytes: int | None
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward pass of one micro-batch on one replica."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """All memory that one worker of the stage needs."""
+        held = self.weight_bytes + self.gradient_bytes + self.activation_bytes
+        return held + self.optimizer_bytes
+
+
+class Costs:
+    """The costs of every stage that a model, a cluster and an execution allow.
+
+    Matrices have a row for the first layer of a stage, and a column for the first layer after it:
+    shape ``(n_layers + 1, n_layers + 1)``; entries that are no stage are infinite.
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster, execution: Execution) -> None:
+        self.profile, self.cluster, self.execution = profile, cluster, execution
+        layers = profile.layers
+        self.n_layers = len(layers)
+        self._compute = _sums([layer.compute_seconds for layer in layers])
+        self._weights = _sums([layer.weight_bytes for layer in layers])
+        self._held = _sums([layer.optimizer_bytes + layer.fixed_bytes for layer in layers])
+        self._saved = _sums([layer.saved_bytes for layer in layers])
+        self._cut = np.array([0, *(layer.activation_bytes for layer in layers[:-1]), 0], float)
+        self._loads: dict[tuple[int, float, float], Array] = {}
+        self._memories: dict[int, Array] = {}
+
+    def loads(self, workers: range) -> Array:
+        """Returns the loads of stages on ``workers``, as a matrix."""
+        key = len(workers), *self._bandwidths(workers)
+        if key not in self._loads:
+            cuts = self._cut[:, None], self._cut
+            parts = self._parts(self._compute, self._weights, *cuts, workers)
+            self._loads[key] = _stages_only(self.execution.load(parts))
+        return self._loads[key]
+
+    def fitting_loads(self, workers: range, n_workers: int) -> Array:
+        """Returns the loads of stages on ``workers``, infinite where their memory is too small.
+
+        Args:
+            workers: The workers of the stage.
+            n_workers: Number of workers of this stage and all later stages.
+        """
+        loads, limit = self.loads(workers), self.cluster.limit(workers)
+        if limit == math.inf:
+            return loads
+        return np.where(self._memory(workers, n_workers) <= limit, loads, math.inf)
+
+    def excesses(self, workers: range, n_workers: int) -> Array:
+        """Returns by how many bytes stages exceed the memory; arguments as ``fitting_loads``."""
+        limit = min(self.cluster.limit(workers), sys.float_info.max)
+        excesses: Array = self._memory(workers, n_workers) - limit
+        return excesses
+
+    def transfers(self, workers: range) -> Array:
+        """Returns the time from a stage on ``workers`` to the next and back, for each cut.
+
+        It is that of the first micro-batch, which goes to the first replica of every stage.
+        """
+        return 2 * self._cut / self._bandwidths(workers)[1]
+
+    def stage(self, layers: range, workers: range, n_workers: int) -> StageCost:
+        """Returns the costs of one stage; ``n_workers`` as for ``fitting_loads``.
+
+        Raises:
+            PartitionError: If the schedule does not allow so many replicas.
+        """
+        profiles = self.profile.layers[layers.start : layers.stop]
+        forward = sum(layer.forward_seconds for layer in profiles)
+        backward = sum(layer.backward_seconds for layer in profiles)
+        weights = sum(layer.weight_bytes for layer in profiles)
+        if refusal := self.execution.refusal(n_workers, len(workers)):
+            raise PartitionError(
+                f"layers {span_text(layers)} cannot be a stage with {len(workers)} replicas: "
+                f"{refusal}"
+            )
+        cuts = self._cut[layers.start], self._cut[layers.stop]
+        parts = self._parts(forward + backward, weights, *cuts, workers)
+        bandwidth = self.cluster.bandwidth_among(workers)
+        in_flight = self.execution.in_flight(n_workers, len(workers))
+        versions = self.execution.versions(in_flight)
+        is_known = all(p.optimizer_ratio is not None or not p.weight_bytes for p in profiles)
+        limit = self.cluster.limit(workers)
+        return StageCost(
+            forward_seconds=float(forward),
+            backward_seconds=float(backward),
+            exchange_seconds=self.execution.exchange_seconds(weights, len(workers), bandwidth),
+            transfer_seconds=float(self.transfers(workers)[layers.stop]),
+            load_seconds=float(self.execution.load(parts)),
+            limited_by=("compute", "exchange", "transfer")[int(np.argmax(parts))],
+            in_flight=in_flight,
+            versions=versions,
+            weight_bytes=versions * weights + sum(layer.fixed_bytes for layer in profiles),
+            gradient_bytes=weights,
+            optimizer_bytes=sum(layer.optimizer_bytes for layer in profiles),
+            is_optimizer_known=is_known,
+            activation_bytes=in_flight * sum(layer.saved_bytes for layer in profiles),
+            limit_bytes=None if limit == math.inf else int(limit),
+        )
+
+    def _memory(self, workers: range, n_workers: int) -> Array:
+        in_flight = self.execution.in_flight(n_workers, len(workers))
+        if in_flight not in self._memories:
+            copies = self.execution.versions(in_flight) + 1
+            needed = copies * self._weights + self._held + in_flight * self._saved
+            self._memories[in_flight] = _stages_only(needed)
+        return self._memories[in_flight]
+
+    def _parts(
+        self, compute: Number, weights: Number, before: Number, after: Number, workers: range
+    ) -> tuple[Number, Number, Number]:
+        """Returns the parts of the load of stages that receive and send so many bytes."""
+        inner, outer = self._bandwidths(workers)
+        exchange = self.execution.exchange_seconds(weights, len(workers), inner)
+        link = 2 * np.maximum(before / inner, after / outer)
+        return self.execution.load_parts(compute, exchange, link, len(workers))
+
+    def _bandwidths(self, workers: range) -> tuple[float, float]:
+        """Returns the slowest bandwidth among replicas, and with the next stage's first as well.
+
+        A link between stages is as slow as its slowest pair of replicas. A pair is on two hosts
+        only if the first stage's replicas and the next one are, or the next stage's replicas are:
+        each of the two stages charges its half, and the larger one counts.
+        """
+        inner = self.cluster.bandwidth_among(workers)
+        return inner, self.cluster.bandwidth_among(range(workers.start, workers.stop + 1))
+
+
+def _sums(values: list[Any]) -> Array:
+    """Returns the sum of each range of values, as a matrix."""
+    totals: Array = np.cumsum([0, *values], dtype=float)
+    sums: Array = totals[None, :] - totals[:, None]
+    return sums
+
+
+def _stages_only(matrix: Array) -> Array:
+    matrix[np.tri(len(matrix), dtype=bool)] = math.inf
+    return matrix

@@ -1,0 +1,174 @@
+"""Finds the best cut of a chain of layers into stages by dynamic programming.
+
+The recurrence is that of PipeDream (see ``costs``), taken from the end of the model: A(k, m), the
+largest load of the best pipeline of layers k.. on m workers, is the minimum over the end j and the
+replicas r of the first stage of max(load(k, j, r), A(j, m - r)). The end has a reason: m tells how
+many workers follow, and so how many micro-batches the stage holds in flight, and which workers it
+has. So the memory of a stage and the hosts that it spans depend on nothing but (k, j, r, m).
+
+Largest loads have many ties, since most stages are not the slowest. So a second pass of the same
+shape finds, among the pipelines with no load above a bound, the one with the smallest sum of tolls,
+such as the transfers between its stages. ``best_sum`` moves that bound to minimise largest load
+plus tolls, which is the time of a synchronous step.
+
+A pass takes O(n² w²) operations for n layers and w workers, of which numpy does n² at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchweft.pipeline.partition.costs import Array
+
+PRECISION = 1e-9
+"""Loads that differ by less, relatively, count as equal: sums of floats differ by rounding."""
+STEP_PRECISION = 1e-3
+"""``best_sum`` may miss the best sum by this, relatively; measurements are far less exact."""
+
+Matrix: TypeAlias = Callable[[int, int], Array]
+"""Values for a first stage with (workers in it and after it, replicas): rows for its first layer,
+columns for the first layer after it, or columns alone."""
+
+
+class Found(NamedTuple):
+    """A pipeline.
+
+    Attributes:
+        stages: Layers and replicas of each stage.
+        largest: The largest load, or infinite if there is no such pipeline.
+        tolls: The sum of the tolls.
+    """
+
+    stages: tuple[tuple[range, int], ...]
+    largest: float
+    tolls: float
+
+
+class Search:
+    """The search over one matrix of loads and one of tolls.
+
+    Args:
+        n_layers: Number of layers.
+        n_workers: Number of workers.
+        loads: Load of a stage, infinite where it is not possible.
+        tolls: What a stage adds to the sum that decides between equal loads.
+        replicas: Numbers of replicas that a first stage may have, by the number of workers in it
+            and after it; most first, so that of equal pipelines the one with fewer stages is found.
+        may_idle: Whether workers may be left over.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        n_workers: int,
+        loads: Matrix,
+        tolls: Matrix,
+        replicas: Callable[[int], Iterable[int]],
+        may_idle: bool = False,
+    ) -> None:
+        self._n_layers = n_layers
+        self._n_workers = n_workers
+        self._loads = loads
+        self._tolls = tolls
+        self._replicas = replicas
+        self._may_idle = may_idle
+
+    def smallest_load(self) -> float:
+        """Returns the largest load of the pipeline that has the smallest, infinite for none."""
+        best = [self._end()]
+        for n_workers in range(1, self._n_workers + 1):
+            row = np.full(self._n_layers + 1, math.inf)
+            for replicas in self._replicas(n_workers):
+                rest = best[n_workers - replicas]
+                loads = np.maximum(self._loads(n_workers, replicas), rest)
+                np.minimum(row, loads.min(axis=1), out=row)
+            best.append(row)
+        return min(float(best[n][0]) for n in self._answers())
+
+    def cheapest(self, bound: float = math.inf) -> Found:
+        """Returns the pipeline with the smallest sum of tolls that has no load above ``bound``."""
+        bound = min(bound, sys.float_info.max)  # an infinite load is never one of them
+        best = [self._end()]
+        choices = [np.zeros((2, self._n_layers + 1), int)]
+        for n_workers in range(1, self._n_workers + 1):
+            row = np.full(self._n_layers + 1, math.inf)
+            choice = np.zeros((2, len(row)), int)
+            for replicas in self._replicas(n_workers):
+                sums = self._tolls(n_workers, replicas) + best[n_workers - replicas]
+                sums = np.where(self._loads(n_workers, replicas) <= bound, sums, math.inf)
+                # Of equal sums the last one, for the same reason.
+                at = self._n_layers - sums[:, ::-1].argmin(axis=1)
+                smallest = np.take_along_axis(sums, at[:, None], axis=1)[:, 0]
+                better = smallest < row
+                row[better], choice[0, better], choice[1, better] = (
+                    smallest[better],
+                    at[better],
+                    replicas,
+                )
+            best.append(row)
+            choices.append(choice)
+        answer = min(self._answers(), key=lambda n: float(best[n][0]))
+        if best[answer][0] == math.inf:
+            return Found((), math.inf, math.inf)
+        return self._trace(answer, float(best[answer][0]), choices)
+
+    def best_load(self) -> Found:
+        """Returns the pipeline with the smallest largest load; ties go to the smallest tolls."""
+        return self.cheapest(self.smallest_load() * (1 + PRECISION))
+
+    def best_sum(self, added: float) -> Found:
+        """Returns the pipeline with the smallest sum of largest load and tolls.
+
+        The smallest sum of tolls for a bound, t(bound), falls as the bound rises. In an interval
+        of bounds the sum is at least its lower end plus t(its upper end). The interval with the
+        smallest such value is halved, until none can hold a better pipeline.
+
+        Args:
+            added: A constant part of the sum, to which the precision also refers.
+        """
+        low, high = self.best_load(), self.cheapest()
+        if low.largest == math.inf:
+            return low
+        best = min(low, high, key=_sum)
+        intervals = [(low.largest + high.tolls, low.largest, high.largest, high.tolls)]
+        while intervals:
+            least, start, stop, stop_tolls = heapq.heappop(intervals)
+            if added + least >= (added + _sum(best)) * (1 - STEP_PRECISION):
+                break
+            middle = (start + stop) / 2
+            found = self.cheapest(middle)
+            best = min(best, found, key=_sum)
+            heapq.heappush(intervals, (middle + stop_tolls, middle, stop, stop_tolls))
+            if found.largest > start:
+                lower = start + found.tolls, start, found.largest, found.tolls
+                heapq.heappush(intervals, lower)
+        return best
+
+    def _end(self) -> Array:
+        """Returns the row for no workers: nothing may be left of the model."""
+        row = np.full(self._n_layers + 1, math.inf)
+        row[-1] = 0
+        return row
+
+    def _answers(self) -> range:
+        return range(1 if self._may_idle else self._n_workers, self._n_workers + 1)
+
+    def _trace(self, n_workers: int, tolls: float, choices: list[NDArray[np.int_]]) -> Found:
+        stages, largest, first = [], 0.0, 0
+        while n_workers:
+            end, replicas = (int(value) for value in choices[n_workers][:, first])
+            largest = max(largest, float(self._loads(n_workers, replicas)[first, end]))
+            stages.append((range(first, end), replicas))
+            first, n_workers = end, n_workers - replicas
+        return Found(tuple(stages), largest, tolls)
+
+
+def _sum(found: Found) -> float:
+    return found.largest + found.tolls
