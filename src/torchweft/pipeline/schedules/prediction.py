@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from torchweft.arguments import wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline.schedules.actions import Action, Kind
 from torchweft.pipeline.schedules.checks import check, checked_edges
@@ -26,16 +27,21 @@ class Costs:
 
     Raises:
         ConfigurationError: A time is negative or not finite.
+        ArgumentTypeError: A time is no number.
     """
 
     duration_s: Mapping[tuple[int, Kind], float]
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        times = {"latency_s": self.latency_s, **{str(k): v for k, v in self.duration_s.items()}}
+        times: dict[str, object] = {"latency_s": self.latency_s}
+        for (stage, kind), duration_s in self.duration_s.items():
+            times[f"duration_s[{stage}, {kind}]"] = duration_s
         for name, time in times.items():
-            if not (math.isfinite(time) and time >= 0):
-                raise ConfigurationError(f"{name} is {time!r}; pass a number of seconds")
+            if not isinstance(time, (int, float)):
+                raise wrong_type(name, time, "pass a number of seconds")
+            if not 0 <= time < math.inf:
+                raise ConfigurationError(f"{name} is {time!r}; pass a number of seconds, 0 or more")
 
     @classmethod
     def uniform(
@@ -124,9 +130,10 @@ class Timeline:
     def svg(self) -> str:
         """Returns the timeline as a picture in SVG: a row for each worker, time from the left.
 
-        The colour stands for the kind of an action, its shade for the micro-batch. Labels are
-        micro-batches; a worker's stages beyond the first are marked by darker labels. The title
-        of each box, which viewers show on hovering, names the action and its time.
+        The colour stands for the kind of an action, its shade for the micro-batch, which is also
+        the label. Of several stages of a worker, the later ones are darker. The title of each box,
+        which viewers show on hovering, has the action and its time; that of the picture has the
+        idle share.
         """
         batches = "minibatches" if self.table.is_asynchronous else "micro-batches"
         title = (

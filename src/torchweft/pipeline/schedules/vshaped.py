@@ -44,14 +44,14 @@ class _VShaped(Schedule):
 class ScheduleZBVZeroBubble(_VShaped):
     """Zero bubbles with the memory of 1F1B (ZB-V, Qi et al. 2024).
 
-    With a forward pass, an input part and a weight part of one length each for every stage, a
-    worker is idle only while the first micro-batch comes to it, and as its last gradients wait for
-    those before them: for ``p - 1`` of these lengths in all. Every worker keeps the activations of
-    at most ``2p`` passes, as much as the first worker of 1F1B with ``p`` passes of twice the size.
+    With a forward pass, an input part and a weight part of one length each, a worker is idle only
+    at both ends of the table, for ``p - 1`` of these lengths in all. Every worker keeps the
+    activations of at most ``2p`` passes: as many bytes as the first worker of 1F1B, whose ``p``
+    passes are of stages twice as long.
 
-    The two lanes begin with forward passes, the first lane ahead by as long as a micro-batch needs
-    to come back. Then each worker runs forward pass, input part and weight part of both lanes in
-    turn. At the end weight parts are put off, so that the input parts reach the other workers soon.
+    The worker begins with forward passes, in lane 0 ahead by as many as run while a micro-batch
+    goes down and comes back. Then it runs a forward pass, an input part and a weight part of each
+    lane in turn. At the end weight parts are put off: other workers wait for the input parts.
     """
 
     def _phases(self, worker: int, n_workers: int) -> list[Phase]:

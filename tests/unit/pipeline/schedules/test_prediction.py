@@ -14,7 +14,7 @@ from tests.unit.pipeline.schedules.all_schedules import (
     schedules,
     whole_costs,
 )
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.pipeline.schedules import (
     Costs,
     Kind,
@@ -175,6 +175,10 @@ def test_costs_are_checked() -> None:
             Costs({}, wrong)
         with pytest.raises(ConfigurationError, match=r"FORWARD.* is .*; pass a number"):
             Costs.uniform(2, forward_s=wrong)
+    with pytest.raises(
+        ArgumentTypeError, match=r"duration_s\[1, Kind.UPDATE\] is '1', a str; pass"
+    ):
+        Costs({(1, Kind.UPDATE): "1"})  # type: ignore[dict-item]
 
 
 def test_nothing_is_idle_in_no_time() -> None:
