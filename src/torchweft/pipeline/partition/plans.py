@@ -238,7 +238,7 @@ class Plan:
             f"{self.schedule}, a step is {count} {batch}{'' if count == '1' else 'es'} "
             f"of {self.microbatch_size}: {seconds_text(self.step_seconds)}"
         )
-        share = f", workers compute {self.utilisation:.0%} of the time" if self.utilisation else ""
+        share = f"; workers compute {self.utilisation:.0%} of the time" if self.utilisation else ""
         lines.append(
             f"limited by the {cost.limited_by if cost else ''} of stage {self.slowest}{share}"
         )

@@ -261,15 +261,22 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _map(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the tree with a function applied to its tensors; other leaves stay."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        mapped = copy.copy(tree)
-        for key, item in tree.items():
-            mapped[key] = _map(item, function)
-        return mapped
-    if isinstance(tree, (tuple, list)):
-        items = [_map(item, function) for item in tree]
-        return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)
-    return tree
+    """Returns the tree with a function applied to each tensor once; other leaves stay."""
+    done: dict[int, Tensor] = {}
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            if id(node) not in done:
+                done[id(node)] = function(node)
+            return done[id(node)]
+        if isinstance(node, dict):
+            mapped = copy.copy(node)
+            for key, item in node.items():
+                mapped[key] = walk(item)
+            return mapped
+        if isinstance(node, (tuple, list)):
+            items = [walk(item) for item in node]
+            return node._make(items) if hasattr(node, "_make") else type(node)(items)
+        return node
+
+    return walk(tree)

@@ -54,5 +54,5 @@ def span_text(numbers: range) -> str:
 
 
 def _three_digits(value: float) -> str:
-    decimals = max(0, 2 - math.floor(math.log10(value) + 1e-4))
+    decimals = max(0, 2 - math.floor(math.log10(value * 1.0005)))  # 9.996 becomes 10.0
     return f"{value:.{decimals}f}"

@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What stages cost: seconds of a step, sum of all transfers, bytes of a worker of each stage."""
+    """Seconds of a step, seconds of all transfers, and bytes of a worker of each stage."""
 
     step: float
     transfers: float

@@ -189,12 +189,12 @@ def test_more_workers_than_layers(kind: str) -> None:
 def test_idle_workers_are_the_last_where_all_are_alike() -> None:
     profile = even(2, weights=400 * MIB, output=MIB // 16)
     made = planned(profile, "1f1b", may_idle=True)
-    assert [stage.workers for stage in made.stages] == [range(0, 1), range(1, 2)]
+    assert [stage.workers for stage in made.stages] == [range(1), range(1, 2)]
     assert made.n_workers == 4
     assert "on 2 of 4 workers" in str(made)
     busy = planned(profile, "1f1b")
     assert sum(stage.replicas for stage in busy.stages) == 4
-    assert made.step_seconds and busy.step_seconds and made.step_seconds < busy.step_seconds
+    assert (made.step_seconds or 0) < (busy.step_seconds or 0)
 
 
 def test_idle_workers_are_the_first_where_limits_differ() -> None:
@@ -283,7 +283,7 @@ def test_weights_that_do_not_fit_a_worker_are_named() -> None:
 
 def test_a_layer_whose_activations_do_not_fit_is_named() -> None:
     profile = profile_of(layer(1, 0), layer(1, 0, saved=200, name="wide"))
-    with pytest.raises(DoesNotFit, match="^layer 1 \\(wide\\) does not fit a worker: 400 B needed"):
+    with pytest.raises(DoesNotFit, match=r"^layer 1 \(wide\) does not fit a worker: 400 B needed"):
         planned(profile, "gpipe", n_microbatches=4, cluster=Cluster(2, 1e9, 399))
 
 

@@ -1,0 +1,87 @@
+"""Tests the predicted time of a synchronous step against schedules that are played through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.thorough import share
+from torchweft.pipeline.partition import LayerProfile, Plan, Profile
+
+
+def played_through(kind: str, forward: list[float], backward: list[float], count: int) -> float:
+    """Returns the time of a step of stages with one worker each, and links that cost nothing."""
+    n_stages = len(forward)
+    orders = []
+    for stage in range(n_stages):
+        warm_up = count if kind == "gpipe" else min(count, n_stages - stage)
+        order = [("F", number) for number in range(warm_up)]
+        for number in range(count):
+            order.append(("B", number))
+            order += [("F", number + warm_up)] if number + warm_up < count else []
+        orders.append(order)
+    free_at = [0.0] * n_stages
+    done = {("F", -1, number): 0.0 for number in range(count)}
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order:
+                action, number = order[0]
+                needed = ("F", stage - 1, number) if action == "F" else ("B", stage + 1, number)
+                if needed[:2] == ("B", n_stages):
+                    needed = ("F", stage, number)
+                if needed not in done:
+                    break
+                seconds = forward[stage] if action == "F" else backward[stage]
+                free_at[stage] = max(free_at[stage], done[needed]) + seconds
+                done[action, stage, number] = free_at[stage]
+                order.pop(0)
+    return max(free_at)
+
+
+def predicted(kind: str, forward: Iterable[float], backward: Iterable[float], count: int) -> float:
+    layers = [LayerProfile("layer", f, b, 0, 0, 0) for f, b in zip(forward, backward, strict=True)]
+    made = Plan.manual(
+        range(1, len(layers)), None, Profile(tuple(layers), 1), schedule=kind, n_microbatches=count
+    )
+    assert made.step_seconds is not None
+    return made.step_seconds
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("count", [1, 3, 4, 9])
+@pytest.mark.parametrize("n_stages", [1, 2, 4])
+def test_a_step_of_even_stages_is_predicted_exactly(kind: str, count: int, n_stages: int) -> None:
+    forward, backward = [1.0] * n_stages, [2.0] * n_stages
+    step = played_through(kind, forward, backward, count)
+    assert step == 3 * (count + n_stages - 1)  # the same from the literature
+    assert predicted(kind, forward, backward, count) == pytest.approx(step)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5),
+    st.integers(1, 9),
+)
+@settings(max_examples=share(1000))
+def test_uneven_stages_are_too_long_for_1f1b_and_too_short_for_gpipe(
+    stages: list[tuple[int, int]], count: int
+) -> None:
+    forward, backward = ([float(value) for value in values] for values in zip(*stages, strict=True))
+    assert predicted("1f1b", forward, backward, count) >= played_through(
+        "1f1b", forward, backward, count
+    ) * (1 - 1e-9)
+    gpipe = played_through("gpipe", forward, backward, count)
+    assert predicted("gpipe", forward, backward, count) <= gpipe * (1 + 1e-9)
+    # The largest forward and the largest backward pass may be of two stages.
+    most = sum(forward) + sum(backward) + (count - 1) * (max(forward) + max(backward))
+    assert gpipe == pytest.approx(most)
+
+
+def test_replicas_divide_the_micro_batches() -> None:
+    profile = Profile((LayerProfile("layer", 1.0, 2.0, 0, 0, 0),), 1)
+    for replicas, count in [(2, 4), (3, 7), (4, 4)]:
+        made = Plan.manual([], [replicas], profile, n_microbatches=count)
+        assert made.step_seconds == 3 * math.ceil(count / replicas)

@@ -1,0 +1,196 @@
+"""Tests plans made by hand, and plans as JSON and as text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from torchweft.pipeline.partition import (
+    Cluster,
+    DoesNotFit,
+    LayerProfile,
+    PartitionError,
+    Plan,
+    Profile,
+    StagePlan,
+    plan,
+)
+
+PROFILE = Profile(
+    tuple(LayerProfile(f"{n}:Linear", 0.01, 0.02, 2**20, 2**21, 2**20, 512, 2.0) for n in range(6)),
+    batch_size=8,
+)
+
+
+def test_stages_by_hand() -> None:
+    made = Plan.manual([3, 5], [2, 1, 1], n_layers=8)
+    assert made.shape == "2-1-1"
+    assert [stage.layers for stage in made.stages] == [range(3), range(3, 5), range(5, 8)]
+    assert [stage.workers for stage in made.stages] == [range(2), range(2, 3), range(3, 4)]
+    assert [stage.replicas for stage in made.stages] == [2, 1, 1]
+    assert (made.n_layers, made.n_workers) == (8, 4)
+    assert made.step_seconds is made.slowest is made.utilisation is None
+    assert str(made).splitlines() == [
+        "Plan 2-1-1: 8 layers as 3 stages on 4 workers",
+        "",
+        "stage  layers  workers",
+        "    0  0-2     0-1",
+        "    1  3-4     2",
+        "    2  5-7     3",
+    ]
+
+
+def test_a_plan_by_hand_predicts_what_the_planner_would() -> None:
+    cluster = Cluster(4, bandwidth=1e8, memory_bytes=2**30)
+    options: dict[str, Any] = {"schedule": "2bw", "n_microbatches": 12}
+    made = plan(PROFILE, cluster, **options)
+    cuts = [stage.layers.start for stage in made.stages[1:]]
+    replicas = [stage.replicas for stage in made.stages]
+    assert Plan.manual(cuts, replicas, PROFILE, cluster, **options) == made
+
+
+def test_without_a_cluster_links_cost_nothing() -> None:
+    made = Plan.manual([3], profile=PROFILE, n_microbatches=3)
+    assert [stage.cost.transfer_seconds for stage in made.stages if stage.cost] == [0, 0]
+    assert made.step_seconds == pytest.approx(0.18 + 2 * 0.09)
+    assert made.utilisation == pytest.approx(3 * 0.18 / (2 * 0.36))
+    assert made.slowest == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cuts": [3]}, "neither a profile nor n_layers is given"),
+        ({"cuts": [3], "n_layers": 0}, "n_layers=0: a model needs at least one layer"),
+        ({"cuts": [3], "n_layers": 7, "profile": PROFILE}, "n_layers=7, but the profile has 6"),
+        ({"cuts": [0], "n_layers": 8}, "cut 0 is 0; .* of stage 1 must be from 1 to 7"),
+        ({"cuts": [3, 8], "n_layers": 8}, "cut 1 is 8; .* from 1 to 7, as there are 8 layers"),
+        ({"cuts": [5, 3], "n_layers": 8}, "stage 1 would have the layers from 5 to before 3; cuts"),
+        ({"cuts": [3, 3], "n_layers": 8}, r"stage 1 .* cuts must rise, but are \[3, 3\]"),
+        (
+            {"cuts": [3], "replicas": [1], "n_layers": 8},
+            "replicas has 1 numbers, but the 1 cuts make 2 stages",
+        ),
+        ({"cuts": [3], "replicas": [1, 0], "n_layers": 8}, "stage 1 has 0 replicas"),
+        (
+            {"cuts": [3], "replicas": [2, 2], "n_layers": 8, "cluster": Cluster(3, 1.0)},
+            r"replicas \[2, 2\] add up to 4 workers, but the cluster has 3",
+        ),
+        ({"cuts": [3], "profile": PROFILE}, "schedule '1f1b' needs n_microbatches"),
+        (
+            {"cuts": [3], "replicas": [3, 1], "profile": PROFILE, "n_microbatches": 2},
+            "layers 0-2 cannot be a stage with 3 replicas: each replica needs one of the 2",
+        ),
+        (
+            {"cuts": [3], "replicas": [3, 1], "profile": PROFILE, "n_microbatches": 8}
+            | {"schedule": "2bw"},
+            "3 replicas: the 8 micro-batches of an update must be the same number for each",
+        ),
+        (
+            {"cuts": [3], "replicas": [3, 1], "profile": PROFILE, "n_microbatches": 3}
+            | {"schedule": "2bw"},
+            "3 replicas: with 6 micro-batches under way, an update of 3 .* more than two versions",
+        ),
+    ],
+)
+def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        Plan.manual(**arguments)
+
+
+def test_a_stage_that_does_not_fit_is_named() -> None:
+    cluster = Cluster(2, 1e9, memory_bytes=(25 * 2**20, 20 * 2**20))
+    with pytest.raises(DoesNotFit, match=r"^stage 0 \(layers 0-3 0:Linear … 3:Linear\) does") as e:
+        Plan.manual([4], None, PROFILE, cluster, n_microbatches=4)
+    needed = 4 * (4 * 2**20 + 512) + 2 * 4 * 2**21
+    assert (e.value.first_layer, e.value.last_layer) == (0, 3)
+    assert (e.value.needed_bytes, e.value.limit_bytes) == (needed, 25 * 2**20)
+
+
+def made_plans() -> list[Plan]:
+    cluster = Cluster(4, 1e8, memory_bytes=2**30)
+    return [
+        Plan.manual([3, 5], [2, 1, 1], n_layers=8),
+        plan(PROFILE, cluster, n_microbatches=4),
+        plan(PROFILE, cluster, schedule="pipedream-stashing"),
+        Plan.manual([4], [3, 1], PROFILE, n_microbatches=12),
+    ]
+
+
+@pytest.mark.parametrize("made", made_plans(), ids=lambda made: made.shape)
+def test_json_keeps_everything(made: Plan) -> None:
+    assert Plan.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "torchweft pipeline profile 1"}, 'expected "torchweft pipeline plan 1"'),
+        ({"stages": []}, "the plan has no stages"),
+        ({"stages": [{"layers": [0, 2]}]}, "this JSON is not a plan: KeyError"),
+        ({"colour": "red"}, "this JSON is not a plan: TypeError"),
+        ({"n_workers": 1}, "the stages need 4 workers, and there are 1"),
+    ],
+)
+def test_other_json_is_refused(change: dict[str, Any], message: str) -> None:
+    data = json.loads(made_plans()[0].to_json())
+    with pytest.raises(PartitionError, match=message):
+        Plan.from_json(json.dumps({**data, **change}))
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([(range(1, 2), range(1))], r"stage 0 has layers range\(1, 2\); .* from layer 0 on"),
+        ([(range(2), range(1)), (range(2, 2), range(1, 2))], "stage 1 has layers .* from layer 2"),
+        ([(range(2), range(1)), (range(2, 3), range(1))], "stage 1 has workers .* from worker 1"),
+        ([(range(2), range(3, 3))], "stage 0 has workers .* at least one"),
+    ],
+)
+def test_stages_must_follow_each_other(stages: list[tuple[range, range]], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        Plan(tuple(StagePlan(*stage) for stage in stages), n_workers=4, schedule="1f1b")
+
+
+def test_text_of_a_synchronous_plan() -> None:
+    cluster = Cluster(4, 1e8, memory_bytes=2**27)
+    made = Plan.manual([4], [3, 1], PROFILE, cluster, n_microbatches=12)
+    head, times, memory = str(made).split("\n\n")
+    assert head.splitlines() == [
+        "Plan 3-1: 6 layers as 2 stages on 4 workers",
+        "1f1b, a step is 12 micro-batches of 8: 861 ms",
+        "limited by the compute of stage 1; workers compute 63% of the time",
+    ]
+    assert times == TIMES.strip("\n")
+    assert memory == MEMORY.strip("\n")
+
+
+TIMES = """
+stage  layers                   workers  forward  backward  exchange  transfer    load  limited by
+    0  0-3 0:Linear … 3:Linear  0-2      40.0 ms   80.0 ms    168 ms   21.0 ms  528 ms  compute
+    1  4-5 4:Linear … 5:Linear  3        20.0 ms   40.0 ms         0         0  660 ms  compute
+(load: time of a step beyond its first micro-batch, if the stage were the slowest)
+"""
+MEMORY = """
+stage  versions   weights  gradients  optimizer  in flight  activations  per worker    limit
+    0         1  4.00 MiB   4.00 MiB   8.00 MiB          2     16.0 MiB    32.0 MiB  128 MiB  25%
+    1         1  2.00 MiB   2.00 MiB   4.00 MiB          1     4.00 MiB    12.0 MiB  128 MiB   9%
+"""
+
+
+def test_text_of_an_asynchronous_plan_without_limits() -> None:
+    layers = (LayerProfile("a", 0.1, 0.2, 10**9, 0, 0), LayerProfile("b", 0.1, 0, 0, 0, 2048))
+    made = Plan.manual(
+        [1], None, Profile(layers, 4), Cluster(2, 1e9), schedule="pipedream-stashing"
+    )
+    lines = str(made).splitlines()
+    assert lines[1:3] == [
+        "pipedream-stashing, a step is 1 minibatch of 4: 2.00 s",
+        "limited by the transfer of stage 0; workers compute 10% of the time",
+    ]
+    assert lines[5].split() == "0 0 a 0 100 ms 200 ms 0 2.00 s 2.00 s transfer".split()
+    assert lines[7] == "(load: time between two micro-batches, if the stage were the slowest)"
+    assert lines[10].split() == "0 2 0 0 0 2 0 0 none".split()
+    assert lines[11].split() == "1 1 2.00 KiB 2.00 KiB unknown 1 0 4.00 KiB none".split()
