@@ -31,6 +31,7 @@
     ├── AutogradError (RuntimeError)           a distributed backward pass cannot be run
     ├── OptimizerError (RuntimeError)          an optimizer failed on some worker; says which
     ├── ReduceError (RuntimeError)             the results of a map could not be put together
+    ├── PipelineError (RuntimeError)           a stage of a pipeline failed; says which
     ├── CheckpointError (RuntimeError)         a snapshot could not be saved or restored
     │   ├── SnapshotNotFound (FileNotFoundError)   there is none, or a worker lacks a file of it
     │   ├── SnapshotCorrupt                    a file is not as written; names the other snapshots
@@ -279,6 +280,21 @@ class ReduceError(WeftError, RuntimeError):
 
     reducer: str = ""
     results: int = 0
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class PipelineError(WeftError, RuntimeError):
+    """A step of a pipeline failed in some stage; its cause is the error there.
+
+    Attributes:
+        stage: Number of the stage, or -1 where no stage is at fault.
+        worker: Name of the worker that runs it.
+        microbatch: Number of the micro-batch, or -1.
+    """
+
+    stage: int = -1
+    worker: str = ""
+    microbatch: int = -1
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)

@@ -37,8 +37,9 @@ CALLERS = {
 }
 """Names of callables that have another worker run one of their arguments."""
 
-BY_THEMSELVES = ("torchweft.checkpoint.",)
-"""Their functions read and remove files, so a worker that takes part must list them itself."""
+BY_THEMSELVES = ("torchweft.checkpoint.", "torchweft.pipeline.")
+"""Their functions read and remove files, or take modules of the program, so a worker that takes
+part must list them itself."""
 
 NOT_RUN = (
     "torchweft.__main__",

@@ -1,0 +1,558 @@
+"""The worker's side of a pipeline: one thread that runs a row of the table, and its mailbox.
+
+Messages of other workers are put into the mailbox by the threads that serve calls. Only the
+runner's own thread takes them out, and only it runs stages.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchweft.errors import ArgumentTypeError, PipelineError, WeftError, WorkerLost
+from torchweft.pipeline.copies import Copies, added
+from torchweft.pipeline.schedules import Action, Kind, Table
+from torchweft.pipeline.stage_run import Objective, StageRun
+from torchweft.pipeline.values import Packet, describe
+from torchweft.pipeline.wiring import BATCH, Wiring
+from torchweft.rpc import RRef, functions, on_worker_lost
+from torchweft.rpc.calls import post
+from torchweft.rpc.worker import current_worker
+
+FORWARD, BACKWARD, COPIES = range(3)
+"""The kinds of messages between stages."""
+
+_START = (-1,)
+_SHOWN = {FORWARD: "the values", BACKWARD: "the gradients", COPIES: "the gradients of a copy"}
+
+Key = tuple[int, ...]
+"""Kind, stage, source and micro-batch of a message."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one worker of a pipeline needs to know.
+
+    Attributes:
+        pipe: Number of the pipeline, unique in the group.
+        worker: The worker's row.
+        workers: The names of all workers, by row.
+        table: The table.
+        wiring: The values between the stages.
+        stages: By number, a function that makes the stage's module, or the module.
+        loss: The loss function, for the worker of the last stage.
+        divisor: The number that each loss is divided by.
+        checkpoint: When activations are dropped: ``"always"``, ``"except_last"`` or ``"never"``.
+        copies: The weights that exist more than once.
+        timeout_s: How long to wait for one message.
+    """
+
+    pipe: int
+    worker: int
+    workers: tuple[str, ...]
+    table: Table
+    wiring: Wiring
+    stages: Mapping[int, Callable[[], nn.Module] | nn.Module]
+    loss: Callable[[Any, Any], Tensor] | None
+    divisor: int
+    checkpoint: str
+    copies: Copies
+    timeout_s: float
+
+
+class _Start(NamedTuple):
+    """A command: run the row once.
+
+    Attributes:
+        step: Number of the step.
+        is_training: Whether to run backwards as well.
+        zero_grad: Whether to drop the gradients first.
+        inputs: By stage, what it takes of each micro-batch.
+        targets: The targets of each micro-batch, for the last stage.
+        done: Gets the result.
+    """
+
+    step: int
+    is_training: bool
+    zero_grad: bool
+    inputs: Mapping[int, Sequence[Sequence[Any]]]
+    targets: Sequence[Any]
+    done: torch.futures.Future[Any]
+
+
+class _Aborted(Exception):
+    """The driver has ended the step."""
+
+
+class Runner:
+    """Runs the stages of one worker, in a thread of its own.
+
+    Args:
+        assignment: What it runs.
+    """
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.name = assignment.workers[assignment.worker]
+        table, wiring = assignment.table, assignment.wiring
+        last = table.n_stages - 1
+        self.stages = {
+            stage: StageRun(
+                stage,
+                made if isinstance(made, nn.Module) else made(),
+                wiring,
+                Objective(assignment.loss, assignment.divisor)
+                if stage == last and assignment.loss is not None
+                else None,
+                self._checkpoints,
+            )
+            for stage, made in assignment.stages.items()
+        }
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.peak_held = 0
+        self._row = table.rows[assignment.worker]
+        self._workers = {
+            (stage, microbatch): assignment.workers[table.worker_of(stage, microbatch)]
+            for stage in range(table.n_stages)
+            for microbatch in range(table.n_microbatches)
+        }
+        self._rpc = current_worker()
+        self._peers = {name: self._rpc.agent.find(name) for name in assignment.workers}
+        self._mail: queue.SimpleQueue[tuple[int, Key, Any]] = queue.SimpleQueue()
+        self._arrived: dict[tuple[int, Key], Any] = {}
+        self._step = 0
+        self._at: Action | None = None
+        self._packets_of_action: dict[int, Packet] = {}
+        self._lost: WorkerLost | None = None
+        self._forget = on_worker_lost(self._on_worker_lost)
+        self._thread = threading.Thread(
+            target=self._work, name=f"weft-pipeline-{assignment.pipe}", daemon=True
+        )
+        self._thread.start()
+
+    def _checkpoints(self, microbatch: int) -> bool:
+        rule = self.assignment.checkpoint
+        if rule == "except_last":
+            return microbatch < self.assignment.table.n_microbatches - 1
+        return rule == "always"
+
+    # Other threads
+
+    def put(self, step: int, key: Key, content: Any) -> None:
+        """Puts a message into the mailbox; never blocks."""
+        self._mail.put((step, key, content))
+
+    def close(self) -> None:
+        """Ends the thread; does not wait for it."""
+        self._forget()
+        self._mail.put((-1, (), None))
+
+    def _on_worker_lost(self, error: WorkerLost) -> None:
+        if error.worker in self.assignment.workers:
+            self._lost = error
+            self._mail.put((0, (), error))
+
+    # The runner's thread
+
+    def _work(self) -> None:
+        while True:
+            step, key, content = self._mail.get()
+            if step < 0:
+                return
+            if key == _START:
+                self._run(content)
+            elif key:
+                self._keep(step, key, content)
+
+    def _keep(self, step: int, key: Key, content: Any) -> None:
+        if step >= self._step:
+            self._arrived[step, key] = content
+
+    def _take(self, key: Key) -> Any:
+        """Returns a message of this step, as soon as it arrives.
+
+        Raises:
+            WorkerLost: A worker of the pipeline was lost.
+            PipelineError: The message has not come in time.
+        """
+        wanted = (self._step, key)
+        arrived = self._arrived
+        deadline_s = 0.0
+        while wanted not in arrived:
+            if not deadline_s:
+                deadline_s = time.monotonic() + self.assignment.timeout_s
+            try:
+                step, found, content = self._mail.get(
+                    timeout=max(deadline_s - time.monotonic(), 0.0)
+                )
+            except queue.Empty:
+                raise self._too_late(key) from None
+            if found:
+                self._keep(step, found, content)
+            elif step < 0:
+                self._mail.put((-1, (), None))
+                raise _Aborted
+            elif isinstance(content, WorkerLost):
+                raise content
+            elif step == self._step:
+                raise _Aborted
+        return arrived.pop(wanted)
+
+    def _too_late(self, key: Key) -> PipelineError:
+        kind, stage, source, microbatch = key
+        sender = self._workers.get((source, microbatch), "another worker")
+        return PipelineError(
+            f"stage {stage} on worker {self.name!r} waited {self.assignment.timeout_s:g} s for "
+            f"{_SHOWN[kind]} of micro-batch {microbatch} from stage {source} on {sender!r}; that "
+            "stage takes longer, or waits itself: see torchweft.rpc.stacks(), or raise timeout",
+            stage=stage,
+            worker=self.name,
+            microbatch=microbatch,
+        )
+
+    def _run(self, start: _Start) -> None:
+        """Runs the row once and completes the future of the step."""
+        self._step, self._at = start.step, None
+        for old in [each for each in self._arrived if each[0] < start.step]:
+            del self._arrived[old]
+        try:
+            if self._lost is not None:
+                raise self._lost
+            result = self._train(start) if start.is_training else self._infer(start)
+        except _Aborted:
+            self._fail(start, PipelineError("the step was ended by its driver", worker=self.name))
+        except WeftError as error:
+            self._fail(start, error)
+        except Exception as error:
+            self._fail(start, self._failure(error))
+        else:
+            start.done.set_result(result)
+
+    def _fail(self, start: _Start, error: Exception) -> None:
+        self._step += 1  # Messages of this step that still come are dropped.
+        for stage in self.stages.values():
+            stage.reset()
+        start.done.set_exception(error)
+
+    def _failure(self, error: Exception) -> Exception:
+        at = self._at
+        if at is None:
+            return error
+        taken = ""
+        if at.kind is Kind.FORWARD:
+            taken = f", given {_shown(self._packets_of_action)}"
+        failure = PipelineError(
+            f"stage {at.stage} on worker {self.name!r} failed in the {_ACTIONS[at.kind]} of "
+            f"micro-batch {at.microbatch}{taken}: {type(error).__name__}: {error}",
+            stage=at.stage,
+            worker=self.name,
+            microbatch=at.microbatch,
+        )
+        failure.__cause__ = error
+        return failure.with_traceback(error.__traceback__)
+
+    def _train(self, start: _Start) -> Tensor | None:
+        if start.zero_grad:
+            for stage in self.stages.values():
+                stage.module.zero_grad()
+        losses: dict[int, Tensor] = {}
+        self.peak_held = 0
+        for action in self._row:
+            self._at = action
+            if action.kind is Kind.FORWARD:
+                self._forward(action, start, losses)
+            elif action.kind is Kind.BACKWARD_WEIGHT:
+                self.stages[action.stage].backward_weight(action.microbatch)
+            else:
+                self._backward(action)
+        self._at = None
+        self._add_copies()
+        return torch.stack([losses[each] for each in sorted(losses)]) if losses else None
+
+    def _packets(self, stage: StageRun, microbatch: int, start: _Start) -> dict[int, Packet]:
+        number = stage.stage
+        packets = {
+            source: self._take((FORWARD, number, source, microbatch)) for source in stage.sources
+        }
+        if number in start.inputs:
+            packets[BATCH] = Packet(0, None, start.inputs[number][microbatch])
+        self._packets_of_action = packets
+        return packets
+
+    def _forward(self, action: Action, start: _Start, losses: dict[int, Tensor]) -> None:
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        packets = self._packets(stage, microbatch, start)
+        target = start.targets[microbatch] if start.targets else None
+        outgoing, loss = stage.forward(microbatch, packets, target)
+        self.peak_held = max(self.peak_held, sum([each.held for each in self.stages.values()]))
+        if loss is not None:
+            losses[microbatch] = loss
+        for consumer, packet in outgoing.items():
+            self._deliver(FORWARD, consumer, action.stage, microbatch, packet)
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        gradients = {
+            consumer: self._take((BACKWARD, action.stage, consumer, microbatch)).leaves
+            for consumer in stage.expects(microbatch)
+        }
+        run = stage.backward if action.kind is Kind.BACKWARD else stage.backward_input
+        for source, found in run(microbatch, gradients).items():
+            self._deliver(BACKWARD, source, action.stage, microbatch, Packet(0, None, found))
+
+    def _infer(self, start: _Start) -> list[tuple[int, Any]] | None:
+        """Runs the forwards of the row; returns the outputs of the last stage by micro-batch."""
+        outputs: dict[int, Any] = {}
+        for action in self._row:
+            if action.kind is not Kind.FORWARD:
+                continue
+            self._at = action
+            stage, microbatch = self.stages[action.stage], action.microbatch
+            output, outgoing = stage.infer(self._packets(stage, microbatch, start))
+            for consumer, packet in outgoing.items():
+                self._deliver(FORWARD, consumer, action.stage, microbatch, packet)
+            if not stage.consumers:
+                outputs[microbatch] = output
+        self._at = None
+        return list(outputs.items()) if outputs else None
+
+    def _deliver(self, kind: int, stage: int, source: int, microbatch: int, packet: Packet) -> None:
+        """Sends values to the worker of a stage; never waits."""
+        self._send(self._workers[stage, microbatch], (kind, stage, source, microbatch), packet)
+
+    def _send(self, worker: str, key: Key, packet: Packet) -> None:
+        if worker == self.name:
+            self._keep(self._step, key, packet)
+            return
+        mask, structure, leaves = packet
+        args = (self.assignment.pipe, self._step, *key, mask, structure, *leaves)
+        post(self._rpc, self._peers[worker], deliver, args)
+
+    def _add_copies(self) -> None:
+        """Adds the gradients of weights that exist more than once; all copies get the sum."""
+        copies, me = self.assignment.copies, self.assignment.worker
+        for number, members in enumerate(copies.groups):
+            others = [worker for worker in copies.workers(number) if worker != me]
+            mine = {
+                place: copies.weights(member, self.stages[member.stage].module)
+                for place, member in enumerate(members)
+                if member.worker == me
+            }
+            if not mine:
+                continue
+            for place, weights in mine.items():
+                packet = Packet(0, None, [weight.grad for weight in weights])
+                for worker in others:
+                    name = self.assignment.workers[worker]
+                    self._send(name, (COPIES, number, place, 0), packet)
+            gradients = [
+                [weight.grad for weight in mine[place]]
+                if place in mine
+                else self._take((COPIES, number, place, 0)).leaves
+                for place in range(len(members))
+            ]
+            totals = added(gradients)
+            for weights in mine.values():
+                for weight, total in zip(weights, totals, strict=True):
+                    weight.grad = None if total is None else total.clone()
+
+
+_ACTIONS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward to the inputs",
+    Kind.BACKWARD_WEIGHT: "backward to the weights",
+}
+
+
+def _shown(packets: Mapping[int, Packet]) -> str:
+    return ", ".join(
+        f"{', '.join(map(describe, packet.leaves))} from "
+        f"{'the batch' if source == BATCH else f'stage {source}'}"
+        for source, packet in packets.items()
+    )
+
+
+# What the driver and other workers call
+
+_runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
+
+
+class Host:
+    """Keeps the runner of a pipeline; its end, when no reference is left, ends the runner.
+
+    Args:
+        assignment: What the worker runs.
+    """
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.runner = Runner(assignment)
+        _runners[assignment.pipe] = self.runner
+        self._finalize = weakref.finalize(self, self.runner.close)
+
+    def close(self) -> None:
+        """Ends the runner."""
+        self._finalize()
+
+
+def deliver(
+    pipe: int,
+    step: int,
+    kind: int,
+    stage: int,
+    source: int,
+    microbatch: int,
+    mask: int,
+    structure: Any,
+    *leaves: Any,
+) -> None:
+    """Puts values of another stage into the mailbox of a pipeline; never blocks."""
+    runner = _runners.get(pipe)
+    if runner is not None:
+        runner.put(step, (kind, stage, source, microbatch), Packet(mask, structure, leaves))
+
+
+@functions.async_execution
+def start(
+    pipe: int,
+    step: int,
+    is_training: bool,
+    zero_grad: bool,
+    inputs: Mapping[int, Sequence[Sequence[Any]]],
+    targets: Sequence[Any],
+) -> torch.futures.Future[Any]:
+    """Runs a worker's row once; answered when it is done."""
+    done: torch.futures.Future[Any] = torch.futures.Future()
+    _runner(pipe).put(step, _START, _Start(step, is_training, zero_grad, inputs, targets, done))
+    return done
+
+
+def abort(pipe: int, step: int) -> None:
+    """Ends a step that failed on another worker."""
+    runner = _runners.get(pipe)
+    if runner is not None:
+        runner.put(step, (), None)
+
+
+def _runner(pipe: int) -> Runner:
+    runner = _runners.get(pipe)
+    if runner is None:
+        raise ArgumentTypeError(f"there is no pipeline {pipe} on this worker; it was closed")
+    return runner
+
+
+def set_up(assignment: Assignment) -> RRef[Host]:
+    """Makes the stages of this worker and the thread that runs them."""
+    return RRef(Host(assignment))
+
+
+def close(pipe: int) -> None:
+    """Ends the runner of a pipeline; the last reference releases its stages."""
+    runner = _runners.get(pipe)
+    if runner is not None:
+        runner.close()
+
+
+def make_optimizer(
+    pipe: int, optimizer_class: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]
+) -> None:
+    """Makes the optimizer of this worker's weights."""
+    runner = _runner(pipe)
+    weights = [weight for stage in runner.stages.values() for weight in stage.parameters()]
+    runner.optimizer = optimizer_class(weights, **options) if weights else None
+
+
+def step_optimizer(pipe: int) -> None:
+    """Steps this worker's optimizer."""
+    optimizer = _runner(pipe).optimizer
+    if optimizer is not None:
+        optimizer.step()
+
+
+def first_values(pipe: int, group: int) -> list[Tensor]:
+    """Returns the weights of the first member of a group of copies, which this worker holds."""
+    runner = _runner(pipe)
+    member = runner.assignment.copies.groups[group][0]
+    module = runner.stages[member.stage].module
+    return [each.detach() for each in runner.assignment.copies.weights(member, module)]
+
+
+def set_values(pipe: int, group: int, values: Sequence[Tensor]) -> None:
+    """Sets the weights of this worker's members of a group of copies."""
+    runner = _runner(pipe)
+    copies = runner.assignment.copies
+    with torch.no_grad():
+        for member in copies.groups[group]:
+            if member.worker == runner.assignment.worker:
+                module = runner.stages[member.stage].module
+                for weight, value in zip(copies.weights(member, module), values, strict=True):
+                    weight.copy_(value)
+
+
+def squared_norm(pipe: int) -> Tensor:
+    """Returns the squared norm of this worker's gradients, each weight once in the pipeline."""
+    runner = _runner(pipe)
+    copies, me = runner.assignment.copies, runner.assignment.worker
+    total = torch.zeros((), dtype=torch.float64)
+    for number, stage in runner.stages.items():
+        for name, weight in stage.module.named_parameters():
+            if weight.grad is not None and copies.is_first(me, number, name):
+                total += weight.grad.detach().double().square().sum()
+    return total
+
+
+def scale_gradients(pipe: int, factor: float) -> None:
+    """Multiplies this worker's gradients with a factor."""
+    for stage in _runner(pipe).stages.values():
+        for weight in stage.parameters():
+            if weight.grad is not None:
+                weight.grad.mul_(factor)
+
+
+def set_mode(pipe: int, is_training: bool) -> None:
+    """Sets the mode of this worker's stages."""
+    for stage in _runner(pipe).stages.values():
+        stage.module.train(is_training)
+
+
+def state_dict(pipe: int, has_names: bool) -> dict[str, Tensor]:
+    """Returns the weights and buffers of this worker's stages."""
+    return {
+        _prefix(number, has_names) + name: value.detach()
+        for number, stage in _runner(pipe).stages.items()
+        for name, value in stage.module.state_dict().items()
+    }
+
+
+def gradients(pipe: int, has_names: bool) -> dict[str, Tensor | None]:
+    """Returns the gradients of this worker's weights."""
+    return {
+        _prefix(number, has_names) + name: weight.grad
+        for number, stage in _runner(pipe).stages.items()
+        for name, weight in stage.module.named_parameters()
+    }
+
+
+def load_state_dict(pipe: int, state: Mapping[str, Tensor], has_names: bool) -> None:
+    """Sets the weights and buffers of this worker's stages."""
+    for number, stage in _runner(pipe).stages.items():
+        prefix = _prefix(number, has_names)
+        own = {name: state[prefix + name] for name in stage.module.state_dict()}
+        stage.module.load_state_dict(own)
+
+
+def peak_held(pipe: int) -> int:
+    """Returns the most micro-batches whose activations this worker held in the last step."""
+    return _runner(pipe).peak_held
+
+
+def _prefix(stage: int, has_names: bool) -> str:
+    return "" if has_names else f"{stage}."

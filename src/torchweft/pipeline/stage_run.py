@@ -1,0 +1,272 @@
+"""One stage on its worker: forward and backward, a micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchweft.errors import ConfigurationError
+from torchweft.pipeline.split import WeightPart, input_part
+from torchweft.pipeline.values import Packet, describe, make_packet, pick
+from torchweft.pipeline.wiring import BATCH, Wiring
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Objective(NamedTuple):
+    """What the last stage does with its output.
+
+    Attributes:
+        loss: Returns the loss of an output and a target, a tensor with one element.
+        divisor: Each loss is divided by it before its backward.
+    """
+
+    loss: Loss
+    divisor: int
+
+
+class _Rerun(NamedTuple):
+    """A forward that the backward runs again: its arguments and the state of the random numbers."""
+
+    arguments: Sequence[Any]
+    random_state: Tensor
+
+
+class _Held:
+    """All that a stage holds of one micro-batch between its forward and its backward.
+
+    Attributes:
+        inputs: By source, the leaves that need a gradient.
+        sent: By consumer, the tensors that need a gradient, with their graph.
+        loss: The loss, with its graph, in the last stage.
+        rerun: How to make the graph; None if it exists.
+        rest: The second part of a backward that was split.
+    """
+
+    __slots__ = ("inputs", "loss", "rerun", "rest", "sent")
+
+    def __init__(self) -> None:
+        self.inputs: dict[int, list[Tensor]] = {}
+        self.sent: dict[int, list[Tensor]] = {}
+        self.loss: Tensor | None = None
+        self.rerun: _Rerun | None = None
+        self.rest: WeightPart | None = None
+
+
+class StageRun:
+    """Runs one stage. One thread uses it.
+
+    Args:
+        stage: Its number.
+        module: Its module.
+        wiring: The values that it takes, and the stages that take its output.
+        objective: For the last stage, its loss; None elsewhere.
+        checkpoints: Whether to drop the activations of a micro-batch after its forward, and to run
+            the forward again before its backward.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        module: nn.Module,
+        wiring: Wiring,
+        objective: Objective | None,
+        checkpoints: Callable[[int], bool],
+    ) -> None:
+        self.stage = stage
+        self.module = module
+        self.sources = wiring.sources(stage)
+        self.consumers = wiring.consumers(stage)
+        self._takes = wiring.takes[stage]
+        self._taken = {source: wiring.taken(stage, source) for source in (BATCH, *self.sources)}
+        self._given = {each: wiring.taken(each, stage) for each in self.consumers}
+        self._is_spread = wiring.spreads and len(self._takes) == 1 and self._takes[0].key is None
+        self._objective = objective
+        self._checkpoints = checkpoints
+        self._held: dict[int, _Held] = {}
+
+    @property
+    def held(self) -> int:
+        """The number of micro-batches whose activations it holds."""
+        return len(self._held)
+
+    def reset(self) -> None:
+        """Drops all that is held."""
+        self._held.clear()
+
+    def parameters(self) -> list[Tensor]:
+        """Returns the weights that require grad."""
+        return [each for each in self.module.parameters() if each.requires_grad]
+
+    # Forward
+
+    def infer(self, packets: Mapping[int, Packet]) -> tuple[Any, dict[int, Packet]]:
+        """Runs a forward without gradients; returns the output, and the packets by consumer."""
+        with torch.no_grad():
+            output = self._call(self._arguments(packets))
+        return output, {each: self._packet(output, each, False)[0] for each in self.consumers}
+
+    def forward(
+        self, microbatch: int, packets: Mapping[int, Packet], target: Any = None
+    ) -> tuple[dict[int, Packet], Tensor | None]:
+        """Runs a forward, and holds its graph.
+
+        Args:
+            microbatch: Which micro-batch.
+            packets: The values of each source.
+            target: What the loss compares the output with.
+
+        Returns:
+            The packets by consumer; and the loss, detached, in the last stage.
+        """
+        held = self._held[microbatch] = _Held()
+        arguments = self._arguments(packets)
+        held.inputs = {source: packets[source].needing_grad() for source in self.sources}
+        rerun = None
+        if self._checkpoints(microbatch):
+            rerun = held.rerun = _Rerun(arguments, torch.get_rng_state())
+        with torch.set_grad_enabled(rerun is None):
+            output = self._call(arguments)
+            if self._objective is not None:
+                held.loss = self._scaled_loss(output, target)
+        outgoing = {}
+        needs_grad = bool(rerun) and (any(held.inputs.values()) or bool(self.parameters()))
+        for consumer in self.consumers:
+            outgoing[consumer], held.sent[consumer] = self._packet(output, consumer, needs_grad)
+        if rerun is not None and self._objective is not None:
+            # The target is needed again.
+            held.rerun = _Rerun((*arguments, target), rerun.random_state)
+        return outgoing, None if held.loss is None else held.loss.detach()
+
+    def _arguments(self, packets: Mapping[int, Packet]) -> list[Any]:
+        values = {source: iter(packet.values()) for source, packet in packets.items()}
+        return [next(values[take.source]) for take in self._takes]
+
+    def _call(self, arguments: Sequence[Any]) -> Any:
+        if self._is_spread:
+            (value,) = arguments
+            if isinstance(value, tuple):
+                return self.module(*value)
+            if isinstance(value, dict):
+                return self.module(**value)
+            return self.module(value)
+        named = {
+            take.name: value
+            for take, value in zip(self._takes, arguments, strict=True)
+            if take.name
+        }
+        return self.module(
+            *(v for take, v in zip(self._takes, arguments, strict=True) if not take.name), **named
+        )
+
+    def _packet(
+        self, output: Any, consumer: int, may_need_grad: bool
+    ) -> tuple[Packet, list[Tensor]]:
+        picked = [pick(output, take, consumer) for take in self._given[consumer]]
+        return make_packet(picked, may_need_grad=may_need_grad)
+
+    def _scaled_loss(self, output: Any, target: Any) -> Tensor:
+        assert self._objective is not None
+        loss = self._objective.loss(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ConfigurationError(
+                f"the loss function returned {describe(loss)}; a tensor with one element is needed"
+            )
+        return loss / self._objective.divisor if self._objective.divisor > 1 else loss
+
+    # Backward
+
+    def expects(self, microbatch: int) -> list[int]:
+        """Returns the consumers that send gradients for a micro-batch."""
+        return _consumers_of(self._held[microbatch])
+
+    def backward(
+        self, microbatch: int, gradients: Mapping[int, Sequence[Tensor | None]]
+    ) -> dict[int, list[Tensor | None]]:
+        """Runs a whole backward; returns the gradients for each source.
+
+        Args:
+            microbatch: Which micro-batch; it is no longer held afterwards.
+            gradients: By consumer, those of the tensors that it was sent, in order.
+        """
+        held = self._held[microbatch]
+        roots, arrived = self._roots(held, gradients)
+        if roots:
+            torch.autograd.backward(roots, arrived)
+        del self._held[microbatch]
+        return {
+            source: [leaf.grad for leaf in leaves]
+            for source, leaves in held.inputs.items()
+            if leaves
+        }
+
+    def backward_input(
+        self, microbatch: int, gradients: Mapping[int, Sequence[Tensor | None]]
+    ) -> dict[int, list[Tensor | None]]:
+        """Runs the first part of a backward; ``backward_weight`` follows."""
+        held = self._held[microbatch]
+        roots, arrived = self._roots(held, gradients)
+        leaves = [leaf for each in held.inputs.values() for leaf in each]
+        found, held.rest = input_part(roots, arrived, leaves, self.parameters())
+        results = iter(found)
+        outgoing = {
+            source: [next(results) for _ in each] for source, each in held.inputs.items() if each
+        }
+        held.inputs, held.sent, held.loss = {}, {}, None
+        return outgoing
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Runs the second part of a backward; the micro-batch is no longer held afterwards."""
+        held = self._held.pop(microbatch)
+        assert held.rest is not None
+        held.rest.run()
+
+    def _roots(
+        self, held: _Held, gradients: Mapping[int, Sequence[Tensor | None]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the tensors at which a backward begins, and their gradients."""
+        if held.rerun is not None:
+            self._run_again(held, held.rerun)
+        roots: list[Tensor] = []
+        arrived: list[Tensor] = []
+        if held.loss is not None and held.loss.requires_grad:
+            roots.append(held.loss)
+            arrived.append(torch.ones_like(held.loss))
+        for consumer, tensors in held.sent.items():
+            if not tensors:
+                continue
+            for tensor, gradient in zip(tensors, gradients[consumer], strict=True):
+                if gradient is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    arrived.append(gradient)
+        return roots, arrived
+
+    def _run_again(self, held: _Held, rerun: _Rerun) -> None:
+        """Makes the graph of a forward that was run without."""
+        held.rerun = None
+        now = torch.get_rng_state()
+        torch.set_rng_state(rerun.random_state)
+        # Statistics of a batch normalization count each micro-batch once.
+        buffers = [(each, each.clone()) for each in self.module.buffers()]
+        try:
+            with torch.enable_grad():
+                if self._objective is not None:
+                    *arguments, target = rerun.arguments
+                    held.loss = self._scaled_loss(self._call(arguments), target)
+                    return
+                output = self._call(rerun.arguments)
+        finally:
+            torch.set_rng_state(now)
+            for buffer, before in buffers:
+                buffer.data.copy_(before)  # ``data``: no graph takes this for a change.
+        for consumer in _consumers_of(held):
+            picked = [pick(output, take, consumer) for take in self._given[consumer]]
+            held.sent[consumer] = make_packet(picked, may_need_grad=True)[1]
+
+
+def _consumers_of(held: _Held) -> list[int]:
+    """Returns the consumers that were sent tensors which need a gradient."""
+    return [consumer for consumer, sent in held.sent.items() if sent]

@@ -1,0 +1,272 @@
+"""Pipelines on real workers, compared with one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchweft
+from tests.processes.pipeline_models import (
+    TIES,
+    TRANSFORMER,
+    WIDTH,
+    Failing,
+    layers,
+    makers,
+    run_transformer,
+    token_loss,
+    transformer,
+)
+from torchweft.errors import ArgumentTypeError, ConfigurationError, PipelineError
+from torchweft.launch import Nursery
+from torchweft.pipeline import (
+    Pipe,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleNaive,
+    ScheduleZBH1,
+    ScheduleZBVZeroBubble,
+    Table,
+    cut_sequential,
+)
+
+# The tests share workers, which connect to one another on first use.
+pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
+WORKERS = ["worker0", "worker1", "worker2", "worker3"]
+TINY = 1e-12
+mse = nn.functional.mse_loss
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers(nursery: Nursery) -> Iterator[None]:
+    with torchweft.cluster(workers=4, nursery=nursery):
+        yield
+
+
+def regression(rows: int = 24, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+    return inputs, torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def tokens(rows: int, length: int, seed: int = 2) -> tuple[dict[str, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randint(11, (rows, length), generator=generator)
+    positions = torch.arange(length).repeat(rows, 1)
+    return {"tokens": found, "positions": positions}, found.roll(1, 1)
+
+
+def distance(found: dict[str, Any], model: nn.Module) -> float:
+    """Returns the largest difference between gradients and those of a model in this process."""
+    names = dict(model.named_parameters(remove_duplicate=False))
+    assert found.keys() == names.keys()
+    return max(float((found[name] - weight.grad).abs().max()) for name, weight in names.items())
+
+
+SCHEDULES: list[tuple[Any, int]] = [
+    (ScheduleNaive(6), 4),
+    (ScheduleGPipe(6), 4),
+    (Schedule1F1B(6), 4),
+    (Schedule1F1B(2), 4),
+    (ScheduleInterleaved1F1B(4), 4),
+    (ScheduleLoopedBFS(6, stages_per_worker=3), 2),
+    (ScheduleInterleavedZeroBubble(4), 4),
+    (ScheduleZBH1(6), 4),
+    (ScheduleZBVZeroBubble(8), 4),
+    (ScheduleDualPipeV(8), 4),
+]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize(
+    ("schedule", "count"), SCHEDULES, ids=[type(each[0]).__name__ for each in SCHEDULES]
+)
+def test_gradients_of_a_chain_are_those_of_one_process(
+    schedule: Any, count: int, checkpoint: Any
+) -> None:
+    model = layers(9)
+    alone = copy.deepcopy(model)
+    inputs, target = regression()
+    expected = mse(alone(inputs), target)
+    expected.backward()
+    with Pipe(model, WORKERS[:count], schedule, mse, checkpoint=checkpoint) as pipe:
+        loss = pipe.step(inputs, target)
+        assert loss.item() == pytest.approx(expected.item(), abs=TINY)
+        assert distance(pipe.gradients(), alone) < TINY
+        assert torch.allclose(pipe(inputs), alone(inputs), atol=TINY, rtol=0)
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe(4), Schedule1F1B(4), ScheduleZBH1(4)])
+@pytest.mark.parametrize("is_made_there", [False, True])
+def test_skips_ties_and_arguments_of_the_batch(schedule: Any, is_made_there: bool) -> None:
+    alone = nn.ModuleList(transformer(3))
+    stages: Any = makers(3) if is_made_there else transformer(3)
+    ties = TIES if is_made_there else ()
+    with Pipe(stages, WORKERS, schedule, token_loss, wiring=TRANSFORMER, ties=ties) as pipe:
+        for length in (5, 3):  # The shapes change between batches.
+            batch, target = tokens(8, length)
+            alone.zero_grad()
+            expected = token_loss(run_transformer(alone, batch), target)
+            expected.backward()
+            optimizer = pipe.optimizer(torch.optim.SGD, lr=0.0)
+            optimizer.zero_grad()
+            assert pipe.step(batch, target).item() == pytest.approx(expected.item(), abs=TINY)
+            assert distance(pipe.gradients(), alone) < TINY
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_training_with_tied_weights_and_clipping_is_that_of_one_process(make: Any) -> None:
+    alone = nn.ModuleList(transformer(4))
+    own = make(alone.parameters(), lr=0.05)
+    with Pipe(
+        makers(4), WORKERS, Schedule1F1B(4), token_loss, wiring=TRANSFORMER, ties=TIES
+    ) as pipe:
+        optimizer = pipe.optimizer(make, lr=0.05)
+        for number in range(4):
+            batch, target = tokens(8, 4, seed=number)
+            own.zero_grad()
+            token_loss(run_transformer(alone, batch), target).backward()
+            norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.3)
+            own.step()
+            optimizer.zero_grad()
+            pipe.step(batch, target)
+            assert pipe.clip_grad_norm_(0.3).item() == pytest.approx(norm.item(), abs=TINY)
+            optimizer.step()
+        state = pipe.state_dict()
+    for name, value in alone.state_dict().items():
+        assert torch.allclose(state[name], value, atol=1e-9, rtol=0)
+    assert torch.equal(state["0.weight"], state["3.weight"])
+
+
+def test_statistics_of_a_batch_normalization_follow_each_microbatch() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)).double()
+    alone = copy.deepcopy(model)
+    inputs, target = regression(12)
+    for part, wanted in zip(inputs.chunk(3), target.chunk(3), strict=True):
+        (mse(alone(part), wanted) / 3).backward()
+    for checkpoint in ("never", "always"):
+        with Pipe(
+            cut_sequential(model, [1]), WORKERS[:2], ScheduleGPipe(3), mse, checkpoint=checkpoint
+        ) as pipe:
+            pipe.step(inputs, target)
+            assert distance(pipe.gradients(), alone) < TINY
+            for name, value in pipe.state_dict().items():
+                assert torch.equal(value, alone.state_dict()[name]), name
+            pipe.eval()
+            assert torch.allclose(pipe(inputs), copy.deepcopy(alone).eval()(inputs), atol=TINY)
+
+
+def test_nothing_is_sent_back_into_a_frozen_prefix() -> None:
+    model = layers(4)
+    model[0].requires_grad_(False)
+    alone = copy.deepcopy(model)
+    inputs, target = regression()
+    mse(alone(inputs), target).backward()
+    with Pipe(model, WORKERS, Schedule1F1B(4), mse) as pipe:
+        pipe.step(inputs, target)
+        found = pipe.gradients()
+    assert found["0.weight"] is None
+    assert found["0.bias"] is None
+    for name, weight in list(alone.named_parameters())[2:]:
+        assert torch.allclose(found[name], weight.grad, atol=TINY, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "held"), [(ScheduleGPipe(16), [16] * 4), (Schedule1F1B(16), [4, 3, 2, 1])]
+)
+def test_activations_held(schedule: Any, held: list[int]) -> None:
+    with Pipe(layers(4), WORKERS, schedule, mse) as pipe:
+        pipe.step(*regression(32))
+        assert pipe.peak_held() == held
+
+
+def test_a_table_from_elsewhere() -> None:
+    table = Table.from_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1B0,1F1,1B1\n")
+
+    class Given:
+        def table(self, n_workers: int) -> Table:
+            assert n_workers == 2
+            return table
+
+    model = layers(4)
+    alone = copy.deepcopy(model)
+    inputs, target = regression()
+    mse(alone(inputs), target).backward()
+    with Pipe(model, WORKERS[:2], Given(), mse) as pipe:
+        pipe.step(inputs, target)
+        assert distance(pipe.gradients(), alone) < TINY
+
+
+def test_a_stage_that_fails_is_named_and_the_next_step_works() -> None:
+    model = [layers(1), Failing(), nn.Linear(WIDTH, WIDTH).double()]
+    with Pipe(model, WORKERS[:3], Schedule1F1B(4), mse) as pipe:
+        inputs, target = regression()
+        before = pipe.step(inputs, target)
+        bad = inputs.clone()
+        bad[-1] = -1e6 * torch.sign(pipe.state_dict()["0.0.weight"][0])
+        with pytest.raises(
+            PipelineError, match=r"stage 1 on worker 'worker1' .* micro-batch 3"
+        ) as caught:
+            pipe.step(bad, target)
+        assert (caught.value.stage, caught.value.worker, caught.value.microbatch) == (
+            1,
+            "worker1",
+            3,
+        )
+        assert isinstance(caught.value.__cause__, ArithmeticError)
+        assert "float64[6, 6] from stage 0" in str(caught.value)
+        assert torch.equal(pipe.step(inputs, target), before)
+
+
+def test_stages_that_do_not_fit_are_named_with_shapes() -> None:
+    stages = [nn.Linear(4, 6), nn.Linear(5, 6)]
+    with Pipe(stages, WORKERS[:2], ScheduleGPipe(2), mse) as pipe:
+        inputs, target = regression()
+        with pytest.raises(PipelineError, match=r"stage 1 .* float32\[12, 6\] from stage 0"):
+            pipe.step(inputs.float(), target.float())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"stages": [nn.Linear(4, 4)]}, "2 stages on these workers, and there are 1"),
+        ({"stages": nn.Sequential(nn.Linear(4, 4))}, "1 layers cannot be cut into 2 stages"),
+        ({"workers": ["worker0", "worker0"]}, "name each worker of the pipeline once"),
+        ({"checkpoint": "sometimes"}, "pass one of 'never', 'except_last', 'always'"),
+        ({"schedule": ScheduleZBVZeroBubble(1)}, "cannot have 1 micro-batches"),
+        ({"ties": [((0, "weight"), (7, "weight"))]}, "there are the stages 0 to 1"),
+    ],
+)
+def test_what_cannot_be_a_pipeline(arguments: dict[str, Any], text: str) -> None:
+    usual: dict[str, Any] = {
+        "stages": [nn.Linear(4, 4), nn.Linear(4, 4)],
+        "workers": WORKERS[:2],
+        "schedule": ScheduleGPipe(2),
+        "loss": mse,
+    }
+    with pytest.raises(ConfigurationError, match=text):
+        Pipe(**(usual | arguments))
+
+
+def test_batches_that_cannot_be_cut() -> None:
+    with Pipe(layers(4), WORKERS[:2], ScheduleGPipe(5), mse) as pipe:
+        inputs, target = regression(24)
+        with pytest.raises(ConfigurationError, match="24 rows, which cannot be cut into 5 equal"):
+            pipe.step(inputs, target)
+        with pytest.raises(ConfigurationError, match="the target has 24 rows"):
+            pipe.step(inputs[:20], target)
+    without = Pipe(layers(4), WORKERS[:2], ScheduleGPipe(4))
+    with without, pytest.raises(ConfigurationError, match="no loss function"):
+        without.step(inputs, target)
+    with pytest.raises(ArgumentTypeError, match="pass a Sequential, or a list"):
+        Pipe(nn.Linear(2, 2), WORKERS[:2], ScheduleGPipe(4))  # type: ignore[arg-type]
