@@ -200,9 +200,6 @@ class Served(AnsweredCall):
     def not_delivered(self, failure: BaseException) -> BaseException:
         raise failure
 
-    def unanswered(self, error: BaseException | None) -> None:
-        raise AssertionError("every simulated call has an answer")
-
     def is_referred_to(self) -> bool:
         return self.is_referred
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchweft.agent.peers import Peer
 from torchweft.errors import ArgumentTypeError, PipelineError, WeftError, WorkerLost
 from torchweft.pipeline.copies import Copies, added
 from torchweft.pipeline.schedules import Action, Kind, Table
@@ -24,13 +25,16 @@ from torchweft.pipeline.stage_run import Objective, StageRun
 from torchweft.pipeline.values import Packet, describe
 from torchweft.pipeline.wiring import BATCH, Wiring
 from torchweft.rpc import RRef, functions, on_worker_lost
-from torchweft.rpc.calls import post
+from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker
+from torchweft.wire.frames import Frame
 
 FORWARD, BACKWARD, COPIES = range(3)
 """The kinds of messages between stages."""
 
 _START = (-1,)
+_END, _MESSAGE = -1, -2
+"""In place of a step: the end of the runner, and a message that was not read yet."""
 _SHOWN = {FORWARD: "the values", BACKWARD: "the gradients", COPIES: "the gradients of a copy"}
 
 Key = tuple[int, ...]
@@ -126,12 +130,15 @@ class Runner:
         }
         self._rpc = current_worker()
         self._peers = {name: self._rpc.agent.find(name) for name in assignment.workers}
+        self._ports = self._rpc.agent.slots[PORTS]
         self._mail: queue.SimpleQueue[tuple[int, Key, Any]] = queue.SimpleQueue()
+        self._ports.open(assignment.pipe, self._put_message)
         self._arrived: dict[tuple[int, Key], Any] = {}
         self._step = 0
         self._at: Action | None = None
         self._packets_of_action: dict[int, Packet] = {}
         self._lost: WorkerLost | None = None
+        self._unreadable: Exception | None = None
         self._forget = on_worker_lost(self._on_worker_lost)
         self._thread = threading.Thread(
             target=self._work, name=f"weft-pipeline-{assignment.pipe}", daemon=True
@@ -150,10 +157,14 @@ class Runner:
         """Puts a message into the mailbox; never blocks."""
         self._mail.put((step, key, content))
 
+    def _put_message(self, peer: Peer, frame: Frame) -> None:
+        self._mail.put((_MESSAGE, (), (peer, frame)))
+
     def close(self) -> None:
         """Ends the thread; does not wait for it."""
         self._forget()
-        self._mail.put((-1, (), None))
+        self._ports.close(self.assignment.pipe)
+        self._mail.put((_END, (), None))
 
     def _on_worker_lost(self, error: WorkerLost) -> None:
         if error.worker in self.assignment.workers:
@@ -165,12 +176,29 @@ class Runner:
     def _work(self) -> None:
         while True:
             step, key, content = self._mail.get()
-            if step < 0:
+            if step == _END:
+                self._discard_all()
                 return
             if key == _START:
                 self._run(content)
-            elif key:
-                self._keep(step, key, content)
+            elif step == _MESSAGE:
+                try:
+                    self._read(*content)
+                except Exception as error:
+                    self._unreadable = error
+
+    def _discard_all(self) -> None:
+        """Releases at their senders the contents of messages that were not read."""
+        while not self._mail.empty():
+            step, _, content = self._mail.get()
+            if step == _MESSAGE:
+                self._ports.discard(*content)
+
+    def _read(self, peer: Peer, frame: Frame) -> None:
+        """Reads a message of another stage, and keeps it if it is of this step or a later one."""
+        step, kind, stage, source, microbatch, *rest = self._ports.read(peer, frame)
+        mask, structure, *leaves = rest
+        self._keep(step, (kind, stage, source, microbatch), Packet(mask, structure, leaves))
 
     def _keep(self, step: int, key: Key, content: Any) -> None:
         if step >= self._step:
@@ -190,15 +218,13 @@ class Runner:
             if not deadline_s:
                 deadline_s = time.monotonic() + self.assignment.timeout_s
             try:
-                step, found, content = self._mail.get(
-                    timeout=max(deadline_s - time.monotonic(), 0.0)
-                )
+                step, _, content = self._mail.get(timeout=max(deadline_s - time.monotonic(), 0.0))
             except queue.Empty:
                 raise self._too_late(key) from None
-            if found:
-                self._keep(step, found, content)
-            elif step < 0:
-                self._mail.put((-1, (), None))
+            if step == _MESSAGE:
+                self._read(*content)
+            elif step == _END:
+                self._mail.put((_END, (), None))
                 raise _Aborted
             elif isinstance(content, WorkerLost):
                 raise content
@@ -226,6 +252,9 @@ class Runner:
         try:
             if self._lost is not None:
                 raise self._lost
+            unreadable, self._unreadable = self._unreadable, None
+            if unreadable is not None:
+                raise unreadable
             result = self._train(start) if start.is_training else self._infer(start)
         except _Aborted:
             self._fail(start, PipelineError("the step was ended by its driver", worker=self.name))
@@ -333,8 +362,8 @@ class Runner:
             self._keep(self._step, key, packet)
             return
         mask, structure, leaves = packet
-        args = (self.assignment.pipe, self._step, *key, mask, structure, *leaves)
-        post(self._rpc, self._peers[worker], deliver, args)
+        values = (self._step, *key, mask, structure, *leaves)
+        self._ports.post(self._peers[worker], self.assignment.pipe, values)
 
     def _add_copies(self) -> None:
         """Adds the gradients of weights that exist more than once; all copies get the sum."""
@@ -401,23 +430,6 @@ class Host:
     def close(self) -> None:
         """Ends the runner."""
         self._finalize()
-
-
-def deliver(
-    pipe: int,
-    step: int,
-    kind: int,
-    stage: int,
-    source: int,
-    microbatch: int,
-    mask: int,
-    structure: Any,
-    *leaves: Any,
-) -> None:
-    """Puts values of another stage into the mailbox of a pipeline; never blocks."""
-    runner = _runners.get(pipe)
-    if runner is not None:
-        runner.put(step, (kind, stage, source, microbatch), Packet(mask, structure, leaves))
 
 
 @functions.async_execution

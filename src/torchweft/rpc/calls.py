@@ -161,23 +161,6 @@ def start(
     return future
 
 
-def post(worker: Worker, peer: Peer, function: Any, args: Sequence[Any]) -> None:
-    """Calls another worker without an answer: runs the function at most once.
-
-    For applications of Weft whose steps end with calls that are answered: a group that is shutting
-    down does not wait for a posted call. The callee logs the error of its function.
-
-    Raises:
-        WorkerLost: The worker is known to be lost. A later loss is told by ``on_worker_lost``.
-    """
-    request = worker.request(peer, function, args, {}, math.inf)
-    try:
-        worker.agent.sender.send(peer, request.message(0))
-    except Exception:
-        request.take_back()
-        raise
-
-
 def create(
     worker: Worker,
     peer: Peer,

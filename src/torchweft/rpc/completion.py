@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from types import CoroutineType
@@ -22,8 +21,6 @@ from torchweft.rpc.worker import Worker
 from torchweft.runtime.reports import log_exception
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import describe
-
-_log = logging.getLogger("torchweft")
 
 
 class WhenReady(NamedTuple):
@@ -62,12 +59,6 @@ class Call(AnsweredCall):
             f"worker {name!r} could not send the result of the call: {type(failure).__name__} was "
             "raised meanwhile; its log says more"
         )
-
-    def unanswered(self, error: BaseException | None) -> None:
-        """Logs the error of a posted call."""
-        if error is not None:
-            self.worker.note_failure(self.peer, error)
-            _log.error("a posted call of worker %r failed", self.peer.name, exc_info=error)
 
     def keep(self, result: Any, error: BaseException | None) -> None:
         """Resolves the value ``owned`` with the outcome; ``owned`` is None afterwards."""

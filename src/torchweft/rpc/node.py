@@ -17,6 +17,7 @@ from torchweft.rpc import serving, stack_report
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.options import RpcBackendOptions
+from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime.contention import SpinLimit
 from torchweft.runtime.reports import LongWaits, log_exception
@@ -73,6 +74,7 @@ class Node:
         self.gatherings = Gatherings(agent)
         self.waits.add(self.worker.engine.open_waits)
         self.waits.add(self.gatherings.open_waits)
+        self.ports = Ports(self.worker)
         self.leaving = Leaving(self.worker, self.waits, on_left)
         self._finalize: Finalize | None = None
         # For functions that programs and other workers call.
@@ -80,6 +82,7 @@ class Node:
         agent.slots[WORKER] = self.worker
         agent.slots[GATHERINGS] = self.gatherings
         agent.slots[NODE] = self
+        agent.slots[PORTS] = self.ports
 
     def start(self) -> None:
         """Makes this the worker of the process, and begins to serve others."""

@@ -21,6 +21,8 @@ from torchweft.wire.messages import (
     encode_reply_front,
 )
 
+_POST = int(Kind.POST)
+
 TakeBack = Callable[[Peer, Sequence[HandedReference], int], None]
 """Takes back the references and the graph of a message to a worker that could not be sent."""
 
@@ -57,6 +59,11 @@ class Request:
         NUMBER.pack_into(self._frame, NUMBER_OFFSET, number)
         return [self._frame]
 
+    def post(self, port: int) -> Outgoing:
+        """Returns the values alone, for a port of the receiver."""
+        self._frame[0] = _POST
+        return self.message(port)
+
     def take_back(self) -> None:
         """Takes back the references and the graph of a message that could not be sent."""
         self._take_back(self._peer, self._handed, self._message_id)
@@ -92,15 +99,21 @@ class TableRequest(Request):
 
     def message(self, number: int) -> Outgoing:
         """Returns the message to send, under the number of its call."""
+        return self._encode(Kind.CALL, number)
+
+    def post(self, port: int) -> Outgoing:
+        """Returns the values alone, for a port of the receiver."""
+        return self._encode(Kind.POST, port)
+
+    def _encode(self, kind: Kind, number: int) -> Outgoing:
         packed, flags = self._packed, self._flags
         if self._peer.is_self:
             remaining_s, creation, context_id, message_id, function = self._head
             value = (context_id, message_id, (), 0, 0)
             local = LocalMessage((remaining_s, creation, function, value), *packed)
-            return local_frame(Kind.CALL, flags, number, local)
+            return local_frame(kind, flags, number, local)
         front = encode_call_front(*self._head, self._handed, packed.payload)
-        tensors = packed.tensors
-        return self._tensor_messages.encode(self._peer, Kind.CALL, flags, number, front, tensors)
+        return self._tensor_messages.encode(self._peer, kind, flags, number, front, packed.tensors)
 
 
 def reply_by_tables(

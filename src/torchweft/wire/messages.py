@@ -8,6 +8,8 @@ layout, the payload, and the tensors that were taken out of it::
     REPLY  context u64 | message u64 | references u32 | payload size u32
            references | payload | tensors
 
+A ``POST`` is laid out like a ``CALL`` without a name; its values are for a port of the receiver.
+
 The tensors are small ones with their memory, one after the other. With the flag ``TABLES`` they are
 two tables, and their sizes, instead; their memory is elsewhere::
 
@@ -53,6 +55,7 @@ class Kind(enum.IntEnum):
     FAILED = 20
     STACKS = 21
     RELEASE_MESSAGES = 22
+    POST = 23
 
 
 ERROR_REPLY = 1

@@ -169,10 +169,6 @@ class AnsweredCall(ServedCall, ABC):
         """Logs that the outcome could not be delivered; returns the error to deliver instead."""
 
     @abstractmethod
-    def unanswered(self, error: BaseException | None) -> None:
-        """Logs the error of a posted call, to which there is no answer."""
-
-    @abstractmethod
     def is_referred_to(self) -> bool:
         """Whether any reference to the value that it makes is held."""
 
@@ -203,8 +199,6 @@ class AnsweredCall(ServedCall, ABC):
                 self.keep(result, error)
             elif self.was_cancelled or self.has_ended:
                 pass  # No caller waits, and references in the result were not handed on yet.
-            elif not self.number:
-                self.unanswered(error)
             elif error is None:
                 self.worker.reply(self.peer, self.number, result, self.context_id)
             else:

@@ -77,9 +77,6 @@ class Served(AnsweredCall):
         self.failure = None
         return ValueError(f"instead of {failure!r}")
 
-    def unanswered(self, error: BaseException | None) -> None:
-        self.told.append(("posted", error))
-
     def is_referred_to(self) -> bool:
         return self.is_referred
 

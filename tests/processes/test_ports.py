@@ -1,0 +1,109 @@
+"""Values that workers send to ports of one another."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torchweft
+from torchweft import rpc
+from torchweft.agent.current import current
+from torchweft.errors import ConfigurationError, SerializationError
+from torchweft.launch import Nursery
+from torchweft.rpc.ports import PORTS, Ports
+
+pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
+PORT = 77
+LIMIT_S = 20.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers(nursery: Nursery) -> Iterator[None]:
+    with torchweft.cluster(workers=2, nursery=nursery):
+        yield
+
+
+_mail: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+
+def ports() -> Ports:
+    return current().slots[PORTS]
+
+
+def open_port() -> None:
+    ports().open(PORT, lambda peer, frame: _mail.put((peer, frame)))
+
+
+def close_port() -> None:
+    ports().close(PORT)
+
+
+def read(count: int) -> list[Any]:
+    """Returns what came to the port of this worker, in order."""
+    return [ports().read(*_mail.get(timeout=LIMIT_S)) for _ in range(count)]
+
+
+def forward(to: str, values: Any) -> None:
+    """Sends values on to the port of another worker."""
+    agent = current()
+    agent.slots[PORTS].post(agent.find(to), PORT, values)
+
+
+@pytest.fixture
+def port() -> Iterator[None]:
+    rpc.rpc_sync("worker1", open_port)
+    yield
+    rpc.rpc_sync("worker1", close_port)
+
+
+VALUES: list[tuple[Any, ...]] = [
+    (),
+    (1, None, "text", 2.5, True),
+    (torch.arange(6.0).reshape(2, 3), 3),
+    (torch.arange(6.0).reshape(2, 3).T, [torch.ones(2), {"a": torch.zeros(1)}]),
+    (torch.arange(300_000.0), "tables"),
+    (torch.eye(3).to_sparse(),),
+]
+
+
+@pytest.mark.usefixtures("port")
+def test_values_of_one_sender_arrive_in_order_as_they_were() -> None:
+    for values in VALUES:
+        forward("worker1", values)
+    for found, values in zip(rpc.rpc_sync("worker1", read, (len(VALUES),)), VALUES, strict=True):
+        assert len(found) == len(values)
+        for one, other in zip(found, values, strict=True):
+            if isinstance(other, torch.Tensor):
+                assert torch.equal(one.to_dense(), other.to_dense())
+            elif not isinstance(other, list):
+                assert one == other
+
+
+@pytest.mark.usefixtures("port")
+def test_values_of_a_worker_to_itself_and_between_others() -> None:
+    rpc.rpc_sync("worker1", forward, ("worker1", (torch.ones(3), "own")))
+    rpc.rpc_sync("worker0", forward, ("worker1", (torch.ones(3), "other")))
+    found = rpc.rpc_sync("worker1", read, (2,))
+    assert sorted(text for _, text in found) == ["other", "own"]
+
+
+def test_values_for_a_port_that_is_not_open_are_dropped() -> None:
+    before = rpc.rpc_sync("worker0", torch.ones, (2,))
+    forward("worker0", (torch.arange(300_000.0), [before]))
+    assert rpc.rpc_sync("worker0", torch.add, (before, before)).tolist() == [2.0, 2.0]
+
+
+def test_mistakes() -> None:
+    own = ports()
+    own.open(PORT, lambda *_: None)
+    with pytest.raises(ConfigurationError, match="port 77 of this worker is open already"):
+        own.open(PORT, lambda *_: None)
+    own.close(PORT)
+    own.close(PORT)
+    with pytest.raises(SerializationError):
+        forward("worker0", (1, threading.Lock()))
