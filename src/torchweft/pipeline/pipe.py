@@ -205,6 +205,7 @@ class Pipe:
         zero_grad, self._zero_grad = self._zero_grad and is_training, False
         takes = self.stages.wiring.takes
         futures: list[Future[Any]] = []
+        failures: list[Exception] = []
         for row, info in enumerate(self._infos):
             inputs = {
                 stage: [
@@ -215,12 +216,16 @@ class Pipe:
             }
             own_targets = targets if self._last in self.table.stages_of(row) else ()
             args = (self._pipe, self._step, is_training, zero_grad, inputs, own_targets)
-            futures.append(rpc_async(info, host.start, args=args, timeout=0))
-        return [result for result in self._results(futures) if result is not None]
+            try:
+                futures.append(rpc_async(info, host.start, args=args, timeout=0))
+            except Exception as error:
+                failures.append(error)
+                self._abort()
+                break
+        return [result for result in self._results(futures, failures) if result is not None]
 
-    def _results(self, futures: list[Future[Any]]) -> list[Any]:
+    def _results(self, futures: list[Future[Any]], failures: list[Exception]) -> list[Any]:
         """Waits for all workers; if one fails, ends the step on the others and raises its error."""
-        failures: list[Exception] = []
         for future in as_completed(futures):
             try:
                 future.wait()
