@@ -96,6 +96,9 @@ class Worker:
         self.reference_type = reference_type
         self.copies_own = copies_own
         self.reader = reader
+        # Looked up once: every message needs them.
+        self._unpack, self._resolve_value = reader.unpack, reader.resolve_value
+        self._take_home = self._come_home
         self.tensor_messages = TensorMessages(agent)
         self.references = ReferenceKeeper(agent)
         self.engine = Engine(agent, self.tensor_messages, reader)
@@ -347,11 +350,10 @@ class Worker:
                 tensors = self._place_inlined(peer, received, flags, context, head, is_answer)
         if start == end:  # As ``unpack`` does; most results are one tensor or None.
             return tensors[0] if tensors else None
-        reader = self.reader
         payload = control[start:end]
         if payload[0] == PICKLE:
-            return reader.unpack(payload, tensors, externals)
-        return decode(payload, tensors, externals, reader.resolve_value, self._come_home)
+            return self._unpack(payload, tensors, externals)
+        return decode(payload, tensors, externals, self._resolve_value, self._take_home)
 
     def open_own(self, message: LocalMessage, context_id: int) -> Any:
         """Returns the value in a message of this worker to itself."""

@@ -460,7 +460,7 @@ def decode(
         is_tuple = tag == TUPLE
         count = 1
         if is_tuple:
-            if len(tensors) == _TENSORS_ALONE.get(data):
+            if tensors and len(tensors) == _TENSORS_ALONE.get(data):
                 return tuple(tensors)
             count, position = NUMBER.unpack_from(data)[1], NUMBER.size
         elif tag == INTEGER:
