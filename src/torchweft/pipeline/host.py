@@ -7,6 +7,7 @@ runner's own thread takes them out, and only it runs stages.
 from __future__ import annotations
 
 import queue
+import struct
 import threading
 import time
 import weakref
@@ -32,6 +33,8 @@ from torchweft.wire.frames import Frame
 FORWARD, BACKWARD, COPIES = range(3)
 """The kinds of messages between stages."""
 
+_HEAD = struct.Struct("<qBiiq")
+"""Step, kind, stage, source and micro-batch of a message: bytes are encoded faster than numbers."""
 _START = (-1,)
 _END, _MESSAGE = -1, -2
 """In place of a step: the end of the runner, and a message that was not read yet."""
@@ -196,9 +199,9 @@ class Runner:
 
     def _read(self, peer: Peer, frame: Frame) -> None:
         """Reads a message of another stage, and keeps it if it is of this step or a later one."""
-        step, kind, stage, source, microbatch, *rest = self._ports.read(peer, frame)
-        mask, structure, *leaves = rest
-        self._keep(step, (kind, stage, source, microbatch), Packet(mask, structure, leaves))
+        head, mask, structure, *leaves = self._ports.read(peer, frame)
+        step, *key = _HEAD.unpack(head)
+        self._keep(step, tuple(key), Packet(mask, structure, leaves))
 
     def _keep(self, step: int, key: Key, content: Any) -> None:
         if step >= self._step:
@@ -362,7 +365,7 @@ class Runner:
             self._keep(self._step, key, packet)
             return
         mask, structure, leaves = packet
-        values = (self._step, *key, mask, structure, *leaves)
+        values = (_HEAD.pack(self._step, *key), mask, structure, *leaves)
         self._ports.post(self._peers[worker], self.assignment.pipe, values)
 
     def _add_copies(self) -> None:
