@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torchweft import knobs
 from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.calls import PendingCall
+from torchweft.agent.code_keeping import CodeKeeper
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
@@ -38,13 +39,16 @@ from torchweft.errors import (
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import SlowFunctions
 from torchweft.protocol.connecting import Outgoing
+from torchweft.protocol.kept_code import SentCode
 from torchweft.protocol.membership.registration import why_not_by_value
+from torchweft.rpc.by_value import pack_function
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.requests import Request, TableRequest, own_copy, reply_by_tables
+from torchweft.rpc.requests import Request, TableRequest, names_of, own_copy, reply_by_tables
 from torchweft.rpc.unseen import UnseenErrors
 from torchweft.runtime.reports import log_exception
 from torchweft.serialize import inline
+from torchweft.serialize.by_value import Code
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import name_of
 from torchweft.serialize.inline import NO_TENSORS, Inlined
@@ -67,6 +71,7 @@ from torchweft.wire.messages import (
     decode_reply,
     encode_call,
     encode_reply,
+    with_code,
 )
 
 _log = logging.getLogger("torchweft")
@@ -106,7 +111,8 @@ class Worker:
         self.unfinished: set[object] = set()
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
         self._home_of: dict[int, Callable[[Any], ReferenceId | None]] = {}
-        self._packers: dict[int, Callable[[object], Packed]] = {}
+        self._packers: dict[int, Callable[..., Packed]] = {}
+        self.codes = CodeKeeper(agent, is_strict=reader.is_strict)
         agent.members.on_joined(self._learn_to_encode)
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         self.slow = SlowFunctions()
@@ -125,6 +131,7 @@ class Worker:
             self._packers[peer.id] = partial(pack_plain, main_by_name=by_name)
         else:
             obstacle = why_not_by_value(self.agent.me.registration, peer.registration)
+            peer.keeps_code = not (obstacle or peer.is_self)
             self._packers[peer.id] = partial(pack, main_by_name=by_name, not_by_value=obstacle)
 
         def home_of(value: Any) -> ReferenceId | None:
@@ -175,9 +182,20 @@ class Worker:
         tensors: list[Tensor] = []
         externals: Sequence[object] = ()
         inlined: Inlined | None = NO_TENSORS
+        entries: Sequence[SentCode] = ()
         flags, content = POSITIONAL, args
         if name is None:
+            name = b""
             flags, content = 0, (args, kwargs, function)
+            if peer.keeps_code:
+                assert not isinstance(function, bytes)
+                packer, home_of = self._packers[peer.id], self._home_of[peer.id]
+                if creation != NO_CREATION:
+                    home_of = no_home
+                (payload, tensors, externals), flags, entries = pack_function(
+                    self.codes, peer, packer, function, args, kwargs, home_of
+                )
+                inlined = self._inline(tensors) if tensors else NO_TENSORS
         elif kwargs:
             flags, content = 0, (args, kwargs)
         elif not is_own:
@@ -189,7 +207,7 @@ class Worker:
                 if inlined is None and not all(map(is_dense, tensors)):
                     payload = None
         if payload is None:
-            (payload, tensors, externals), flags = self._pack_content(peer, content, flags)
+            (payload, tensors, externals), flags, entries = self._pack_content(peer, content, flags)
             if is_own:
                 inlined = None
             elif tensors:
@@ -203,13 +221,11 @@ class Worker:
         elif context_id or inlined is None or inlined[1]:
             context_id, message_id = self._record_send(context_id, tensors, peer)
         handed = self._hand_on(externals, peer) if externals else ()
-        if name is None:
-            name = b""
         if inlined is None:
             head = (timeout_s, creation, context_id, message_id, name)
             packed = Packed(payload, tensors, list(externals))
             parts = self.tensor_messages
-            return TableRequest(self._take_back, peer, handed, parts, flags, head, packed)
+            return TableRequest(self._take_back, peer, handed, parts, flags, head, packed, entries)
         frame = encode_call(
             flags,
             timeout_s,
@@ -221,16 +237,27 @@ class Worker:
             payload,
             inlined[0],
         )
-        return Request(self._take_back, peer, handed, message_id, frame)
+        if entries:
+            frame = with_code(frame, names_of(entries))
+        request = Request(self._take_back, peer, handed, message_id, frame)
+        request.entries = entries
+        return request
 
-    def _pack_content(self, peer: Peer, content: Any, flags: int) -> tuple[Packed, int]:
+    def _pack_content(
+        self, peer: Peer, content: Any, flags: int
+    ) -> tuple[Packed, int, Sequence[SentCode]]:
         packer = self._packers[peer.id]
+        codes: list[Code] | None = [] if peer.keeps_code else None
+        packed = None
         try:
-            return packer(content), flags
+            packed = packer(content, codes=codes)
         except SerializationError:
             if flags != POSITIONAL:
                 raise
-        return packer((content, {})), 0  # Fails again, and names the place among the arguments.
+        if packed is None:  # Fails again, and names the place among the arguments.
+            return packer((content, {})), 0, ()
+        entries = self.codes.lend(peer, codes) if codes else ()
+        return (packer(content), flags, ()) if entries is None else (packed, flags, entries)
 
     def _inline(self, tensors: Sequence[Tensor]) -> Inlined | None:
         """Returns tensors as a part of their message; None if they need tables."""
@@ -319,6 +346,7 @@ class Worker:
         head: CallHead | ReplyHead,
         message: TensorMessage | None,
         is_answer: bool = False,
+        codes: Sequence[Code] = (),
     ) -> Any:
         """Returns the value in a message, with its references and tensors in place.
 
@@ -328,6 +356,7 @@ class Worker:
             head: Its head.
             message: Its tensors, all fetched, if they came by tables.
             is_answer: Whether it is the result of a call.
+            codes: The code that it names.
         """
         control = frame.control
         if isinstance(control, LocalMessage):
@@ -357,7 +386,7 @@ class Worker:
             return tensors[0] if tensors else None
         reader = self.reader
         if payload[0] == PICKLE:
-            return reader.unpack(payload, tensors, externals)
+            return reader.unpack(payload, tensors, externals, codes=codes)
         return decode(payload, tensors, externals, reader.resolve_value, self._come_home)
 
     def _own_tensors(self, message: LocalMessage, head: CallHead | ReplyHead) -> Sequence[Tensor]:
