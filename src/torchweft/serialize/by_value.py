@@ -36,6 +36,8 @@ from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module
 
 _DIGEST_BYTES = 16
+_STABLE_VERSION = 2
+"""Format of ``marshal`` in which equal objects have equal bytes, however they came about."""
 _KNOWN_LIMIT = 4096
 _SHAPES_LIMIT = 4
 _MAIN_NAMES = frozenset(MAIN_MODULES)
@@ -254,15 +256,24 @@ def _learn(function: FunctionType, known: _Known) -> _Shape | None:
     others = tuple(each for each in known.shapes if each.layout != layout)
     former = next((each.code for each in known.shapes if each.layout == layout), None)
     if former is None:
-        try:
-            content = marshal.dumps((function.__code__, *layout))
-        except ValueError:
+        content = _marshalled((function.__code__, *layout))
+        if content is None:
             return None
         digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
         former = Code(content, digest)
     shape = _Shape(layout, former, absent, module_count)
     known.shapes = (shape, *others[: _SHAPES_LIMIT - 1])
     return shape
+
+
+def _marshalled(value: Any) -> bytes | None:
+    """Returns the bytes of a code; None if a constant has none."""
+    for version in (_STABLE_VERSION, marshal.version):
+        try:
+            return marshal.dumps(value, version)
+        except ValueError:  # An older version has no slices, which may be constants since 3.14.
+            pass
+    return None
 
 
 def _layout(function: FunctionType, known: _Known) -> Layout | None:
