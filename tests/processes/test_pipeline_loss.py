@@ -65,9 +65,7 @@ def test_a_stage_that_waits_in_vain_says_for_what(nursery: Nursery) -> None:
             os.kill(stopped, signal.SIGSTOP)
             resume.start()
             try:
-                with pytest.raises(
-                    PipelineError, match=r"waited 1 s for the \w+ of"
-                ):
+                with pytest.raises(PipelineError, match=r"waited 1 s for the \w+ of"):
                     pipe.step(inputs, target)
             finally:
                 resume.join()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from torchweft import knobs
 from torchweft.agent.deaths import cause_of
 from torchweft.arguments import did_you_mean, wrong_type
 from torchweft.channel.buffers import HeldTensors
@@ -18,7 +19,9 @@ from torchweft.errors import DuplicateName, ProtocolError, UnknownWorker, Worker
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.connecting import Connecting, Patience, State, Terms, UnsentMessages
+from torchweft.protocol.kept_code import KeptCodes, SentCodes
 from torchweft.protocol.membership.registration import Registration, Roster
+from torchweft.serialize.by_value import Code
 from torchweft.transport.link import Link
 
 _NAMED = 16
@@ -55,6 +58,15 @@ class Peer:
         self.reach_data: Callable[[], bool] = lambda: False
         self.served: dict[int, ServedCall] = {}
         """Calls of the peer that this worker has received and not ended, by their numbers."""
+        limits = knobs.CODE_LIMIT.get(), knobs.CODE_LIMIT_BYTES.get()
+        self.sent_codes = SentCodes(*limits)
+        """The code of functions that the peer keeps for this worker; see ``CodeKeeper``."""
+        self.kept_codes: KeptCodes[Code] = KeptCodes(*limits)
+        """The code of functions that this worker keeps for the peer."""
+        self.code_lock = threading.Lock()
+        """Held by the thread that sends code to the peer."""
+        self.keeps_code = False
+        """Whether functions that go by value to the peer are taken apart."""
         self.connecting = Connecting(self.id, self.name)
         """State machine of the connection; to be used with ``state_lock``."""
         self.state_lock = threading.Lock()

@@ -107,7 +107,7 @@ class Receiver:
                 self._reactor.tasks.append((handler, peer, frame), peer.id)
                 return
             call = take_up(peer, frame, monotonic())
-            if not self._reactor.tasks.offer((handler, peer, call), peer.id, _size(frame)):
+            if not self._reactor.tasks.offer((handler, peer, call), peer.id, size_of(frame)):
                 self._reactor.urgent.append((self._refuse, peer, call))
             return
         try:
@@ -116,6 +116,18 @@ class Receiver:
             raise
         except BaseException:
             log_exception("a message of worker %r could not be handled", peer.name)
+
+    def take_call(self, peer: Peer, call: ServedCall, size_bytes: int) -> None:
+        """Queues a call that an inline handler has made of a message, or a task that refuses it.
+
+        Args:
+            peer: The caller.
+            call: The call.
+            size_bytes: Bytes that it takes while it waits.
+        """
+        handler = self._routes[Kind.CALL].handler
+        if not self._reactor.tasks.offer((handler, peer, call), peer.id, size_bytes):
+            self._reactor.urgent.append((self._refuse, peer, call))
 
     def deliver(self, peer: Peer, frame: Frame) -> None:
         """Handles a frame from this worker to itself, which touches no socket."""
@@ -248,7 +260,7 @@ def _ignore(peer: Peer, message: object) -> None:
     """Does nothing: no handler is registered yet."""
 
 
-def _size(frame: Frame) -> int:
+def size_of(frame: Frame) -> int:
     """Returns the bytes that a waiting frame takes."""
     if not frame.buffers:
         return len(frame.control)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CoroutineType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from torchweft.protocol.calls import AnsweredCall
 from torchweft.rpc.functions import is_async_execution
 from torchweft.rpc.worker import Worker
 from torchweft.runtime.reports import log_exception
+from torchweft.serialize.by_value import Code
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import describe
 
@@ -39,6 +40,8 @@ class Call(AnsweredCall):
 
     __slots__ = ("reference",)
 
+    codes: ClassVar[Sequence[Code]] = ()
+    """The code of functions by value in the request; a ``CallWithCode`` has some."""
     peer: Peer
     worker: Worker
     owned: OwnedValue | None
@@ -89,6 +92,14 @@ class Call(AnsweredCall):
     def is_referred_to(self) -> bool:
         """Whether any worker holds a reference to the value that the call makes."""
         return self.worker.references.is_owned(self.reference)
+
+
+class CallWithCode(Call):
+    """A served call with functions by value. It holds their code from when it is read."""
+
+    __slots__ = ("codes",)
+
+    codes: Sequence[Code]  # type: ignore[misc]
 
 
 def settle(

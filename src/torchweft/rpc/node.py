@@ -111,6 +111,7 @@ class Node:
             self.agent.cancelling.peer_lost,
             worker.references.peer_lost,
             self._cancel_creations,
+            worker.codes.peer_lost,
             self.leaving.peer_lost,
             self.agent.tell_watchers,
         )

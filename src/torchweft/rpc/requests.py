@@ -11,12 +11,14 @@ from torch.nn import Parameter
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
 from torchweft.protocol.connecting import Outgoing
+from torchweft.protocol.kept_code import SentCode
 from torchweft.serialize.objects import Packed
 from torchweft.wire.messages import (
     NUMBER,
     NUMBER_OFFSET,
     HandedReference,
     Kind,
+    code_names,
     encode_call_front,
     encode_reply_front,
 )
@@ -38,7 +40,10 @@ class Request:
         frame: The message as ``encode_call`` returned it.
     """
 
-    __slots__ = ("_frame", "_handed", "_message_id", "_peer", "_take_back")
+    __slots__ = ("_frame", "_handed", "_message_id", "_peer", "_take_back", "entries")
+
+    entries: Sequence[SentCode]
+    """The code that the message names; the peer keeps it as long as this request exists."""
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class TableRequest(Request):
         flags: Flags of the frame.
         head: Time limit, creation, context, message and function; see ``CallHead``.
         packed: The value of the message.
+        entries: The code that it names.
     """
 
     __slots__ = ("_flags", "_head", "_packed", "_tensor_messages")
@@ -90,12 +96,14 @@ class TableRequest(Request):
         flags: int,
         head: tuple[float, int, int, int, bytes],
         packed: Packed,
+        entries: Sequence[SentCode] = (),
     ) -> None:
         super().__init__(take_back, peer, handed, head[3], bytearray())
         self._tensor_messages = tensor_messages
         self._flags = flags
         self._head = head
         self._packed = packed
+        self.entries = entries
 
     def message(self, number: int) -> Outgoing:
         """Returns the message to send, under the number of its call."""
@@ -113,7 +121,16 @@ class TableRequest(Request):
             local = LocalMessage((remaining_s, creation, function, value), *packed)
             return local_frame(kind, flags, number, local)
         front = encode_call_front(*self._head, self._handed, packed.payload)
+        if self.entries:
+            front, kind = names_of(self.entries) + front, Kind.CALL_WITH_CODE
         return self._tensor_messages.encode(self._peer, kind, flags, number, front, packed.tensors)
+
+
+def names_of(entries: Sequence[SentCode]) -> bytes:
+    """Returns the names of codes, as they stand in front of a call."""
+    if len(entries) == 1:
+        return code_names((entries[0].number,))
+    return code_names([entry.number for entry in entries])
 
 
 def reply_by_tables(

@@ -11,6 +11,7 @@ import torch
 
 from torchweft import knobs
 from torchweft.agent.peers import Peer
+from torchweft.agent.receiving import size_of
 from torchweft.agent.references import OwnedValue
 from torchweft.agent.served_calls import current_call
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessage
@@ -25,14 +26,26 @@ from torchweft.errors import (
     UnknownFunction,
 )
 from torchweft.protocol.calls import SLOW_S
-from torchweft.rpc.completion import Call, WhenReady, settle
+from torchweft.rpc.completion import Call, CallWithCode, WhenReady, settle
 from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Worker, current_worker
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
-from torchweft.wire.messages import POSITIONAL, TABLES, ValueHead, decode_call
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import (
+    CAPTURED,
+    POSITIONAL,
+    TABLES,
+    Kind,
+    ValueHead,
+    decode_call,
+    decode_code_names,
+)
 
 _log = logging.getLogger("torchweft")
+
+_new = tuple.__new__  # The named tuple's own constructor is Python code.
+_CALL = int(Kind.CALL)
 
 NO_ARGUMENTS = "the arguments of a call are a tensor, which would be taken apart row by row"
 """A tensor of few bytes may have any number of rows."""
@@ -58,7 +71,20 @@ def install(worker: Worker) -> None:
         except BaseException as error:
             call.fail(error)
 
+    def take_up(peer: Peer, frame: Frame) -> None:
+        numbers, control = decode_code_names(frame.control)
+        codes = peer.kept_codes.find(numbers)
+        plain = _new(Frame, (_CALL, frame.flags, frame.id, control, frame.buffers))
+        call = CallWithCode(peer, plain, time.monotonic())
+        call.codes = codes
+        size_bytes = size_of(frame)
+        for code in codes:
+            size_bytes += code.size_bytes
+        worker.agent.receiver.take_call(peer, call, size_bytes)
+
     worker.agent.receiver.on_calls(serve, refuse, Call)
+    if not worker.reader.is_strict:
+        worker.agent.receiver.on(Kind.CALL_WITH_CODE, take_up, inline=True)
 
 
 def cancel_creations(worker: Worker, peer: Peer) -> None:
@@ -80,6 +106,7 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     remaining_s, creation, name, head = control.head if is_local else decode_call(control)
     message = worker.tensor_messages.read(frame) if flags & TABLES else None
     del frame
+    codes = call.codes
     call.function, call.context_id = name, (context_id := head[0])
     began_s = time.monotonic()
     if not call.begins(creation, remaining_s, began_s):
@@ -88,7 +115,7 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     if message is not None and not _fetch(worker, peer, call, head, message):
         return
     was_slow = name in worker.slow
-    if was_slow or not name:
+    if was_slow or not (name or (codes and not codes[0].is_slow)):
         worker.agent.reactor.arm_all()
     entered_id = entered_before = 0
     if context_id and context_id != NO_GRAD:
@@ -100,9 +127,9 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
         if is_local:
             content = worker.open_own(control, context_id)
         else:
-            content = worker.open(peer, control, head, message)
+            content = worker.open(peer, control, head, message, False, codes)
         del control, message  # Free them with the arguments.
-        if flags & POSITIONAL and type(content) is tuple:
+        if name and flags & POSITIONAL and type(content) is tuple:
             function = find(name)
             result = function(*content)
         else:
@@ -119,8 +146,13 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
         current_call.reset(before)
         if entered_id:
             set_current_id(entered_before)
-        if was_slow != (time.monotonic() - began_s > SLOW_S):
+        is_slow = time.monotonic() - began_s > SLOW_S
+        if was_slow != is_slow:
             worker.slow.note(name, was_slow=was_slow)
+        if codes:
+            call.codes = ()  # type: ignore[misc]  # The call may go on for days.
+            if not name:
+                codes[0].is_slow = is_slow
 
 
 def _parts(
@@ -135,7 +167,13 @@ def _parts(
     kwargs: dict[str, Any] = {}
     if isinstance(content, torch.Tensor):
         raise ArgumentTypeError(NO_ARGUMENTS)
-    if flags & POSITIONAL:
+    if flags & CAPTURED and call.codes:
+        args, kwargs = (content, kwargs) if flags & POSITIONAL else content
+        if isinstance(args, torch.Tensor):
+            raise ArgumentTypeError(NO_ARGUMENTS)
+        function, args = worker.reader.bind(call.codes[0], tuple(args))
+        call.function = function
+    elif flags & POSITIONAL:
         args, function = content, find(name)
     elif name:
         (args, kwargs), function = content, find(name)

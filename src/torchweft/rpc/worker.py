@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torchweft import knobs
 from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.calls import PendingCall
+from torchweft.agent.code_keeping import CodeKeeper
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
@@ -38,13 +39,16 @@ from torchweft.errors import (
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import SlowFunctions
 from torchweft.protocol.connecting import Outgoing
+from torchweft.protocol.kept_code import SentCode
 from torchweft.protocol.membership.registration import why_not_by_value
+from torchweft.rpc.by_value import pack_function
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.requests import Request, TableRequest, own_copy, reply_by_tables
+from torchweft.rpc.requests import Request, TableRequest, names_of, own_copy, reply_by_tables
 from torchweft.rpc.unseen import UnseenErrors
 from torchweft.runtime.reports import log_exception
 from torchweft.serialize import inline
+from torchweft.serialize.by_value import Code
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import name_of
 from torchweft.serialize.inline import NO_TENSORS, Inlined
@@ -66,6 +70,7 @@ from torchweft.wire.messages import (
     decode_reply,
     encode_call,
     encode_reply,
+    with_code,
 )
 
 _log = logging.getLogger("torchweft")
@@ -108,7 +113,8 @@ class Worker:
         self.unfinished: set[object] = set()
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
         self._home_of: dict[int, Callable[[Any], ReferenceId | None]] = {}
-        self._packers: dict[int, Callable[[object], Packed]] = {}
+        self._packers: dict[int, Callable[..., Packed]] = {}
+        self.codes = CodeKeeper(agent, is_strict=reader.is_strict)
         agent.members.on_joined(self._learn_to_encode)
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         self.slow = SlowFunctions()
@@ -127,6 +133,7 @@ class Worker:
             self._packers[peer.id] = partial(pack_plain, main_by_name=by_name)
         else:
             obstacle = why_not_by_value(self.agent.me.registration, peer.registration)
+            peer.keeps_code = not (obstacle or peer.is_self)
             self._packers[peer.id] = partial(pack, main_by_name=by_name, not_by_value=obstacle)
 
         def home_of(value: Any) -> ReferenceId | None:
@@ -175,9 +182,17 @@ class Worker:
         tensors: list[Tensor] = []
         externals: Sequence[object] = ()
         inlined: Inlined | None = NO_TENSORS
+        entries: Sequence[SentCode] = ()
         flags = POSITIONAL
         payload: bytes | None = None
-        if name is not None and not kwargs and not peer.is_self:
+        if name is None and peer.keeps_code:
+            assert not isinstance(function, bytes)
+            home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
+            (payload, tensors, externals), flags, entries = pack_function(
+                self.codes, peer, self._packers[peer.id], function, args, kwargs, home_of
+            )
+            inlined = inline.encode(tensors) if tensors else NO_TENSORS
+        elif name is not None and not kwargs and not peer.is_self:
             # No caller waits for a remote() call or keeps its references: hand them on.
             home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
             payload = encode_simple(args, tensors, peer.main_by_name, home_of)
@@ -186,10 +201,10 @@ class Worker:
                 if inlined is None and not all(map(is_dense, tensors)):
                     payload = None
         if payload is None:
-            (payload, tensors, externals), flags = self._pack_arguments(
+            (payload, tensors, externals), flags, entries = self._pack_arguments(
                 peer, name, args, kwargs, function
             )
-            inlined = NO_TENSORS if not tensors else inline.encode(tensors)
+            inlined = inline.encode(tensors) if tensors else NO_TENSORS
             if peer.is_self:
                 inlined = None
         if len(tensors) > self._tensor_limit:
@@ -205,7 +220,7 @@ class Worker:
             head = (timeout_s, creation, context_id, message_id, name or b"")
             packed = Packed(payload, tensors, list(externals))
             parts = self.tensor_messages
-            return TableRequest(self._take_back, peer, handed, parts, flags, head, packed)
+            return TableRequest(self._take_back, peer, handed, parts, flags, head, packed, entries)
         frame = encode_call(
             flags,
             timeout_s,
@@ -217,7 +232,12 @@ class Worker:
             payload,
             inlined[0],
         )
-        return Request(self._take_back, peer, handed, message_id, frame)
+        if not entries:
+            return Request(self._take_back, peer, handed, message_id, frame)
+        frame = with_code(frame, names_of(entries))
+        request = Request(self._take_back, peer, handed, message_id, frame)
+        request.entries = entries
+        return request
 
     def _pack_arguments(
         self,
@@ -226,17 +246,25 @@ class Worker:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         function: object,
-    ) -> tuple[Packed, int]:
-        """Returns arguments that are not simple, and the flags of the call."""
+    ) -> tuple[Packed, int, Sequence[SentCode]]:
+        """Returns arguments that are not simple, the flags of the call, and the code it names."""
         packer = self._packers[peer.id]
-        if name is None:
-            return packer((args, kwargs, function)), 0
-        if not kwargs:
-            try:
-                return packer(args), POSITIONAL
-            except SerializationError:
-                pass  # Fails again, and names the place among the arguments.
-        return packer((args, kwargs)), 0
+        # A message without the name of a function is for a port, and names no code.
+        codes: list[Code] | None = [] if name and peer.keeps_code else None
+        content: Sequence[Any] = (args, kwargs, function)
+        flags = 0
+        if name is not None:
+            content, flags = ((args, kwargs), 0) if kwargs else (args, POSITIONAL)
+        packed = None
+        try:
+            packed = packer(content, codes=codes)
+        except SerializationError:
+            if flags != POSITIONAL:
+                raise
+        if packed is None:  # Fails again, and names the place among the arguments.
+            return packer((args, {})), 0, ()
+        entries = self.codes.lend(peer, codes) if codes else ()
+        return (packer(content), flags, ()) if entries is None else (packed, flags, entries)
 
     def pack_for(self, peers: Collection[Peer], value: object) -> Packed:
         """Packs a value once so that each of ``peers`` can read it, now or later.
@@ -319,6 +347,7 @@ class Worker:
         head: ValueHead,
         message: TensorMessage | None,
         is_answer: bool = False,
+        codes: Sequence[Code] = (),
     ) -> Any:
         """Returns the value in a message of another worker, with references and tensors in place.
 
@@ -328,6 +357,7 @@ class Worker:
             head: Its head.
             message: Its tensors, all fetched, if they came by tables.
             is_answer: Whether it is the result of a call.
+            codes: The code that it names.
         """
         context_id, message_id, references, start, end = head
         externals: Sequence[object] = ()
@@ -352,7 +382,7 @@ class Worker:
             return tensors[0] if tensors else None
         payload = control[start:end]
         if payload[0] == PICKLE:
-            return self._unpack(payload, tensors, externals)
+            return self._unpack(payload, tensors, externals, codes=codes)
         return decode(payload, tensors, externals, self._resolve_value, self._take_home)
 
     def open_own(self, message: LocalMessage, context_id: int) -> Any:

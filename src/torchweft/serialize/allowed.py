@@ -30,6 +30,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torchweft.errors import NotAllowed, UnknownFunction
 from torchweft.serialize import registry
 from torchweft.serialize.functions import import_module, resolve, text_of, unknown, without_alias
+from torchweft.serialize.value_pickling import MARKERS
 
 BY_ITSELF = "torchweft.checkpoint"
 """The one part of Weft that needs an entry: it writes and removes files at any path it is given."""
@@ -126,13 +127,17 @@ class AllowList:
             constant = getattr(torch, path, None)
             if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
                 return constant
-        if module.partition(".")[0] == "cloudpickle":
-            self._refuse(
-                "a function or class that travels by value",
-                "define it at the top level of a module that this worker can import, and add "
-                "that module to",
-            )
+        if module.partition(".")[0] == "cloudpickle" or (module, path) in MARKERS:
+            self.refuse_by_value()
         return self.resolve(text.encode())
+
+    def refuse_by_value(self) -> NoReturn:
+        """Raises NotAllowed: a function would have to be made of code from another worker."""
+        self._refuse(
+            "a function or class that travels by value",
+            "define it at the top level of a module that this worker can import, and add that "
+            "module to",
+        )
 
     def _locate(self, text: str) -> tuple[object, str]:
         """Returns the object with the named object as an attribute, and the attribute's name."""

@@ -187,12 +187,23 @@ def is_registered_by_value(module: object) -> bool:
 
 
 def _find_name(function: object) -> bytes | None:
+    if type(function) is types.FunctionType and _is_nameless(function):
+        return None
     for module, path in _candidates(function):
         if is_registered_by_value(module) and module not in MAIN_MODULES:
             return None
         if _is_there(module, path, function):
             return f"{without_alias(module)}:{path}".encode()
     return None
+
+
+def _is_nameless(function: types.FunctionType) -> bool:
+    """Whether a function was defined in another one, or is a lambda; quick, and sometimes wrong."""
+    module = function.__module__
+    if "<" not in function.__qualname__ or type(module) is not str or module.startswith("torch."):
+        return False
+    # A program may have put it into its module.
+    return getattr(sys.modules.get(module), function.__name__, None) is not function
 
 
 def _candidates(function: object) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ import io
 import operator
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -36,6 +36,7 @@ from torch.nn import Parameter
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.serialize import values
+from torchweft.serialize.by_value import Code
 from torchweft.serialize.diagnosis import diagnose
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, unknown
 from torchweft.serialize.reducers import (
@@ -46,10 +47,17 @@ from torchweft.serialize.reducers import (
     set_attributes,
 )
 from torchweft.serialize.table import CODES
+from torchweft.serialize.value_pickling import (
+    CODE_MARKER,
+    MARKERS,
+    NamedFunctionsPickler,
+    NotByValue,
+    Reducers,
+    ReducingPickler,
+    ValuePickler,
+)
 
 Kind = TypeVar("Kind")
-Reducers = Mapping[type, Callable[[Any], Any]]
-
 _PROTOCOL = 5
 _MARKER_MODULE = "torchweft"
 _MARKER_NAME = "tensor"
@@ -86,7 +94,13 @@ def register_external(kind: type[Kind]) -> type[Kind]:
     return kind
 
 
-def pack(value: object, *, main_by_name: bool, not_by_value: str = "") -> Packed:
+def pack(
+    value: object,
+    *,
+    main_by_name: bool,
+    not_by_value: str = "",
+    codes: list[Code] | None = None,
+) -> Packed:
     """Turns an object into bytes, tensors and references.
 
     Args:
@@ -94,30 +108,43 @@ def pack(value: object, *, main_by_name: bool, not_by_value: str = "") -> Packed
         main_by_name: Whether the receiver runs the same main program, so that the program's
             definitions can go by name.
         not_by_value: Why functions cannot travel by value; empty where they can.
+        codes: Gets the code of functions that go by value, which the receiver must have. If there
+            is some already, something in the value goes by value. None to leave all code in the
+            payload.
 
     Raises:
         SerializationError: Some part cannot be sent; the text names it and says what to do.
     """
     if type(value) in _SIMPLE_TYPES and (packed := _pack_simple(value)) is not None:
         return packed
+    if not codes:
+        try:
+            return _pack_by_name(value, main_by_name)
+        except Exception:
+            pass  # Usually an object has no importable name. With any other cause, this fails too:
+    try:
+        return _pack_by_value(value, main_by_name, None, not_by_value, codes)
+    except NotByValue as error:
+        raise SerializationError(str(error)) from None
+    except Exception as error:
+        raise diagnose(value, error, lambda part: _why_not(part, main_by_name)) from error
+
+
+def pack_by_name(value: object, *, main_by_name: bool) -> Packed | None:
+    """Does the same as ``pack`` for a value in which nothing goes by value; None for others."""
     try:
         return _pack_by_name(value, main_by_name)
     except Exception:
-        # Usually an object has no importable name. With any other cause, this fails as well.
-        try:
-            return _pack_by_value(value, main_by_name, not_by_value=not_by_value)
-        except _NotByValue as error:
-            raise SerializationError(str(error)) from None
-        except Exception as error:
-            raise diagnose(value, error, lambda part: _why_not(part, main_by_name)) from error
+        return None
 
 
-def pack_plain(value: object, *, main_by_name: bool) -> Packed:
+def pack_plain(value: object, *, main_by_name: bool, codes: object = None) -> Packed:
     """Does the same as ``pack`` without pickle, for a strict worker.
 
     Args:
         value: An object of the kinds that ``values`` lists.
         main_by_name: Whether the receiver runs the same main program.
+        codes: Unused: nothing goes by value.
 
     Raises:
         SerializationError: Some part is of another kind; the text names it and says what to do.
@@ -165,6 +192,7 @@ def unpack(
     tensors: Sequence[Tensor],
     externals: Sequence[object],
     come_home: Callable[[ReferenceId], Any] = values.refuse_home,
+    codes: Sequence[Code] = (),
 ) -> object:
     """Returns the object that ``pack`` was given on another worker.
 
@@ -187,6 +215,7 @@ def unpack(
         unpickler = _Unpickler(io.BytesIO(payload))
         unpickler.tensors = tensors
         unpickler.externals = externals
+        unpickler.codes = codes
         return unpickler.load()
     except WeftError:
         raise
@@ -222,10 +251,10 @@ def _external(number: int) -> object:
     raise ProtocolError("a payload of Weft was read by another unpickler")
 
 
-def _marker_to_memo() -> bytes:
-    """Returns the instructions that look the marker up and put it into the reader's memo."""
-    parts = [pickle.PROTO, bytes([_PROTOCOL])]
-    for text in (_MARKER_MODULE, _MARKER_NAME):
+def _to_memo(marker: tuple[str, str]) -> bytes:
+    """Returns the instructions that look a marker up and put it into the reader's memo."""
+    parts = []
+    for text in marker:
         parts += [pickle.SHORT_BINUNICODE, bytes([len(text)]), text.encode()]
     return b"".join([*parts, pickle.STACK_GLOBAL, pickle.MEMOIZE, pickle.POP])
 
@@ -236,8 +265,9 @@ EXTERNAL_MARKER = (__name__, _external.__name__)
 
 _GLOBAL = pickle.STACK_GLOBAL
 """The instruction by which a pickle of this module names anything."""
-_PREFIX = _marker_to_memo()
-_NO_MARKER = b"".join([pickle.PROTO, bytes([_PROTOCOL]), pickle.NONE, pickle.MEMOIZE, pickle.POP])
+_BEGIN = pickle.PROTO + bytes([_PROTOCOL])
+_PREFIX = _BEGIN + _to_memo(TENSOR_MARKER)
+_NO_MARKER = b"".join([_BEGIN, pickle.NONE, pickle.MEMOIZE, pickle.POP])
 """The same for a pickle without tensors: the memo begins with an object that nothing uses."""
 
 
@@ -247,6 +277,11 @@ def _packed(pickled: bytes, tensors: list[Tensor], externals: list[object]) -> P
 
 
 _MEMO: Any = {id(_tensor): (0, _tensor)}
+_VALUE_MEMO: Any = {
+    id(each): (number, each) for number, each in enumerate((_tensor, *MARKERS.values()))
+}
+_VALUE_MARKERS = b"".join(map(_to_memo, MARKERS))
+"""The markers of a pickle with functions by value, behind the one for tensors."""
 
 
 class _NeedsValue(pickle.PicklingError):
@@ -382,62 +417,23 @@ class _NamePickler(pickle.Pickler):
         return _take_out(self, value)
 
 
-class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles functions and classes by value where the receiver cannot import them."""
-
-    tensors: list[Tensor]
-    externals: list[object]
-    main_by_name: bool
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, (FunctionType, type)):
-            if self.main_by_name and _is_in_main(value):
-                return NotImplemented
-            return super().reducer_override(value)
-        reduced = _take_out(self, value)
-        return super().reducer_override(value) if reduced is NotImplemented else reduced
-
-
-class _NotByValue(pickle.PicklingError):
-    """A function would have to travel by value, and cannot."""
-
-
-class _NamedFunctionsPickler(_ValuePickler):
-    """Refuses functions that the receiver cannot import."""
-
-    not_by_value: str
-
-    def reducer_override(self, value: Any) -> Any:
-        reduced = super().reducer_override(value)
-        if isinstance(value, FunctionType) and reduced is not NotImplemented:
-            name = value.__qualname__
-            raise _NotByValue(
-                f"{self.not_by_value}; put {name!r} into a module that both can import"
-            )
-        return reduced
-
-
-class _ReducingPickler(_ValuePickler):
-    """Asks a program's own reducers first."""
-
-    reducers: Reducers
-
-    def reducer_override(self, value: Any) -> Any:
-        reducer = self.reducers.get(type(value))
-        return super().reducer_override(value) if reducer is None else reducer(value)
-
-
 class _Unpickler(pickle.Unpickler):
     """Reads what the picklers above wrote."""
 
-    __slots__ = ("externals", "tensors")
+    __slots__ = ("codes", "externals", "tensors")
 
     tensors: Sequence[Tensor]
     externals: Sequence[object]
+    codes: Sequence[Code]
 
     def find_class(self, module: str, name: str) -> Any:
         if module == _MARKER_MODULE:
-            return self.tensors.__getitem__
+            if name == _MARKER_NAME:
+                return self.tensors.__getitem__
+            if (module, name) == CODE_MARKER:
+                return self.codes.__getitem__
+            if (module, name) in MARKERS:
+                return MARKERS[module, name]
         if module == __name__ and name == _external.__name__:
             return self.externals.__getitem__
         if module in MAIN_MODULES:
@@ -450,7 +446,7 @@ class _Unpickler(pickle.Unpickler):
             raise unknown(module, name, str(error)) from error
 
 
-def _take_out(pickler: _NamePickler | _ValuePickler | _Reducers, value: Any) -> Any:
+def _take_out(pickler: _NamePickler | ValuePickler | _Reducers, value: Any) -> Any:
     """Reduces anything but functions and classes, for all picklers."""
     if isinstance(value, Tensor):
         reduced = reduce_tensor(value)
@@ -495,35 +491,31 @@ def _pack_with_look(value: object, main_by_name: bool) -> Packed:
 
 
 def _pack_by_value(
-    value: object, main_by_name: bool, reducers: Reducers | None = None, not_by_value: str = ""
+    value: object,
+    main_by_name: bool,
+    reducers: Reducers | None = None,
+    not_by_value: str = "",
+    codes: list[Code] | None = None,
 ) -> Packed:
     if not main_by_name and "__mp_main__" in sys.modules:
         # cloudpickle knows the main program only as `__main__`.
         cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     buffer = io.BytesIO()
-    pickler: _ValuePickler
+    pickler: ValuePickler
     if not_by_value:
-        pickler = _NamedFunctionsPickler(buffer, _PROTOCOL)
+        pickler = NamedFunctionsPickler(buffer, _PROTOCOL)
         pickler.not_by_value = not_by_value
     elif reducers is None:
-        pickler = _ValuePickler(buffer, _PROTOCOL)
+        pickler = ValuePickler(buffer, _PROTOCOL)
     else:
-        pickler = _ReducingPickler(buffer, _PROTOCOL)
+        pickler = ReducingPickler(buffer, _PROTOCOL)
         pickler.reducers = reducers
-    pickler.memo = _MEMO
-    pickler.tensors, pickler.externals = [], []
+    pickler.memo = _VALUE_MEMO
+    pickler.tensors, pickler.externals, pickler.codes = [], [], codes
     pickler.main_by_name = main_by_name
+    pickler.take_out = _take_out
     pickler.dump(value)
-    return _packed(buffer.getvalue(), pickler.tensors, pickler.externals)
-
-
-def _is_in_main(value: Any) -> bool:
-    if value.__module__ not in MAIN_MODULES:
-        return False
-    found: object = sys.modules.get(value.__module__)
-    for part in value.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is value
+    return _packed(_VALUE_MARKERS + buffer.getvalue(), pickler.tensors, pickler.externals)
 
 
 def _why_not(

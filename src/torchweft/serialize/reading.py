@@ -14,15 +14,16 @@ import io
 import pickle
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from torch import Tensor
 
 from torchweft.errors import NotAllowed, SerializationError, WeftError
 from torchweft.ids import ReferenceId
-from torchweft.serialize import functions, objects, values
+from torchweft.serialize import by_value, functions, objects, values
 from torchweft.serialize.allowed import AllowList
+from torchweft.serialize.by_value import Code
 from torchweft.serialize.callables import StrictNames
 from torchweft.serialize.exceptions import unpack_error
 
@@ -37,6 +38,7 @@ class Reader(NamedTuple):
         resolve_value: Returns the function or class with a name that is a value.
         method_of: Returns the method of a value of this worker that another worker asks for.
         check_called: Raises if a function that a message contains may not be called.
+        bind: Does the same as ``by_value.bind``.
         unpack: Does the same as ``objects.unpack``.
         unpack_error: Does the same as ``exceptions.unpack_error``.
     """
@@ -47,6 +49,7 @@ class Reader(NamedTuple):
     resolve_value: Callable[[bytes], Any]
     method_of: Callable[[Any, str], Any]
     check_called: Callable[[Any], None]
+    bind: Callable[[Code, Any], tuple[Any, tuple[Any, ...]]]
     unpack: Callable[..., Any]
     unpack_error: Callable[[Any], BaseException]
 
@@ -62,6 +65,7 @@ TRUSTING = Reader(
     functions.resolve,
     getattr,
     _may_be_called,
+    by_value.bind,
     objects.unpack,
     unpack_error,
 )
@@ -93,7 +97,8 @@ def make_reader(
         names = AllowList(allowed, worker)
         restricted = _Allowing(names)
         calls = (names.resolve, names.resolve, names.method_of, _may_be_called)
-    return Reader(True, is_strict, *calls, restricted.unpack, restricted.unpack_error)
+    reads = (restricted.bind, restricted.unpack, restricted.unpack_error)
+    return Reader(True, is_strict, *calls, *reads)
 
 
 class _Restricted:
@@ -111,8 +116,9 @@ class _Restricted:
         tensors: Sequence[Tensor],
         externals: Sequence[object],
         come_home: Callable[[ReferenceId], Any] = values.refuse_home,
+        codes: Sequence[Code] = (),
     ) -> Any:
-        """Returns the object in a message, or raises NotAllowed."""
+        """Returns the object in a message, or raises NotAllowed; makes nothing of ``codes``."""
         if not payload:
             return tensors[0] if tensors else None
         if payload[0] != values.PICKLE:
@@ -120,6 +126,10 @@ class _Restricted:
         return self._unpickle(payload, tensors, externals)
 
     def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> Any:
+        raise NotImplementedError
+
+    def bind(self, code: Code, captured: Any) -> NoReturn:
+        """Raises NotAllowed: a function would have to be made of code from another worker."""
         raise NotImplementedError
 
     def unpack_error(self, content: bytes | bytearray | memoryview) -> BaseException:
@@ -133,6 +143,9 @@ class _Allowing(_Restricted):
     def __init__(self, allowed: AllowList) -> None:
         super().__init__(allowed.resolve, allowed.find_global)
         self._allowed = allowed
+
+    def bind(self, code: Code, captured: Any) -> NoReturn:
+        self._allowed.refuse_by_value()
 
     def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> Any:
         unpickler = AllowingUnpickler(payload, tensors, externals, self._allowed)
@@ -153,7 +166,10 @@ class _Strict(_Restricted):
         super().__init__(names.resolve_value, names.find_type)
         self._worker = worker
 
-    def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> Any:
+    def bind(self, code: Code, captured: Any) -> NoReturn:
+        self._unpickle(b"", (), ())
+
+    def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> NoReturn:
         raise NotAllowed(
             f"worker {self._worker!r} is strict and was sent a pickle, which it does not read; "
             f"send it {values.TAKES}",

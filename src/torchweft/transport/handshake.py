@@ -24,7 +24,7 @@ from torchweft.secret import Secret
 from torchweft.wire.frames import HEADER, encode_frame
 from torchweft.wire.messages import Kind
 
-VERSION = 3
+VERSION = 4
 LIMIT_BYTES = 1 << 16
 """Largest greeting accepted."""
 NONCE_BYTES = 32

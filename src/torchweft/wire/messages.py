@@ -15,6 +15,12 @@ two tables, and their sizes, instead; their memory is elsewhere::
 
     tensor table | channel table | tensor table size u32 | channel table size u32
 
+``CALL_WITH_CODE`` is a call that names code which the callee keeps; ``CODE`` brings such code, and
+names code that the callee forgets::
+
+    CALL_WITH_CODE  codes u16 | number u64 of each | a CALL
+    CODE            number u64 | forgotten u32 | number u64 of each | content
+
 This layer reads neither payloads nor tensors.
 """
 
@@ -27,7 +33,7 @@ from typing import NamedTuple
 
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
-from torchweft.wire.frames import Buffer
+from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer
 
 
 class Kind(enum.IntEnum):
@@ -56,6 +62,8 @@ class Kind(enum.IntEnum):
     STACKS = 21
     RELEASE_MESSAGES = 22
     POST = 23
+    CODE = 24
+    CALL_WITH_CODE = 25
 
 
 ERROR_REPLY = 1
@@ -64,6 +72,9 @@ TABLES = 2
 """Flag of a message whose tensors are described by tables."""
 POSITIONAL = 4
 """Flag of a ``CALL`` whose value is the positional arguments alone."""
+CAPTURED = 8
+"""Flag of a ``CALL_WITH_CODE`` whose function is made of the first code; the values that the
+function captures stand before the positional arguments."""
 
 
 _CALL_HEAD = struct.Struct("<dqQQHII")
@@ -77,10 +88,15 @@ _REPLY_FRAME = struct.Struct("<BBHIQ QQII")
 NUMBER = struct.Struct("<Q")
 """The number of a frame, which stands at ``NUMBER_OFFSET``."""
 NUMBER_OFFSET = 8
+_CALL_WITH_CODE = int(Kind.CALL_WITH_CODE)
+_CODES = struct.Struct("<H")
+_ONE_CODE = struct.Struct("<HQ")
+_CODE_HEAD = struct.Struct("<QI")
 _EMPTY = bytearray()
 _CALL_BYTES, _REPLY_BYTES, _REFERENCE_BYTES = _CALL_HEAD.size, _REPLY_HEAD.size, _REFERENCE.size
 _LENGTH_LIMIT = 1 << 32
 NO_CREATION = -1
+MAX_CODES = 0xFFFF
 
 
 class HandedReference(NamedTuple):
@@ -143,6 +159,29 @@ def encode_call(
     except struct.error:
         raise _too_large(payload) from None
     return _EMPTY.join((head, function, handed, payload, tensors))
+
+
+def code_names(numbers: Sequence[int]) -> bytes:
+    """Returns the numbers of the codes that a call names, as they stand before the call.
+
+    Args:
+        numbers: The numbers, at most ``MAX_CODES``.
+    """
+    if len(numbers) == 1:
+        return _ONE_CODE.pack(1, numbers[0])
+    return _CODES.pack(len(numbers)) + struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def with_code(call: bytearray, names: bytes) -> bytearray:
+    """Returns the frame of a ``CALL_WITH_CODE``.
+
+    Args:
+        call: The frame of a call, as ``encode_call`` returned it.
+        names: The output of ``code_names``.
+    """
+    _, flags, count, size, number = HEADER.unpack_from(call)
+    head = HEADER.pack(_CALL_WITH_CODE, flags, count, size + len(names), number)
+    return _EMPTY.join((head, names, memoryview(call)[HEADER_BYTES:]))
 
 
 def encode_call_front(
@@ -235,6 +274,43 @@ def decode_call(control: Buffer) -> CallHead:
     if payload_end > end:
         raise ProtocolError("the name, the references or the payload of a call are cut short")
     return remaining_s, creation, function, (context_id, message_id, handed, start, payload_end)
+
+
+def decode_code_names(control: Buffer) -> tuple[tuple[int, ...], Buffer]:
+    """Returns the numbers in a ``CALL_WITH_CODE``, and the ``CALL``; raises ProtocolError."""
+    if len(control) < _CODES.size:
+        raise ProtocolError(f"a call with code of {len(control)} bytes is too short")
+    (count,) = _CODES.unpack_from(control)
+    if count == 1 and len(control) >= _ONE_CODE.size:
+        return _ONE_CODE.unpack_from(control)[1:], control[_ONE_CODE.size :]
+    end = _CODES.size + 8 * count
+    if len(control) < end:
+        raise ProtocolError("the codes of a call are cut short")
+    return struct.unpack_from(f"<{count}Q", control, _CODES.size), control[end:]
+
+
+def encode_code(number: int, forgotten: Sequence[int], content: bytes) -> bytes:
+    """Returns the control part of a ``CODE``.
+
+    Args:
+        number: The number under which the receiver keeps the code.
+        forgotten: Numbers that it forgets before.
+        content: The code.
+    """
+    head = _CODE_HEAD.pack(number, len(forgotten))
+    return b"".join((head, struct.pack(f"<{len(forgotten)}Q", *forgotten), content))
+
+
+def decode_code(control: Buffer) -> tuple[int, tuple[int, ...], bytes]:
+    """Returns the parts of a ``CODE``; raises ProtocolError if it is malformed."""
+    if len(control) < _CODE_HEAD.size:
+        raise ProtocolError(f"a message with code of {len(control)} bytes is too short")
+    number, count = _CODE_HEAD.unpack_from(control)
+    end = _CODE_HEAD.size + 8 * count
+    if len(control) < end:
+        raise ProtocolError("the forgotten numbers of a message with code are cut short")
+    forgotten = struct.unpack_from(f"<{count}Q", control, _CODE_HEAD.size)
+    return number, forgotten, bytes(control[end:])
 
 
 def decode_reply(control: Buffer) -> ValueHead:

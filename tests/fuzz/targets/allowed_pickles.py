@@ -24,6 +24,7 @@ from torch import Tensor
 from tests.fuzz.target import Target
 from torchweft.errors import CallTimeout, WeftError
 from torchweft.serialize.allowed import AllowList
+from torchweft.serialize.by_value import Code
 from torchweft.serialize.objects import Packed, pack, register_external
 from torchweft.serialize.reading import make_reader
 
@@ -105,7 +106,7 @@ def run(data: bytes) -> Exception | None:
     tensors = _tensors()
     _is_watching = True
     try:
-        _reader.unpack(data, tensors, _EXTERNALS)
+        _reader.unpack(data, tensors, _EXTERNALS, codes=[Code(b"code")])
     except WeftError as error:
         refusal = error
     finally:
@@ -163,15 +164,38 @@ def seeds() -> list[bytes]:
         f"c{__name__}\nThing.__init__.__globals__\n.".encode(),
         f"(i{__name__}\nThing\n.".encode(),
     ]
-    return [packed.payload for packed in _seeds_of_weft()] + hostile + texts + [build]
+    honest = [packed.payload for packed in _seeds_of_weft()]
+    return honest + hostile + texts + [build, *_functions()]
+
+
+def _functions() -> list[bytes]:
+    """Returns pickles of functions by value, which are refused whatever is on the list."""
+    function = lambda: 1  # noqa: E731
+    codes: list[Code] = []
+    whole, apart = (
+        pack([function], main_by_name=True),
+        pack([function], main_by_name=True, codes=codes),
+    )
+    return [whole.payload, apart.payload]
 
 
 def _words() -> tuple[bytes, ...]:
     names = ["os", "system", "builtins", "eval", "getattr", "Thing", "make", "Stateful", __name__]
-    names += ["__globals__", "__class__", "__setstate__", "__init__", "limit", "os.system"]
+    names += [
+        "torchweft",
+        "make",
+        "fill",
+        "code",
+        "__globals__",
+        "__class__",
+        "__setstate__",
+        "__init__",
+        "limit",
+        "os.system",
+    ]
     short = [b"\x8c" + bytes([len(name)]) + name.encode() for name in names]
     codes = [bytes([code]) for code in b"()[]}lqrtRbiocNQaehsudp0\x81\x92\x93\x94\x82\x85\x86\x87"]
     return (*short, *codes, b"\x96" + bytes(5), b"\x96\x03" + bytes(7))
 
 
-TARGET = Target("allowed_pickles", run, seeds, words=_words())
+TARGET = Target("allowed_pickles", run, seeds, words=_words(), length_limit=1024)

@@ -12,16 +12,21 @@ from torchweft.wire.frames import HEADER_BYTES
 from torchweft.wire.messages import (
     NO_CREATION,
     HandedReference,
+    code_names,
     decode_call,
+    decode_code,
+    decode_code_names,
     decode_ints,
     decode_reply,
     decode_tables,
     encode_call,
     encode_call_front,
+    encode_code,
     encode_ints,
     encode_reply,
     encode_reply_front,
     encode_tables,
+    with_code,
 )
 
 
@@ -46,6 +51,12 @@ def _reply(data: memoryview) -> bytes:
     return whole
 
 
+def _call_with_code(data: memoryview) -> bytes:
+    numbers, call = decode_code_names(data)
+    frame = bytearray(HEADER_BYTES) + call
+    return bytes(with_code(frame, code_names(numbers))[HEADER_BYTES:])
+
+
 def _tables(data: memoryview) -> bytes:
     tables = [bytes(table) for table in decode_tables(data)]
     end = encode_tables(*tables)
@@ -57,6 +68,8 @@ _TRIPS: tuple[Callable[[memoryview], bytes], ...] = (
     _call,
     _reply,
     lambda data: encode_ints(*decode_ints(data)),
+    lambda data: encode_code(*decode_code(data)),
+    _call_with_code,
 )
 
 
@@ -88,6 +101,11 @@ def seeds() -> list[bytes]:
         b"\2" + encode_reply_front(0, 0, (), b""),
         b"\3" + encode_ints(1, -1, 1 << 62),
         b"\3" + encode_ints(),
+        b"\4" + encode_code(1 << 40, (3, 4), b"content"),
+        b"\4" + encode_code(1, (), b""),
+        b"\5" + code_names((1, 2, 1 << 40)) + call,
+        b"\5" + code_names((5,)) + simple,
+        b"\5" + code_names(()) + simple,
     ]
 
 

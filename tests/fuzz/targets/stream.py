@@ -17,26 +17,34 @@ from torchweft.channel.table import BufferEntry, ChannelKind, decode_table, enco
 from torchweft.errors import ProtocolError, UnknownFunction, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.backward import Abort, Gradients, Progress
+from torchweft.protocol.kept_code import KeptCodes
 from torchweft.serialize import inline, values
+from torchweft.serialize.by_value import Code
 from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
 from torchweft.wire import references
 from torchweft.wire.frames import Frame, FrameParser, encode_frame
 from torchweft.wire.messages import (
+    CAPTURED,
     ERROR_REPLY,
     POSITIONAL,
     TABLES,
     HandedReference,
     Kind,
+    code_names,
     decode_call,
+    decode_code,
+    decode_code_names,
     decode_ints,
     decode_reply,
     decode_tables,
     encode_call,
     encode_call_front,
+    encode_code,
     encode_ints,
     encode_reply,
     encode_reply_front,
     encode_tables,
+    with_code,
 )
 
 _RECEIVE_BYTES = 256
@@ -82,7 +90,23 @@ def _read_gradients(frame: Frame) -> None:
     _read_tensors(frame, start, end)
 
 
+_kept: KeptCodes[Code] = KeptCodes(4, 64)
+
+
+def _read_code(frame: Frame) -> None:
+    number, forgotten, content = decode_code(frame.control)
+    _kept.keep(number, forgotten, Code(content))
+
+
+def _read_call_with_code(frame: Frame) -> None:
+    numbers, control = decode_code_names(frame.control)
+    assert len(_kept.find(numbers)) == len(numbers)
+    _read_call(frame._replace(control=control))
+
+
 _READERS: dict[int, Callable[[Frame], object]] = {
+    Kind.CODE: _read_code,
+    Kind.CALL_WITH_CODE: _read_call_with_code,
     Kind.CALL: _read_call,
     Kind.REPLY: _read_reply,
     Kind.REFERENCES: lambda frame: references.decode(frame.control),
@@ -97,6 +121,8 @@ _READERS: dict[int, Callable[[Frame], object]] = {
 
 def run(data: bytes) -> Exception | None:
     """Parses a stream and decodes all that is in it."""
+    global _kept
+    _kept = KeptCodes(4, 64)
     taken_bytes = 0
 
     def allocate(size_bytes: int) -> memoryview:
@@ -161,6 +187,9 @@ def seeds() -> list[bytes]:
         _frame(Kind.REPLY, TABLES, reply_front + by_tables, buffers),
         bytes(encode_call(POSITIONAL, *call, simple, inside)),
         encode_reply(7, 0, *reply, payload, inside),
+        _frame(Kind.CODE, 0, encode_code(1, (), b"code"), []),
+        _frame(Kind.CODE, 0, encode_code(2, (1, 1), b"code"), [])
+        + bytes(with_code(encode_call(CAPTURED, *call, simple, inside), code_names((2,)))),
         _frame(Kind.REFERENCES, 0, references.encode([references.Handed(3)]), []),
         _frame(Kind.BACKWARD, 0, codec.encode(name, Abort()), []),
         _frame(Kind.GRADIENTS, TABLES, head + by_tables, buffers),
@@ -172,4 +201,4 @@ def seeds() -> list[bytes]:
     return [*whole, whole[3] + whole[4] + whole[5], b"".join(whole)]
 
 
-TARGET = Target("stream", run, seeds, length_limit=2048)
+TARGET = Target("stream", run, seeds, length_limit=3072)

@@ -75,6 +75,7 @@ def _peer_lost(worker: Worker, peer: Peer) -> None:
     worker.agent.cancelling.peer_lost(peer)
     worker.references.peer_lost(peer)
     serving.cancel_creations(worker, peer)
+    worker.codes.peer_lost(peer)
 
 
 _barriers: list[threading.Barrier] = []

@@ -13,6 +13,7 @@ from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.wire.frames import HEADER, HEADER_BYTES
 from torchweft.wire.messages import (
+    CAPTURED,
     ERROR_REPLY,
     NO_CREATION,
     NUMBER,
@@ -21,16 +22,21 @@ from torchweft.wire.messages import (
     TABLES,
     HandedReference,
     Kind,
+    code_names,
     decode_call,
+    decode_code,
+    decode_code_names,
     decode_ints,
     decode_reply,
     decode_tables,
     encode_call,
     encode_call_front,
+    encode_code,
     encode_ints,
     encode_reply,
     encode_reply_front,
     encode_tables,
+    with_code,
 )
 
 signed = st.integers(-(2**63), 2**63 - 1)
@@ -38,7 +44,8 @@ unsigned = st.integers(0, 2**64 - 1)
 sections = st.binary(max_size=20)
 handed = st.builds(HandedReference, st.builds(ReferenceId, signed, signed, signed), signed)
 references = st.lists(handed, max_size=3).map(tuple)
-flags = st.integers(0, 7)
+flags = st.integers(0, 15)
+numbers = st.lists(unsigned, max_size=5).map(tuple)
 tensor_parts = st.lists(sections, max_size=3)
 HANDED = HandedReference(ReferenceId(1, 2, 3), 4)
 
@@ -48,7 +55,8 @@ def test_kinds_fit_the_header() -> None:
 
 
 def test_flags_are_single_bits_of_their_own() -> None:
-    assert ERROR_REPLY | TABLES | POSITIONAL == ERROR_REPLY + TABLES + POSITIONAL == 7
+    bits = (ERROR_REPLY, TABLES, POSITIONAL, CAPTURED)
+    assert sum(bits) == ERROR_REPLY | TABLES | POSITIONAL | CAPTURED == 15
 
 
 call_heads = st.tuples(
@@ -73,6 +81,36 @@ def test_a_call_survives(
     assert control[start:end] == payload
     assert control[end:] == inside
     assert encode_call_front(*head) + inside == control
+
+
+@settings(max_examples=60)
+@given(unsigned, flags, call_heads, sections, numbers, st.booleans())
+def test_a_call_with_code_is_a_call_behind_the_numbers_of_its_codes(
+    number: int,
+    flags: int,
+    head: tuple[Any, ...],
+    tensors: bytes,
+    codes: tuple[int, ...],
+    is_view: bool,
+) -> None:
+    call = encode_call(flags, *head, tensors)
+    frame = with_code(call, code_names(codes))
+    NUMBER.pack_into(frame, NUMBER_OFFSET, number)
+    control = frame[HEADER_BYTES:]
+    assert HEADER.unpack_from(frame) == (Kind.CALL_WITH_CODE, flags, 0, len(control), number)
+    decoded, rest = decode_code_names(memoryview(control) if is_view else control)
+    assert decoded == codes
+    assert rest == call[HEADER_BYTES:]
+
+
+@settings(max_examples=60)
+@given(unsigned, numbers, sections, st.booleans())
+def test_code_survives(
+    number: int, forgotten: tuple[int, ...], content: bytes, is_view: bool
+) -> None:
+    control = encode_code(number, forgotten, content)
+    decoded = decode_code(memoryview(control) if is_view else control)
+    assert decoded == (number, forgotten, content)
 
 
 @settings(max_examples=60)
@@ -159,6 +197,20 @@ def test_the_front_of_a_message_that_is_cut_is_refused(decode: Decode, valid: by
             decode(valid[:size])
 
 
+@pytest.mark.parametrize("decode", [decode_code_names, decode_code])
+def test_code_that_is_cut_is_refused(decode: Decode) -> None:
+    for count in (1, 2, 3):
+        names, code = code_names(range(count)), encode_code(7, range(count), b"")
+        valid = names if decode is decode_code_names else code
+        decode(valid)
+        for size in range(len(valid)):
+            with pytest.raises(ProtocolError):
+                decode(valid[:size])
+    for count in (b"\xff\xff", b"\xff\xff\xff\xff"):
+        with pytest.raises(ProtocolError):
+            decode(b"" if decode is decode_code_names else bytes(8) + count + bytes(40))
+
+
 @pytest.mark.parametrize(("decode", "valid"), FRONTS)
 def test_numbers_that_lead_beyond_a_message_are_refused(decode: Decode, valid: bytes) -> None:
     # The last numbers of a head: the size of a call's name, the references, and the payload.
@@ -186,7 +238,9 @@ def test_tables_that_are_longer_than_their_message_are_refused() -> None:
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([decode_call, decode_reply, decode_tables, decode_ints]),
+    st.sampled_from(
+        [decode_call, decode_reply, decode_tables, decode_ints, decode_code, decode_code_names]
+    ),
     st.one_of(
         st.binary(max_size=120),
         st.lists(st.integers(0, 60), max_size=30).map(

@@ -1,0 +1,137 @@
+"""Pickles functions and classes by value where the receiver cannot import them.
+
+cloudpickle takes classes apart, and unusual functions; ``by_value`` takes apart all other
+functions. Their code can be taken out of the pickle, as tensors are: a number stands for it, and
+the receiver has it already.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import cloudpickle
+from torch import Tensor
+
+from torchweft.errors import ProtocolError
+from torchweft.serialize.by_value import Code, take_apart
+from torchweft.serialize.functions import MAIN_MODULES
+
+Reducers = Mapping[type, Callable[[Any], Any]]
+
+
+def make_function(code: Code, values: dict[str, Any]) -> FunctionType:
+    """Makes a function in a pickle, without captured values: they may refer to the function."""
+    return code.load().make(values)
+
+
+def fill_function(function: FunctionType, state: tuple[Code, Any, dict[str, Any] | None]) -> None:
+    """Gives a function in a pickle its captured values and attributes."""
+    code, captured, attributes = state
+    code.load().fill(function, captured)
+    if attributes:
+        vars(function).update(attributes)
+
+
+def kept_code(number: int) -> Code:
+    """Stands for a code in a pickle; the reader substitutes its own list."""
+    raise ProtocolError("a payload of Weft was read by another unpickler")
+
+
+MARKERS: dict[tuple[str, str], Any] = {
+    ("torchweft", "make"): make_function,
+    ("torchweft", "fill"): fill_function,
+    ("torchweft", "code"): kept_code,
+}
+"""The globals of a pickle in which functions go by value: short, and in the pickler's memo."""
+
+CODE_MARKER = ("torchweft", "code")
+
+
+class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles functions and classes by value where the receiver cannot import them.
+
+    Attributes:
+        tensors: The tensors taken out so far.
+        externals: The other objects taken out so far.
+        codes: The codes taken out so far; None to take none out.
+        main_by_name: Whether the receiver runs the same main program.
+        take_out: Reduces anything but functions and classes; ``NotImplemented`` for most.
+    """
+
+    tensors: list[Tensor]
+    externals: list[object]
+    codes: list[Code] | None
+    main_by_name: bool
+    take_out: Callable[[Any, Any], Any]
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is Code:
+            return self._reduce_code(value)
+        if isinstance(value, (FunctionType, type)):
+            if type(value) is FunctionType and "<" in value.__qualname__:
+                return self._dynamic_function_reduce(value)  # As cloudpickle does, but at once.
+            if self.main_by_name and _is_in_main(value):
+                return NotImplemented
+            return super().reducer_override(value)
+        reduced = self.take_out(self, value)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+    def _dynamic_function_reduce(self, function: FunctionType) -> Any:
+        """Takes the place of cloudpickle's own method, which this class calls where it must."""
+        parts = take_apart(function)
+        if parts is None:
+            return super()._dynamic_function_reduce(function)
+        code, captured = parts
+        values = self.globals_ref.setdefault(id(function.__globals__), {})
+        state = (code, tuple(captured), function.__dict__ or None)
+        return make_function, (code, values), state, None, None, fill_function
+
+    def _reduce_code(self, code: Code) -> Any:
+        if self.codes is None:
+            return Code, (code.content,)
+        if code in self.codes:
+            return kept_code, (self.codes.index(code),)
+        self.codes.append(code)
+        return kept_code, (len(self.codes) - 1,)
+
+
+class NotByValue(pickle.PicklingError):
+    """A function would have to travel by value, and cannot."""
+
+
+class NamedFunctionsPickler(ValuePickler):
+    """Refuses functions that the receiver cannot import."""
+
+    not_by_value: str
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = super().reducer_override(value)
+        if isinstance(value, FunctionType) and reduced is not NotImplemented:
+            name = value.__qualname__
+            raise NotByValue(
+                f"{self.not_by_value}; put {name!r} into a module that both can import"
+            )
+        return reduced
+
+
+class ReducingPickler(ValuePickler):
+    """Asks a program's own reducers first."""
+
+    reducers: Reducers
+
+    def reducer_override(self, value: Any) -> Any:
+        reducer = self.reducers.get(type(value))
+        return super().reducer_override(value) if reducer is None else reducer(value)
+
+
+def _is_in_main(value: Any) -> bool:
+    if value.__module__ not in MAIN_MODULES:
+        return False
+    found: object = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value

@@ -1,0 +1,550 @@
+"""Functions by value in calls between two workers: code is sent once, and nothing is stale."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future as PlainFuture
+
+from tests.unit.agent.group import wait_until
+from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
+from torchweft import knobs
+from torchweft.errors import CallCancelled, QueueFull, SerializationError, WorkerLost
+from torchweft.rpc import calls, stack_report
+from torchweft.rpc.functions import async_execution
+from torchweft.wire.frames import encode_frame
+from torchweft.wire.messages import (
+    CAPTURED,
+    NO_CREATION,
+    POSITIONAL,
+    Kind,
+    code_names,
+    encode_call,
+    with_code,
+)
+
+scale = 10
+_seen: list[Any] = []
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with pair_of(4, request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def local() -> Iterator[Pair]:
+    with pair_of(4) as made:
+        yield made
+
+
+@pytest.fixture
+def small() -> Iterator[Pair]:
+    """A pair that keeps four codes."""
+    with knobs.CODE_LIMIT.override(4), pair_of(4) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def codes_counted(pair: Pair) -> Iterator[list[int]]:
+    """Counts the codes that the callee receives."""
+    numbers: list[int] = []
+    keep = pair.peer_of_callee.kept_codes.keep
+
+    def noted(number: int, *others: Any) -> None:
+        numbers.append(number)
+        keep(number, *others)
+
+    pair.peer_of_callee.kept_codes.keep = noted  # type: ignore[method-assign]
+    yield numbers
+    pair.peer_of_callee.kept_codes.keep = keep  # type: ignore[method-assign]
+
+
+def made(value: Any) -> Any:
+    """Returns a function with code of its own."""
+    namespace: dict[str, Any] = {"__name__": "made"}
+    exec(f"def function(x=0): return x, {value!r}", namespace)
+    return namespace["function"]
+
+
+def bytes_sent(pair: Pair) -> int:
+    assert pair.peer.link is not None
+    return pair.peer.link.bytes_sent
+
+
+def apply(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+# Once
+
+
+def test_the_code_of_a_function_travels_once(pair: Pair) -> None:
+    with codes_counted(pair) as codes:
+        for number in range(20):
+            assert pair.sync(lambda x: x + 1, number) == number + 1
+        assert len(codes) == 1
+    before = bytes_sent(pair)
+    pair.sync(lambda x: x + 1, 1)
+    assert len(codes) == 1  # Another function of another place, but not counted any more.
+    long = made("a long text " * 500)
+    pair.sync(long)
+    first = bytes_sent(pair) - before
+    before = bytes_sent(pair)
+    pair.sync(long)
+    assert first > 6000
+    assert bytes_sent(pair) - before < 150
+
+
+def test_equal_functions_of_other_code_objects_share_their_code(local: Pair) -> None:
+    with codes_counted(local) as codes:
+        for _ in range(10):
+            assert local.sync(made("same"), 1) == (1, "same")
+    assert len(codes) == 1
+
+
+@pytest.mark.parametrize("way", ["sync", "start", "create"])
+@pytest.mark.parametrize("kind", ["called", "argument", "key", "nested", "both"])
+def test_functions_anywhere_in_a_call_in_every_way(local: Pair, way: str, kind: str) -> None:
+    number = 3
+    function = lambda x=1: x + number  # noqa: E731
+    args: tuple[Any, ...] = {
+        "called": (function, 1),
+        "argument": (apply, function, 1),
+        "key": (lambda x, y=0: x + y + 2, 1, 1),
+        "nested": (lambda functions: functions["a"][0](1), {"a": [function]}),
+        "both": (lambda inner, x: inner(x), function, 1),
+    }[kind]
+    with codes_counted(local) as codes:
+        for _ in range(3):
+            if way == "sync":
+                assert local.sync(*args) == 4
+            elif way == "start":
+                assert local.start(*args).wait() == 4
+            else:
+                assert local.fetch(local.create(*args)) == 4
+    assert len(codes) == len(set(codes)) == (2 if kind in ("nested", "both") else 1)
+
+
+def test_keyword_arguments(local: Pair) -> None:
+    def function(a: int, *, key: Any = None) -> Any:
+        return a, key
+
+    for key in (1, [2], lambda: 3):
+        kwargs = {"key": key}
+        a, value = calls.call_and_wait(local.caller, local.peer, function, (1,), kwargs, LIMIT_S)
+        assert (a, value() if callable(value) else value) == (1, 3 if callable(key) else key)
+
+
+def test_functions_in_results_travel_whole(local: Pair) -> None:
+    with codes_counted(local) as codes:
+        result = local.sync(lambda: lambda x: x * scale)
+    assert result(2) == 20
+    assert len(codes) == 1  # That of the called function.
+
+
+def test_calls_to_oneself(local: Pair) -> None:
+    caller, me, number = local.caller, local.caller.agent.me, 2
+    tensor = torch.ones(1)
+    result = calls.call_and_wait(caller, me, lambda x: (x + number, tensor), (1,), {}, LIMIT_S)
+    assert result == (3, tensor)
+    assert result[1] is tensor
+    assert not len(me.kept_codes)
+
+
+# Nothing is stale, and nothing is shared
+
+
+def test_what_changes_between_calls_is_seen(local: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    number, seen = 1, [1]
+
+    def function() -> Any:
+        return number, seen, scale, function.mark  # type: ignore[attr-defined]
+
+    def plain(more: int = 0) -> Any:
+        return number, seen, scale, more
+
+    with codes_counted(local) as codes:
+        for value in range(2, 6):
+            function.mark = value  # type: ignore[attr-defined]
+            plain.__defaults__ = (value,)
+            assert local.sync(function) == local.sync(plain) == (number, seen, scale, value)
+            number = value
+            seen.append(value)
+            monkeypatch.setitem(globals(), "scale", value)
+    assert len(codes) == 2
+
+
+def test_a_call_does_not_see_what_another_one_has_changed(local: Pair) -> None:
+    seen, number = [1], 0
+
+    def function() -> Any:
+        nonlocal number
+        global scale
+        number += 1
+        scale += 1
+        seen.append(number)
+        function.calls = getattr(function, "calls", 0) + 1  # type: ignore[attr-defined]
+        return seen, number, scale, function.calls  # type: ignore[attr-defined]
+
+    def plain(more: Any = (), extra: dict[str, int] = {}) -> Any:  # noqa: B006
+        nonlocal number
+        global scale
+        number, scale = number + 1, scale + 1
+        extra["key"] = extra.get("key", 0) + 1
+        return number, scale, extra
+
+    for _ in range(3):
+        assert local.sync(function) == ([1, 1], 1, 11, 1)
+        assert local.sync(plain) == (1, 11, {"key": 1})
+    assert (seen, number, scale) == ([1], 0, 10)
+
+
+def test_captured_and_passed_objects_stay_one_object(local: Pair) -> None:
+    shared, tensor = [1], torch.ones(2)
+    assert local.sync(lambda x: x is shared, shared)
+    assert local.sync(lambda x, y: x is tensor and y[0] is shared, tensor, [shared])
+    inner = lambda: shared  # noqa: E731
+    assert local.sync(lambda x: inner() is x, shared)
+
+
+def test_functions_that_share_globals_share_them_at_the_callee(local: Pair) -> None:
+    namespace: dict[str, Any] = {"__name__": "made", "total": 1}
+    source = "def add(get):\n global total\n total += 1\n return get()\ndef get(): return total"
+    exec(source, namespace)
+    for _ in range(2):
+        assert local.sync(namespace["add"], namespace["get"]) == 2
+
+
+# What functions take along
+
+
+@pytest.mark.parametrize("size", [2, 1 << 20])
+def test_captured_tensors_and_their_gradients(local: Pair, size: int) -> None:
+    tensor = torch.ones(size, requires_grad=True)
+    sparse = torch.eye(2).to_sparse()
+    for _ in range(2):
+        assert local.sync(lambda x: (tensor * x).sum(), 2).item() == 2 * size
+        leaf, grad = local.sync(lambda: (tensor.is_leaf, tensor.requires_grad))
+        assert leaf
+        assert grad
+        assert local.sync(lambda: sparse.to_dense().sum()).item() == 2
+    state = {"tensor": tensor}
+    assert local.sync(lambda x: state["tensor"] is x, tensor)
+
+
+def test_functions_whose_result_comes_later(local: Pair) -> None:
+    number = 2
+
+    async def soon(x: int) -> int:
+        await asyncio.sleep(0)
+        return x + number
+
+    @async_execution
+    def later(x: int) -> PlainFuture[int]:
+        future: PlainFuture[int] = PlainFuture()
+        future.set_result(x + number)
+        return future
+
+    for _ in range(2):
+        assert local.sync(soon, 1) == 3
+        assert local.sync(later, 1) == 3
+
+
+def test_classes_and_their_objects(local: Pair) -> None:
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def double(self) -> int:
+            return self.value * 2
+
+    with codes_counted(local) as codes:
+        for value in range(3):
+            assert local.sync(Local(value).double) == value * 2
+            assert local.sync(lambda each: each.double(), Local(value)) == value * 2
+    assert len(codes) == 3
+
+
+# Errors
+
+
+def test_errors_are_those_of_functions_that_travel_whole(local: Pair) -> None:
+    lock = threading.Lock()
+    with pytest.raises(SerializationError, match=r"variable 'lock'|lock"):
+        local.sync(lambda: lock)
+    with pytest.raises(SerializationError, match=r"args\[0\]|lock"):
+        local.sync(lambda x: x, lock)
+    with pytest.raises(ZeroDivisionError):
+        local.sync(lambda: 1 / 0)
+    with pytest.raises(TypeError, match="positional argument"):
+        local.sync(lambda x: x)
+
+
+def test_a_module_that_the_callee_lacks_is_its_answer(
+    local: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("only_there")
+    monkeypatch.setitem(sys.modules, "only_there", module)
+    function = lambda: module.__name__  # noqa: E731
+    with monkeypatch.context() as context:
+        request = local.caller.request(local.peer, function, (), {}, LIMIT_S)
+        context.delitem(sys.modules, "only_there")
+        assert request.entries
+        call = calls.PendingCall(local.peer.id, local.peer.name, function, LIMIT_S)
+        local.caller.agent.calls.ask_and_wait(local.peer, call, request)
+        with pytest.raises(SerializationError, match="No module named 'only_there'"):
+            local.caller.result_of(call)
+    assert local.sync(function) == "only_there"
+
+
+def test_a_call_that_names_code_which_was_not_sent_ends_the_connection(local: Pair) -> None:
+    local.sync(apply, len, [])
+    call = encode_call(POSITIONAL | CAPTURED, 5.0, NO_CREATION, 0, 0, b"", (), b"\x08\0\0\0\0")
+    frame = with_code(call, code_names([99]))
+    local.caller.agent.sender.send(local.peer, [frame])
+    wait_until(lambda: local.peer_of_callee.lost is not None)
+    assert "names code 99, which was not sent" in str(local.peer_of_callee.lost)
+
+
+@pytest.mark.parametrize(
+    ("control", "why"),
+    [
+        (b"", "too short"),
+        (bytes(12) + b"\xff" * (2 << 20) + b"\xff", "more code than its limit"),
+        (b"\xff" * (5 << 20), "has 5242880 bytes"),
+    ],
+)
+def test_code_that_is_malformed_or_too_large_ends_the_connection(
+    local: Pair, control: bytes, why: str
+) -> None:
+    local.sync(apply, len, [])
+    local.caller.agent.sender.send(local.peer, encode_frame(Kind.CODE, 0, 0, control))
+    wait_until(lambda: local.peer_of_callee.lost is not None)
+    assert why in str(local.peer_of_callee.lost)
+
+
+def test_values_that_do_not_fit_the_code_are_the_answer(local: Pair) -> None:
+    number = 1
+    local.sync(lambda: number)
+    answers: list[BaseException] = []
+    local.callee.reply_error = lambda *answer: answers.append(answer[2])  # type: ignore[method-assign]
+    for flags, payload in (
+        (POSITIONAL | CAPTURED, b"\x08\0\0\0\0"),
+        (CAPTURED, b"\x08\0\0\0\0"),
+        (POSITIONAL | CAPTURED, b"\x03" + bytes(8)),
+        (POSITIONAL, b"\x08\0\0\0\0"),
+    ):
+        call = encode_call(flags, 5.0, NO_CREATION, 0, 0, b"", (), payload)
+        local.caller.agent.sender.send(local.peer, [with_code(call, code_names([1]))])
+    wait_until(lambda: len(answers) == 4)
+
+
+# Many threads, evictions, losses
+
+
+def test_many_threads_with_more_functions_than_are_kept(small: Pair) -> None:
+    functions = [made(number) for number in range(12)]
+    failures: list[object] = []
+
+    def work(seed: int) -> None:
+        chosen = random.Random(seed)
+        for _ in range(60):
+            number, x = chosen.randrange(12), chosen.randrange(100)
+            way = chosen.choice((small.sync, lambda *args: small.start(*args).wait()))
+            result = way(functions[number], x)
+            other = small.sync(apply, functions[number], x)
+            if not result == other == (x, number):
+                failures.append((result, other, x, number))
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6)))
+    assert not failures
+    assert len(small.peer_of_callee.kept_codes) <= 4
+
+
+def test_many_calls_that_wait_hold_the_code_that_was_forgotten_since(small: Pair) -> None:
+    gate = threading.Event()
+    _seen[:] = [gate]
+    held = [small.start(_wait_for_gate) for _ in range(4)]  # All threads of the callee.
+    waiting = [small.start(made(number), number) for number in range(30)]
+    wait_until(lambda: len(small.callee.agent.reactor.tasks) >= 30)
+    assert len(small.peer_of_callee.kept_codes) <= 4
+    gate.set()
+    assert [future.wait() for future in waiting] == [(number, number) for number in range(30)]
+    for future in held:
+        future.wait()
+
+
+def _wait_for_gate() -> None:
+    assert _seen[0].wait(LIMIT_S)
+
+
+def test_ever_new_functions_take_bounded_memory_on_both_sides(small: Pair) -> None:
+    for number in range(1000):
+        assert small.sync(made(number), 1) == (1, number)
+    sent = small.peer.sent_codes
+    assert len(sent._table) <= 4
+    assert len(sent._sizes) <= 4
+    assert len(sent._unused) + len(sent._forgotten) <= 4
+    assert len(small.peer_of_callee.kept_codes) <= 4
+
+
+def test_a_function_that_is_too_large_travels_whole_each_time(local: Pair) -> None:
+    large = made("x" * (knobs.CODE_LIMIT_BYTES.default // 8))
+    with codes_counted(local) as codes:
+        for _ in range(2):
+            assert local.sync(large, 1)[0] == 1
+            assert local.sync(apply, large, 1)[0] == 1
+    assert not codes
+
+
+def test_a_call_with_very_many_functions_takes_them_along(small: Pair) -> None:
+    functions = [made(number) for number in range(20)]
+    with codes_counted(small) as codes:
+        result = small.sync(lambda each: [function()[1] for function in each], functions)
+    assert result == list(range(20))
+    assert len(codes) <= 1
+
+
+def test_no_thread_waits_for_another_one_that_sends_code(local: Pair) -> None:
+    assert local.peer.code_lock.acquire(False)
+    with codes_counted(local) as codes:
+        assert local.sync(lambda x: x + scale, 1) == 11
+        assert local.sync(apply, lambda x: x + scale, 1) == 11
+        assert not codes
+        local.peer.code_lock.release()
+        assert local.sync(lambda x: x + scale, 1) == 11
+    assert len(codes) == 1
+
+
+def test_an_interrupt_while_code_is_sent_leaves_everything_sound(small: Pair) -> None:
+    small.sync(made("first"))
+    sender = small.caller.agent.sender
+    send = sender.send
+    for number, is_sent in enumerate((True, False) * 8):
+
+        def interrupted(*args: Any, is_sent: bool = is_sent, **others: Any) -> None:
+            if is_sent:
+                send(*args, **others)
+            raise KeyboardInterrupt
+
+        sender.send = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            small.sync(made(("interrupted", number)))
+        sender.send = send  # type: ignore[method-assign]
+        assert small.sync(made(number), 1) == (1, number)
+    with codes_counted(small) as codes:
+        for _ in range(2):
+            for number in range(4):
+                small.sync(made(("last", number)))
+    assert len(codes) == 4  # There is room for all that the limit allows.
+
+
+def test_before_the_first_connection(pair: Pair) -> None:
+    assert pair.peer.link is None
+    futures = [pair.start(made(number % 3), number) for number in range(12)]
+    assert [future.wait() for future in futures] == [(number, number % 3) for number in range(12)]
+
+
+def test_a_call_that_is_given_up_before_the_first_connection(pair: Pair) -> None:
+    with pair.peer.dial_lock:  # No connection yet.
+        given_up = pair.start(made("a"), 1)
+        other = pair.start(made("a"), 2)
+        assert given_up.cancel()
+    with pytest.raises(CallCancelled):
+        given_up.wait()
+    assert other.wait() == (2, "a")
+    assert pair.sync(made("a"), 3) == (3, "a")
+
+
+def test_sessions_that_are_cut_go_on() -> None:
+    with pair_of(4, "tcp") as pair:
+        functions = [made(number) for number in range(8)]
+        pair.sync(len, [])
+        for number in range(24):
+            futures = [pair.start(functions[(number + each) % 8], each) for each in range(5)]
+            link: Any = pair.peer.link
+            with contextlib.suppress(OSError):
+                link._socket.shutdown(2)
+            results = [future.wait() for future in futures]
+            assert results == [(each, (number + each) % 8) for each in range(5)]
+
+
+def test_a_lost_worker_is_forgotten_on_both_sides(local: Pair) -> None:
+    for number in range(3):
+        local.sync(made(number))
+    local.caller.agent.lose(local.peer, "for the test")
+    local.callee.agent.lose(local.peer_of_callee, "for the test")
+    wait_until(
+        lambda: not local.peer.sent_codes._table and not len(local.peer_of_callee.kept_codes)
+    )
+    with pytest.raises(WorkerLost):
+        local.sync(made(1))
+    with pytest.raises(WorkerLost):
+        local.create(made(2))
+    assert not local.peer.sent_codes._table
+
+
+def test_a_full_queue_counts_the_code_of_waiting_calls() -> None:
+    size = 20_000
+    with knobs.QUEUE_LIMIT_BYTES.override(5 * size + 5000), pair_of(2) as pair:
+        gate = threading.Event()
+        _seen[:] = [gate]
+        held = [pair.start(_wait_for_gate) for _ in range(2)]
+        wait_until(lambda: len(pair.callee.agent.reactor.tasks) == 0)
+        waiting = [pair.start(made(f"{number}" * size)) for number in range(8)]
+        wait_until(lambda: sum(future.done() for future in waiting) == 3)
+        gate.set()
+        for future in waiting[5:]:
+            with pytest.raises(QueueFull):
+                future.wait()
+        for future in (*waiting[:5], *held):
+            future.wait()
+        assert pair.sync(made("after")) == (0, "after")
+
+
+# What is known of a function
+
+
+def test_whether_a_function_is_slow_is_known_by_its_code(local: Pair) -> None:
+    function = lambda s: time.sleep(s)  # noqa: E731
+    for duration_s in (0.0, 0.01, 0.0):
+        for _ in range(3):
+            local.sync(function, duration_s)
+        (code,) = local.peer_of_callee.kept_codes._table.values()
+        wait_until(lambda: code.is_slow == (duration_s > 0))  # noqa: B023
+
+
+def test_a_report_names_calls_that_wait(local: Pair) -> None:
+    gate = threading.Event()
+    _seen[:] = [gate]
+    held = [local.start(lambda: _wait_for_gate()) for _ in range(4)]
+    wait_until(lambda: len(local.callee.agent.reactor.tasks) == 0)
+    late = local.start(made("late"))
+    wait_until(lambda: len(local.callee.agent.reactor.tasks) == 1)
+    names = {status.function for status in stack_report.calls_of(local.callee)}
+    assert "a function sent by value" in names
+    gate.set()
+    for future in (*held, late):
+        future.wait()
+
+
+def test_peers_of_another_python_get_no_code(local: Pair) -> None:
+    local.peer.keeps_code = False
+    with codes_counted(local) as codes:
+        assert local.sync(lambda x: x + math.floor(scale), 1) == 11
+    assert not codes
