@@ -72,6 +72,7 @@ def kinds() -> dict[str, Callable[[], object]]:
 
     return {
         "nothing": lambda: rpc.rpc_sync("callee", echo, args=(None,)),
+        "a lambda": lambda: rpc.rpc_sync("callee", lambda value: value, args=(None,)),
         "one tensor": lambda: rpc.rpc_sync("callee", echo, args=(one,)),
         "sixteen tensors": lambda: rpc.rpc_sync("callee", echo, args=(sixteen,)),
         "a tensor in a context": lambda: rpc.rpc_sync("callee", echo, args=(needs_grad,)),
