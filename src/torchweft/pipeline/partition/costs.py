@@ -41,8 +41,9 @@ Approximations:
 - A link counts for each micro-batch alone, also between stages with several replicas (the paper).
 - Replicas never wait for each other. In 1F1B, a stage with more replicas than its neighbours does
   wait: a plan 1-4-1 may take twice the predicted time. The prediction of its table shows that.
-- In one step of 1F1B and GPipe, Σ T + max load is exact for even stages of one replica and links
-  that cost nothing; for uneven ones it is too long for 1F1B, and slightly too short for GPipe.
+- A synchronous step of stages with one replica, and links that cost nothing: exact for even
+  stages. For uneven ones whose backward pass takes the same multiple of the forward pass, exact for
+  GPipe, and up to a third too long for 1F1B. Where that multiple differs, it may be too short.
 - Memory is that of tensors: no fragmentation, no workspaces, no messages under way.
 """
 

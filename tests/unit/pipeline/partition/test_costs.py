@@ -62,22 +62,19 @@ def test_a_step_of_even_stages_is_predicted_exactly(kind: str, count: int, n_sta
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5),
+    st.lists(st.integers(1, 9).map(float), min_size=1, max_size=5),
+    st.sampled_from([0.5, 1.0, 2.0, 3.0]),
     st.integers(1, 9),
 )
 @settings(max_examples=share(1000))
-def test_uneven_stages_are_too_long_for_1f1b_and_too_short_for_gpipe(
-    stages: list[tuple[int, int]], count: int
+def test_a_step_of_uneven_stages_is_exact_for_gpipe_and_not_too_short_for_1f1b(
+    forward: list[float], ratio: float, count: int
 ) -> None:
-    forward, backward = ([float(value) for value in values] for values in zip(*stages, strict=True))
-    assert predicted("1f1b", forward, backward, count) >= played_through(
-        "1f1b", forward, backward, count
-    ) * (1 - 1e-9)
-    gpipe = played_through("gpipe", forward, backward, count)
-    assert predicted("gpipe", forward, backward, count) <= gpipe * (1 + 1e-9)
-    # The largest forward and the largest backward pass may be of two stages.
-    most = sum(forward) + sum(backward) + (count - 1) * (max(forward) + max(backward))
-    assert gpipe == pytest.approx(most)
+    backward = [ratio * seconds for seconds in forward]
+    times = {kind: played_through(kind, forward, backward, count) for kind in ("1f1b", "gpipe")}
+    assert predicted("gpipe", forward, backward, count) == pytest.approx(times["gpipe"])
+    ratio_of_1f1b = predicted("1f1b", forward, backward, count) / times["1f1b"]
+    assert 1 - 1e-9 <= ratio_of_1f1b <= 1.5
 
 
 def test_replicas_divide_the_micro_batches() -> None:
