@@ -69,7 +69,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @given(problems())
-@settings(max_examples=share(3000))
+@settings(max_examples=share(1500))
 def test_no_pipeline_is_better(problem: Problem) -> None:
     values, search = problem.all_values(), problem.search()
     if not values:
