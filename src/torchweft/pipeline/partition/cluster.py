@@ -33,6 +33,8 @@ class Cluster:
     host_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.memory_bytes, list):
+            object.__setattr__(self, "memory_bytes", tuple(self.memory_bytes))
         if self.n_workers < 1:
             raise PartitionError(f"the cluster has {self.n_workers} workers; it needs at least one")
         if not self.bandwidth > 0:

@@ -8,7 +8,8 @@ bytes of weights, the paper takes
     load  =  1/r · max(T, 2 (r - 1) w / B)        a link with a bytes:  2 a / B
 
 and minimises the largest load of a stage or link: that is the time between two micro-batches in
-steady state. ``Execution`` refines this where the schedules of Weft differ from the paper's:
+steady state. (The authors' program differs: it adds 4 (r - 1) / r · w / B to T instead of taking
+the maximum.) ``Execution`` refines this where the schedules of Weft differ from the paper's:
 
 ==================  ===========================================  ===================================
 schedule            load of a stage; link of X = 2 a / B          predicted time of a step
@@ -39,10 +40,12 @@ Approximations:
   synchronous ones links work beside the workers, but the exchange does not. Every link has its full
   bandwidth, whatever the other links do. Latency and the loss are free.
 - A link counts for each micro-batch alone, also between stages with several replicas (the paper).
-- Replicas never wait for each other. In 1F1B, a stage with more replicas than its neighbours does
-  wait: a plan 1-4-1 may take twice the predicted time. The prediction of its table shows that.
-- In one step of 1F1B and GPipe, Σ T + max load is exact for even stages of one replica and links
-  that cost nothing; for uneven ones it is too long for 1F1B, and slightly too short for GPipe.
+- Replicas never wait for micro-batches of other replicas. With the in-flight numbers above they do
+  in 1F1B, where a stage has more replicas than both its neighbours: 1-4-1 may take more than twice
+  the predicted time. Playing its table through shows that.
+- A synchronous step of stages with one replica, and links that cost nothing: exact for even
+  stages. For uneven ones whose backward pass takes the same multiple of the forward pass, exact for
+  GPipe, and up to a third too long for 1F1B. Where that multiple differs, it may be too short.
 - Memory is that of tensors: no fragmentation, no workspaces, no messages under way.
 """
 
@@ -64,7 +67,8 @@ from torchweft.pipeline.partition.text import span_text
 Schedule: TypeAlias = Literal["1f1b", "gpipe", "pipedream-stashing", "2bw"]
 Exchange: TypeAlias = Literal["central", "ring"]
 Array: TypeAlias = NDArray[np.float64]
-Number = Any  # a float or an array of them: a formula is one for one stage and for all of them
+Number: TypeAlias = Any
+"""A float or an array of floats: each formula is written once, for one stage and for all stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +105,7 @@ class Execution:
             raise PartitionError(f"schedule {schedule!r} needs n_microbatches, those of one step")
         if n_microbatches is not None and n_microbatches < 1:
             raise PartitionError(f"n_microbatches={n_microbatches} must be 1 or more")
-        kinds = cast(Schedule, schedule), cast(Exchange, exchange)
-        return cls(kinds[0], n_microbatches or 1, kinds[1])
+        return cls(cast(Schedule, schedule), n_microbatches or 1, cast(Exchange, exchange))
 
     @property
     def is_synchronous(self) -> bool:

@@ -49,13 +49,12 @@ def plan(
     else:
         found = search.best_load()
     if not found.stages:
-        raise _nothing_can_be(costs, may_idle)
+        raise _why_no_plan(costs, may_idle)
     return _made(found, costs)
 
 
 def _search(costs: Costs, may_idle: bool, loads: Callable[[range, int], Array]) -> Search:
     total = costs.cluster.n_workers
-
     allowed = [
         [r for r in range(n, 0, -1) if not costs.execution.refusal(n, r)] for n in range(total + 1)
     ]
@@ -80,7 +79,7 @@ def _made(found: Found, costs: Costs) -> Plan:
     return predicted(found.stages, costs, first)
 
 
-def _nothing_can_be(costs: Costs, may_idle: bool) -> PartitionError:
+def _why_no_plan(costs: Costs, may_idle: bool) -> PartitionError:
     """Explains why there is no plan: by a layer that is too large alone, or by the closest plan."""
     closest = _search(costs, may_idle, costs.excesses).best_load()
     if not closest.stages:

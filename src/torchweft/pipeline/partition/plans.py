@@ -22,6 +22,10 @@ from torchweft.pipeline.partition.text import (
 )
 
 _FORMAT = "torchweft pipeline plan 1"
+_TIME_HEADER = "stage,layers,workers,forward,backward,exchange,transfer,load,limited by".split(",")
+_MEMORY_HEADER = (
+    "stage,versions,weights,gradients,optimizer,in flight,activations,per worker,limit,"
+).split(",")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +144,19 @@ class Plan:
         return cls(tuple(stages), cluster.n_workers, schedule, n_microbatches)
 
     @property
+    def cuts(self) -> tuple[int, ...]:
+        """Index of the first layer of each stage except the first."""
+        return tuple(stage.layers.start for stage in self.stages[1:])
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Number of workers of each stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
     def shape(self) -> str:
-        """The replicas of the stages, such as ``"3-1"``."""
-        return "-".join(str(stage.replicas) for stage in self.stages)
+        """The replicas of the stages as text, such as ``"3-1"``."""
+        return "-".join(map(str, self.replicas))
 
     @property
     def n_layers(self) -> int:
@@ -161,7 +175,7 @@ class Plan:
         if not self.step_seconds:
             return None
         compute = sum(stage.cost.compute_seconds for stage in self.stages if stage.cost)
-        used = sum(stage.replicas for stage in self.stages)
+        used = sum(self.replicas)
         return compute * (self.n_microbatches or 1) / (used * self.step_seconds)
 
     def find_misfit(self, prefix: str = "") -> DoesNotFit | None:
@@ -225,7 +239,7 @@ class Plan:
         return f"{self._head()}\n\n{self.table()}"
 
     def _head(self) -> str:
-        used = sum(stage.replicas for stage in self.stages)
+        used = sum(self.replicas)
         workers = f"{used} of {self.n_workers}" if used < self.n_workers else f"{used}"
         stages = "1 stage" if len(self.stages) == 1 else f"{len(self.stages)} stages"
         lines = [f"Plan {self.shape}: {self.n_layers} layers as {stages} on {workers} workers"]
@@ -245,54 +259,48 @@ class Plan:
         return "\n".join(lines)
 
     def _time_table(self) -> str:
-        header = "stage,layers,workers,forward,backward,exchange,transfer,load,limited by".split(
-            ","
-        )
         rows = []
         for number, stage in enumerate(self.stages):
             if cost := stage.cost:
-                numbers = (
+                seconds = (
                     cost.forward_seconds,
                     cost.backward_seconds,
                     cost.exchange_seconds,
                     cost.transfer_seconds,
                     cost.load_seconds,
                 )
-                row = [str(number), layers_text(stage.layers, stage.names)]
-                row += [span_text(stage.workers), *map(seconds_text, numbers), cost.limited_by]
-                rows.append(row)
+                first = [str(number), layers_text(stage.layers, stage.names)]
+                first.append(span_text(stage.workers))
+                rows.append([*first, *map(seconds_text, seconds), cost.limited_by])
+        is_endless = self.schedule in ("pipedream-stashing", "2bw")
         meaning = (
             "time between two micro-batches"
-            if self.schedule in ("pipedream-stashing", "2bw")
+            if is_endless
             else "time of a step beyond its first micro-batch"
         )
-        table = aligned(header, rows, left=["layers", "workers", "limited by"])
+        table = aligned(_TIME_HEADER, rows, left=["layers", "workers", "limited by"])
         return f"{table}\n(load: {meaning}, if the stage were the slowest)"
 
     def _memory_table(self) -> str:
-        header = (
-            "stage,versions,weights,gradients,optimizer,in flight,activations,per worker,limit,"
-        ).split(",")
         rows = []
         for number, stage in enumerate(self.stages):
             if cost := stage.cost:
-                limit = cost.limit_bytes
                 optimizer = bytes_text(cost.optimizer_bytes)
-                rows.append(
-                    [
-                        str(number),
-                        str(cost.versions),
-                        bytes_text(cost.weight_bytes),
-                        bytes_text(cost.gradient_bytes),
-                        optimizer if cost.is_optimizer_known else "unknown",
-                        str(cost.in_flight),
-                        bytes_text(cost.activation_bytes),
-                        bytes_text(cost.memory_bytes),
-                        "none" if limit is None else bytes_text(limit),
-                        f"{cost.memory_bytes / limit:.0%}" if limit else "",
-                    ]
-                )
-        return aligned(header, rows, left=[])
+                row = [
+                    str(number),
+                    str(cost.versions),
+                    bytes_text(cost.weight_bytes),
+                    bytes_text(cost.gradient_bytes),
+                    optimizer if cost.is_optimizer_known else "unknown",
+                    str(cost.in_flight),
+                    bytes_text(cost.activation_bytes),
+                    bytes_text(cost.memory_bytes),
+                ]
+                limit = cost.limit_bytes
+                row.append("none" if limit is None else bytes_text(limit))
+                row.append(f"{cost.memory_bytes / limit:.0%}" if limit else "")
+                rows.append(row)
+        return aligned(_MEMORY_HEADER, rows, left=[])
 
 
 def predicted(stages: Sequence[tuple[range, int]], costs: Costs, first_worker: int) -> Plan:

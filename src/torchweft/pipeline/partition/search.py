@@ -103,15 +103,12 @@ class Search:
             for replicas in self._replicas(n_workers):
                 sums = self._tolls(n_workers, replicas) + best[n_workers - replicas]
                 sums = np.where(self._loads(n_workers, replicas) <= bound, sums, math.inf)
-                # Of equal sums the last one, for the same reason.
+                # Of equal sums the one with the longest stage, which leads to fewer stages.
                 at = self._n_layers - sums[:, ::-1].argmin(axis=1)
                 smallest = np.take_along_axis(sums, at[:, None], axis=1)[:, 0]
                 better = smallest < row
-                row[better], choice[0, better], choice[1, better] = (
-                    smallest[better],
-                    at[better],
-                    replicas,
-                )
+                row[better] = smallest[better]
+                choice[0, better], choice[1, better] = at[better], replicas
             best.append(row)
             choices.append(choice)
         answer = min(self._answers(), key=lambda n: float(best[n][0]))

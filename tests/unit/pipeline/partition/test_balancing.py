@@ -20,7 +20,7 @@ from torchweft.pipeline.partition import (
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
-@settings(max_examples=share(1500))
+@settings(max_examples=share(800))
 def test_no_cut_is_better(weights: list[int], data: st.DataObject) -> None:
     n_stages = data.draw(st.integers(1, len(weights)))
 

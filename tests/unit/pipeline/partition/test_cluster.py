@@ -47,3 +47,4 @@ def test_alike_workers() -> None:
     assert cluster.bandwidth_among(range(3)) == math.inf
     assert Cluster(3, 1.0, 7).limit(range(3)) == 7
     assert not Cluster(3, 1.0, (7, 7, 7)).is_uniform
+    assert Cluster(2, 1.0, [7, 8]) == Cluster(2, 1.0, (7, 8))  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def test_stages_by_hand() -> None:
     assert made.shape == "2-1-1"
     assert [stage.layers for stage in made.stages] == [range(3), range(3, 5), range(5, 8)]
     assert [stage.workers for stage in made.stages] == [range(2), range(2, 3), range(3, 4)]
-    assert [stage.replicas for stage in made.stages] == [2, 1, 1]
+    assert (made.cuts, made.replicas) == ((3, 5), (2, 1, 1))
     assert (made.n_layers, made.n_workers) == (8, 4)
     assert made.step_seconds is made.slowest is made.utilisation is None
     assert str(made).splitlines() == [
@@ -46,9 +46,7 @@ def test_a_plan_by_hand_predicts_what_the_planner_would() -> None:
     cluster = Cluster(4, bandwidth=1e8, memory_bytes=2**30)
     options: dict[str, Any] = {"schedule": "2bw", "n_microbatches": 12}
     made = plan(PROFILE, cluster, **options)
-    cuts = [stage.layers.start for stage in made.stages[1:]]
-    replicas = [stage.replicas for stage in made.stages]
-    assert Plan.manual(cuts, replicas, PROFILE, cluster, **options) == made
+    assert Plan.manual(made.cuts, made.replicas, PROFILE, cluster, **options) == made
 
 
 def test_without_a_cluster_links_cost_nothing() -> None:
@@ -107,6 +105,9 @@ def test_a_stage_that_does_not_fit_is_named() -> None:
     needed = 4 * (4 * 2**20 + 512) + 2 * 4 * 2**21
     assert (e.value.first_layer, e.value.last_layer) == (0, 3)
     assert (e.value.needed_bytes, e.value.limit_bytes) == (needed, 25 * 2**20)
+    enough = Cluster(2, 1e9, memory_bytes=(needed, 20 * 2**20))
+    made = Plan.manual([4], None, PROFILE, enough, n_microbatches=4)
+    assert "  100%" in made.table()
 
 
 def made_plans() -> list[Plan]:

@@ -38,7 +38,7 @@ SECONDS = st.floats(0, 1e6)
         batch_size=st.integers(1, 10**6),
     )
 )
-@settings(max_examples=share(500))
+@settings(max_examples=share(300))
 def test_json_keeps_everything(profile: Profile) -> None:
     assert Profile.from_json(profile.to_json()) == profile
 
