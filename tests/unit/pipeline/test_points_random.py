@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.thorough import share
 from tests.unit.pipeline.stages_alone import compare
 from torchweft.pipeline import CutError, SplitPoint, cut_model
 
@@ -109,7 +110,7 @@ def loss(output: dict[str, Any]) -> Tensor:
     return output["total"].square().mean() / output["rows"]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(share(250)))
 def test_stages_of_a_random_model_compute_what_it_computes(seed: int) -> None:
     draw = random.Random(1000 + seed)
     net = Net(seed, draw.randrange(4, 14)).double()
