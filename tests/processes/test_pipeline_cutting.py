@@ -73,7 +73,12 @@ def test_a_decoder_trains_as_in_one_process(schedule: Any, points: Any, count: i
     own = torch.optim.SGD(alone.parameters(), lr=0.1)
     stages = cut_model(model, points, (), text(2, 3)[0])
     with Pipe(
-        stages, WORKERS[:count], schedule, token_loss, checkpoint="except_last", example=text(8, 5)[0]
+        stages,
+        WORKERS[:count],
+        schedule,
+        token_loss,
+        checkpoint="except_last",
+        example=text(8, 5)[0],
     ) as pipe:
         assert pipe.state_dict().keys() == model.state_dict().keys()
         optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +73,7 @@ def check_like_model(
         StageMismatch: A stage cannot take the values that it gets.
     """
     found = _outputs(stages, batch)[-1]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with _faking() as mode:
         fake_args, fake_kwargs = _faked(mode, (tuple(args), dict(kwargs)))
         try:
             expected = describe(_Copy(model, mode)(*fake_args, **fake_kwargs))
@@ -83,6 +85,18 @@ def check_like_model(
             "cut inside has control flow that tracing cannot follow, such as isinstance; cut "
             "before or after that module"
         )
+
+
+@contextlib.contextmanager
+def _faking() -> Iterator[FakeTensorMode]:
+    """Runs operations without computing; keeps torch from logging those that fail."""
+    log = logging.getLogger(fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+            yield mode
+    finally:
+        log.disabled = before
 
 
 class _Copy(nn.Module):
@@ -115,7 +129,7 @@ def _outputs(stages: Stages, batch: Any) -> list[tuple[Any] | None]:
     """Returns each stage's output, in a tuple; None where it is not known."""
     packets: dict[tuple[int, int], Packet] = {}
     found: list[tuple[Any] | None] = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+    with _faking() as mode:
         batch = _faked(mode, batch)
         for stage, source in enumerate(stages.sources):
             taken = {each: packets.get((each, stage)) for each in stages.wiring.sources(stage)}

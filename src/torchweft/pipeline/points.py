@@ -178,17 +178,30 @@ def _batch_apart(
     names = {
         step.name for step, take in zip(inputs, takes, strict=True) if take == Take(BATCH, None)
     }
-    found: list[Operation] = []
-    by_step = []
     left = iter(takes)
+    found: list[Operation] = []
+    by_step: list[Take] = []
+    entries: dict[str, Value] = {}
+    same: dict[str, Value] = {}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Value):
+            return same.get(value.name, value)
+        return mapped(value, replaced)
+
     for step in steps:
-        if _is_look(step) and step.args[0].name in names and step.target is operator.getitem:
-            key = step.args[1]
-            if isinstance(key, str):
-                step = step._replace(kind="input")
-                by_step.append(Take(BATCH, key))
-        elif step.kind == "input":
+        step = step._replace(args=replaced(step.args), kwargs=replaced(step.kwargs))
+        if step.kind == "input":
             by_step.append(next(left))
+        elif _is_look(step) and step.args[0].name in names and step.target is operator.getitem:
+            key = step.args[1]
+            if key in entries:
+                same[step.name] = entries[key]
+                continue
+            if isinstance(key, str):
+                entries[key] = Value(step.name)
+                by_step.append(Take(BATCH, key))
+                step = step._replace(kind="input", args=())
         found.append(step)
     return found, by_step
 

@@ -11,7 +11,7 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -168,12 +168,7 @@ class _Tracer(fx.Tracer):
                 "operations under torch.no_grad, inference_mode or autocast cannot be traced"
             )
         node = super().create_node(*args, **kwargs)
-        frames = []
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            frames.append((frame, frame.f_lineno))
-            frame = frame.f_back
-        self.places[node] = _place(frames[::-1])
+        self.places[node] = _place(_frames(sys._getframe(1)))
         return node
 
 
@@ -287,8 +282,9 @@ def _untraceable(model: nn.Module, error: Exception) -> CutError:
         frames.append((at.tb_frame, at.tb_lineno))
         at = at.tb_next
     names = {module: name for name, module in model.named_modules()}
-    modules = [frame.f_locals.get("self") for frame, _ in frames]
-    module = next((each for each in reversed(modules) if isinstance(each, nn.Module)), model)
+    frames.reverse()
+    owners = (frame.f_locals.get("self") for frame, _ in frames)
+    module = next((each for each in owners if isinstance(each, nn.Module)), model)
     name, place = names.get(module, ""), _place(frames)
     shown = f"{name!r}, a {type(module).__name__}," if name else f"the {type(module).__name__}"
     return CutError(
@@ -296,9 +292,16 @@ def _untraceable(model: nn.Module, error: Exception) -> CutError:
     )
 
 
-def _place(frames: list[tuple[FrameType, int]]) -> str:
-    """Returns file, line and text of the last frame that is in the model's code."""
-    for frame, line in reversed(frames):
+def _frames(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    """Yields a frame and its line, and those that called it, one after the other."""
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Returns file, line and text of the first of these frames that is in the model's code."""
+    for frame, line in frames:
         file = frame.f_code.co_filename
         if not file.startswith(_TORCH) and file != __file__:
             text = linecache.getline(file, line).strip()
