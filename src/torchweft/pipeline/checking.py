@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils import _pytree
 
-from torchweft.errors import WeftError
+from torchweft.errors import ConfigurationError, WeftError
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.errors import CutError, StageMismatch
 from torchweft.pipeline.stage_run import StageRun
@@ -48,7 +48,8 @@ def check_stages(stages: Stages, example_batch: Any, n_microbatches: int = 1) ->
 
     Raises:
         StageMismatch: A stage cannot take the values that it gets; names it, and their shapes.
-        ConfigurationError: The batch cannot be cut evenly.
+        ConfigurationError: The batch cannot be cut evenly, or a stage changes a buffer of which
+            another stage has a copy.
     """
     batch = cut_batch(example_batch, n_microbatches)[0]
     return tuple(
@@ -112,6 +113,7 @@ class _Copy(nn.Module):
                 *module.named_buffers(remove_duplicate=False),
             )
         }
+        self._versions = {name: each._version for name, each in self._state.items()}
         self.outputs: list[Any] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,6 +121,11 @@ class _Copy(nn.Module):
         output = functional_call(self._module[0], self._state, args, kwargs)
         self.outputs.append(output)
         return output
+
+    def updated(self) -> list[Tensor]:
+        """Returns the buffers of the module whose copies a run has changed in place."""
+        buffers = self._module[0].named_buffers()
+        return [each for name, each in buffers if self._state[name]._version > self._versions[name]]
 
 
 def _faked(mode: FakeTensorMode, value: Any) -> Any:
@@ -142,10 +149,33 @@ def _outputs(stages: Stages, batch: Any) -> list[tuple[Any] | None]:
             copy = _Copy(source, mode)
             run = StageRun(stage, copy, stages.wiring, None, lambda _: False)
             outgoing = _run(run, given)
+            _check_updates(stages, stage, copy)
             found.append(None if outgoing is None else (copy.outputs[0],))
             for consumer, packet in (outgoing or {}).items():
                 packets[stage, consumer] = packet
     return found
+
+
+def _check_updates(stages: Stages, stage: int, copy: _Copy) -> None:
+    """Refuses a stage that changes a buffer of which another stage has a copy.
+
+    Raises:
+        ConfigurationError: It does.
+    """
+    for buffer in copy.updated():
+        places = [
+            (number, name)
+            for number, source in enumerate(stages.sources)
+            if isinstance(source, nn.Module)
+            for name, each in source.named_buffers()
+            if each is buffer
+        ]
+        others = [number for number, _ in places if number != stage]
+        if others:
+            raise ConfigurationError(
+                f"stage {stage} changes the buffer {dict(places)[stage]!r}, of which stage "
+                f"{others[0]} has a copy of its own; let one stage alone use it"
+            )
 
 
 def _run(run: StageRun, given: Mapping[int, Packet]) -> dict[int, Packet] | None:

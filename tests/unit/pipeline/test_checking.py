@@ -106,6 +106,32 @@ def test_a_stage_that_cannot_take_its_values_is_named(
     assert caught.value.stage == stage
 
 
+class Counter(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x
+
+
+def test_a_buffer_that_a_stage_changes_cannot_be_in_two_stages() -> None:
+    counter = Counter()
+    alone = cut_sequential(nn.Sequential(nn.Linear(3, 3), counter), [1])
+    assert check_stages(alone, torch.ones(2, 3)) == ("float32[2, 3]", "float32[2, 3]")
+    reader = nn.Linear(3, 3)
+    reader.register_buffer("seen", counter.calls)
+    both = cut_sequential(nn.Sequential(reader, counter), [1])
+    with pytest.raises(
+        ConfigurationError, match=r"stage 1 changes the buffer '1.calls', of which stage 0 has"
+    ):
+        check_stages(both, torch.ones(2, 3))
+    assert counter.calls == 0
+
+
 def test_a_part_that_the_output_does_not_have() -> None:
     wiring = Wiring.checked([[BATCH], [Take(0, "hidden")]])
     with pytest.raises(ConfigurationError, match=r"stage 1 takes part 'hidden' .* float32"):
