@@ -49,8 +49,8 @@ class Pipe:
 
     Args:
         stages: A ``Sequential``, which is cut so that the largest stage is as small as possible;
-            ``Stages`` from ``cut_sequential``; or one module for each stage, or one function that
-            makes it on its worker. A stage's tuple becomes the next one's positional arguments, and
+            ``Stages`` from ``cut_model`` or ``cut_sequential``; or one module for each stage, or a
+            function that makes it on its worker. A stage's tuple becomes the next one's positional arguments, and
             its dict keyword arguments; layers of a ``Sequential`` get one argument as usual.
         workers: Names of the workers, in the order of the schedule's rows.
         schedule: When which stage runs which micro-batch.
@@ -285,7 +285,7 @@ class Pipe:
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the weights and buffers of all stages, copied to the driver.
 
-        The keys are those of the ``Sequential`` that was cut; otherwise each has the number of its
+        The keys are those of the model that was cut; otherwise each has the number of its
         stage in front.
         """
         return self._gathered(host.state_dict)
