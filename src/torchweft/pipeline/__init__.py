@@ -1,7 +1,10 @@
 """Pipeline parallelism: a model cut into stages, micro-batches on their way through them."""
 
-from torchweft.pipeline.cutting import Stages, cut_evenly, cut_sequential
+from torchweft.pipeline.checking import check_stages
+from torchweft.pipeline.cutting import Stages, cut_by_plan, cut_evenly, cut_sequential
+from torchweft.pipeline.errors import CutError, StageMismatch
 from torchweft.pipeline.pipe import Pipe, PipeOptimizer
+from torchweft.pipeline.points import SplitPoint, cut_model
 from torchweft.pipeline.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -18,6 +21,7 @@ from torchweft.pipeline.wiring import BATCH, Take, Wiring
 
 __all__ = [
     "BATCH",
+    "CutError",
     "Pipe",
     "PipeOptimizer",
     "Schedule1F1B",
@@ -29,10 +33,15 @@ __all__ = [
     "ScheduleNaive",
     "ScheduleZBH1",
     "ScheduleZBVZeroBubble",
+    "SplitPoint",
+    "StageMismatch",
     "Stages",
     "Table",
     "Take",
     "Wiring",
+    "check_stages",
+    "cut_by_plan",
     "cut_evenly",
+    "cut_model",
     "cut_sequential",
 ]

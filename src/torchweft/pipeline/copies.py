@@ -6,7 +6,8 @@ equal, and whose optimizers are alike, stay equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -97,6 +98,25 @@ def find_copies(table: Table, ties: Iterable[Tie]) -> Copies:
         if len(workers) > 1:
             groups.append(tuple(Member(worker, stage, None) for worker in workers))
     return Copies(tuple(groups), {stage: frozenset(names) for stage, names in tied.items()})
+
+
+def separated(
+    sources: Mapping[int, Callable[[], nn.Module] | nn.Module],
+) -> dict[int, Callable[[], nn.Module] | nn.Module]:
+    """Returns the stages of one worker, no two of which hold the same weight or buffer.
+
+    Stages that travel in one message still share their tied weights when they arrive. As one tensor
+    with one gradient, it would count once for each stage in the sum over copies.
+    """
+    seen: set[int] = set()
+    found = dict(sources)
+    for stage, source in sources.items():
+        if not isinstance(source, nn.Module):
+            continue
+        if not seen.isdisjoint(map(id, (*source.parameters(), *source.buffers()))):
+            found[stage] = source = copy.deepcopy(source)
+        seen.update(map(id, (*source.parameters(), *source.buffers())))
+    return found
 
 
 def added(gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:

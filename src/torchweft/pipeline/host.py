@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchweft.agent.peers import Peer
 from torchweft.errors import ArgumentTypeError, PipelineError, WeftError, WorkerLost
-from torchweft.pipeline.copies import Copies, added
+from torchweft.pipeline.copies import Copies, added, separated
 from torchweft.pipeline.schedules import Action, Kind, Table
 from torchweft.pipeline.stage_run import Objective, StageRun
 from torchweft.pipeline.values import Packet, describe
@@ -121,7 +121,7 @@ class Runner:
                 else None,
                 self._checkpoints,
             )
-            for stage, made in assignment.stages.items()
+            for stage, made in separated(assignment.stages).items()
         }
         self.optimizer: torch.optim.Optimizer | None = None
         self.peak_held = 0

@@ -13,6 +13,7 @@ from torchweft.agent.current import current
 from torchweft.arguments import limit_of
 from torchweft.errors import ConfigurationError, PipelineError, WorkerLost
 from torchweft.pipeline import host
+from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Copies, Tie, find_copies
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
 from torchweft.pipeline.schedules import Table, check
@@ -48,8 +49,8 @@ class Pipe:
 
     Args:
         stages: A ``Sequential``, which is cut so that the largest stage is as small as possible;
-            ``Stages`` from ``cut_sequential``; or one module for each stage, or one function that
-            makes it on its worker. A stage's tuple becomes the next one's positional arguments, and
+            ``Stages`` from ``cut_model`` or ``cut_sequential``; or one module for each stage, or a
+            function that makes it on its worker. A stage's tuple becomes the next one's positional arguments, and
             its dict keyword arguments; layers of a ``Sequential`` get one argument as usual.
         workers: Names of the workers, in the order of the schedule's rows.
         schedule: When which stage runs which micro-batch.
@@ -62,8 +63,10 @@ class Pipe:
             backward: for no micro-batch, for all, or for all but the last.
         reduction: Whether the loss of a batch is the mean or the sum of its micro-batches' losses.
         timeout: Seconds that a stage waits for one value of another stage.
+        example: A batch; with it, the shapes between the stages are checked before all else.
 
     Raises:
+        StageMismatch: With an example, a stage cannot take the values that it gets.
         ConfigurationError: The numbers of stages, workers and micro-batches do not fit.
         UnknownWorker: There is no such worker.
         PipelineError: A stage could not be made.
@@ -92,6 +95,7 @@ class Pipe:
         checkpoint: Literal["never", "except_last", "always"] = "never",
         reduction: Literal["mean", "sum"] = "mean",
         timeout: float = UNSET_RPC_TIMEOUT,
+        example: Any = None,
     ) -> None:
         _check_choice("checkpoint", checkpoint, ("never", "except_last", "always"))
         _check_choice("reduction", reduction, ("mean", "sum"))
@@ -103,6 +107,8 @@ class Pipe:
         self.table = schedule.table(len(self.workers))
         self.stages = stages_of(stages, self.table.n_stages, wiring, ties)
         check(self.table, self.stages.wiring.edges)
+        if example is not None:
+            check_stages(self.stages, example, self.table.n_microbatches)
         self._infos = [get_worker_info(name) for name in self.workers]
         self._limit_s = limit_of(timeout, _WAIT_S)
         self._mean = reduction == "mean"
@@ -284,7 +290,7 @@ class Pipe:
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the weights and buffers of all stages, copied to the driver.
 
-        The keys are those of the ``Sequential`` that was cut; otherwise each has the number of its
+        The keys are those of the model that was cut; otherwise each has the number of its
         stage in front.
         """
         return self._gathered(host.state_dict)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torchweft.arguments import kind_of
 from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.pipeline.partition.text import aligned
 
 BATCH = -1
 """The source that stands for the batch, as it was passed to the pipeline."""
@@ -99,6 +100,22 @@ class Wiring:
     def taken(self, stage: int, source: int) -> tuple[Take, ...]:
         """Returns the arguments that ``stage`` takes from ``source``, in order."""
         return tuple(take for take in self.takes[stage] if take.source == source)
+
+    def describe(self) -> str:
+        """Returns an aligned table: which values each stage takes, and from where."""
+        rows = [[str(stage), self.text(stage)] for stage in range(len(self.takes))]
+        return aligned(["stage", "takes"], rows, left=["takes"])
+
+    def text(self, stage: int) -> str:
+        """Returns the values that a stage takes as text: ``hidden, cos from stage 0``."""
+        shown = []
+        for source in dict.fromkeys(take.source for take in self.takes[stage]):
+            keys = [
+                "all" if take.key is None else str(take.key) for take in self.taken(stage, source)
+            ]
+            place = "the batch" if source == BATCH else f"stage {source}"
+            shown.append(f"{', '.join(keys)} from {place}")
+        return "; ".join(shown)
 
 
 def _take(value: object, stage: int) -> Take:

@@ -1,0 +1,461 @@
+"""Cuts any traceable model at named modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from torchweft.arguments import did_you_mean, kind_of, wrong_type
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.pipeline.checking import check_like_model
+from torchweft.pipeline.cutting import Stages, cut_evenly, find_ties
+from torchweft.pipeline.errors import CutError
+from torchweft.pipeline.part import Operation, Part, State, Value, mapped
+from torchweft.pipeline.partition import Profile
+from torchweft.pipeline.tracing import INPUT, Trace, trace
+from torchweft.pipeline.wiring import BATCH, Take, Wiring
+
+
+class SplitPoint(enum.Enum):
+    """Where a model is cut: before a module, or after it."""
+
+    BEGINNING = 1
+    END = 2
+
+
+def cut_model(
+    model: nn.Module,
+    cuts: Mapping[str, SplitPoint] | int,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    profile: Profile | None = None,
+) -> Stages:
+    """Cuts a model before or after the modules with these names.
+
+    The model's code is traced with torch.fx, but only that of modules with a cut inside; others
+    may do anything. Each stage takes exactly the values that it uses, from any earlier stage and
+    from the batch. A cut may be inside of a residual block: the skip then goes from stage to stage.
+    Sizes, such as ``x.shape[0]``, are values too, so batches of any size fit.
+
+    The batch for the pipeline has the form of the examples. For ``model(x)`` it is ``x``. For
+    ``model(x, y)`` it is a tuple. If a keyword argument is given, it is a dict by the names of the
+    parameters. Without examples, the parameters without a default are positional arguments.
+
+    Weights keep their names in the model, so ``Pipe.state_dict`` has its keys. A weight that
+    several stages use is in each of them, and these copies are tied. The stages hold the model's
+    own submodules, until they are copied to their workers.
+
+    Control flow that depends on a tensor's values or sizes, changes in place to values of another
+    stage, and ``torch.no_grad`` or ``autocast`` cannot be traced. Python values of the model, such
+    as flags, become constants. The exception is ``training``: an argument that depends on it
+    follows the stage's mode. Not thread-safe: no other thread may use torch modules meanwhile.
+
+    Args:
+        model: The model.
+        cuts: The names, each with ``SplitPoint.BEGINNING`` or ``END``, in any order; the enum of
+            torch.distributed.pipelining works as well. For an ``nn.Sequential``, a number of
+            stages: it is cut so that the largest stage is as small as possible.
+        example_args: Positional arguments of the model, for one micro-batch of any size. Arguments
+            without tensors become constants. With examples, the stages are run without computing,
+            and their shapes compared with those of the model.
+        example_kwargs: Keyword arguments; the same holds for them.
+        profile: With a number of stages, the measured layers, whose times are balanced. By default
+            numbers of weights are.
+
+    Raises:
+        CutError: A name is not a module's, two cuts are in the same place, or the code of a module
+            with a cut inside cannot be traced; names module and line.
+        StageMismatch: The stages cannot take each other's values, or the examples.
+        ConfigurationError: Two stages would update one buffer.
+    """
+    if isinstance(cuts, int):
+        if not isinstance(model, nn.Sequential):
+            raise ArgumentTypeError(
+                f"cuts is a number of stages, and the model is {kind_of(model)}; pass an "
+                'nn.Sequential, or the cuts by name: {"layers.2": SplitPoint.BEGINNING}'
+            )
+        return cut_evenly(model, cuts, profile)
+    if profile is not None:
+        raise ConfigurationError("profile is for a number of stages; these cuts are named")
+    points = _checked_points(model, cuts)
+    arguments = _arguments(model, example_args, dict(example_kwargs or {}))
+    found = trace(model, list(points), arguments.args, arguments.kwargs)
+    steps, takes = _batch_apart(_without_unused(found.steps), arguments.takes)
+    sections = _sections(steps, _bounds(found, steps, points))
+    _check_in_place(steps, sections, model)
+    stages = _Assembly(model, steps, sections, takes, found.only_mode).stages()
+    if example_args or example_kwargs:
+        check_like_model(stages, model, example_args, example_kwargs or {}, arguments.batch)
+    return stages
+
+
+def _checked_points(model: nn.Module, cuts: Mapping[str, Any]) -> dict[str, SplitPoint]:
+    names = dict(model.named_modules(remove_duplicate=False))
+    points: dict[str, SplitPoint] = {}
+    if not isinstance(cuts, Mapping):
+        raise wrong_type("cuts", cuts, 'pass {"layers.2": SplitPoint.BEGINNING}')
+    for name, point in cuts.items():
+        if name not in names or not name:
+            raise CutError(
+                f"the model has no module {name!r} to cut at{did_you_mean(str(name), names)}",
+                module=str(name),
+            )
+        try:
+            points[name] = SplitPoint[point.name]
+        except (AttributeError, KeyError):
+            raise wrong_type(
+                f"the cut at {name!r}", point, "pass SplitPoint.BEGINNING or SplitPoint.END"
+            ) from None
+    return points
+
+
+# The batch
+
+
+class _Arguments(NamedTuple):
+    """The arguments to trace a model with.
+
+    Attributes:
+        args: Positional arguments; ``INPUT`` stands for an input.
+        kwargs: Keyword arguments.
+        takes: How each input is taken from the batch.
+        batch: The examples in the form of the batch.
+    """
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    takes: list[Take]
+    batch: Any
+
+
+def _arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> _Arguments:
+    signature = inspect.signature(model.forward)
+    if not args and not kwargs:
+        args = [
+            INPUT
+            for each in signature.parameters.values()
+            if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+            and each.default is each.empty
+        ]
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{type(model).__name__} cannot be called with these examples: {error}"
+        ) from None
+    names = list(signature.parameters)
+    given = [INPUT if _is_input(each) else each for each in args]
+    named = {name: INPUT if _is_input(each) else each for name, each in kwargs.items()}
+    keys: list[Any] = [*(names[: len(args)] if kwargs else range(len(args))), *kwargs]
+    if len(keys) == 1 and not kwargs:
+        keys = [None]
+    takes = [
+        Take(BATCH, key)
+        for key, each in zip(keys, (*given, *named.values()), strict=True)
+        if each is INPUT
+    ]
+    batch: Any = dict(zip(keys, (*args, *kwargs.values()), strict=True)) if kwargs else tuple(args)
+    return _Arguments(given, named, takes, batch[0] if keys == [None] else batch)
+
+
+def _is_input(value: Any) -> bool:
+    return value is INPUT or any(isinstance(each, Tensor) for each in _pytree.tree_leaves(value))
+
+
+def _batch_apart(
+    steps: Sequence[Operation], takes: Sequence[Take]
+) -> tuple[list[Operation], list[Take]]:
+    """Makes each entry of a batch that is a single dict an input, so that it is sent alone."""
+    inputs = [step for step in steps if step.kind == "input"]
+    names = {
+        step.name for step, take in zip(inputs, takes, strict=True) if take == Take(BATCH, None)
+    }
+    left = iter(takes)
+    found: list[Operation] = []
+    by_step: list[Take] = []
+    entries: dict[str, Value] = {}
+    same: dict[str, Value] = {}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Value):
+            return same.get(value.name, value)
+        return mapped(value, replaced)
+
+    for step in steps:
+        step = step._replace(args=replaced(step.args), kwargs=replaced(step.kwargs))
+        if step.kind == "input":
+            by_step.append(next(left))
+        elif _is_look(step) and step.args[0].name in names and step.target is operator.getitem:
+            key = step.args[1]
+            if key in entries:
+                same[step.name] = entries[key]
+                continue
+            if isinstance(key, str):
+                entries[key] = Value(step.name)
+                by_step.append(Take(BATCH, key))
+                step = step._replace(kind="input", args=())
+        found.append(step)
+    return found, by_step
+
+
+# Where the cuts are
+
+
+def _values(value: Any) -> list[str]:
+    """Returns the names of the values in an argument, each once."""
+    found: dict[str, None] = {}
+
+    def look(each: Any) -> Any:
+        if isinstance(each, Value):
+            found[each.name] = None
+        return mapped(each, look)
+
+    look(value)
+    return list(found)
+
+
+def _without_unused(steps: Sequence[Operation]) -> list[Operation]:
+    """Returns the steps without those that only look at a value, if nothing uses the result."""
+    used: set[str] = set()
+    kept = []
+    for step in reversed(steps):
+        if step.name in used or not _is_look(step):
+            used.update(_values((step.args, step.kwargs)))
+            kept.append(step)
+    return kept[::-1]
+
+
+def _is_look(step: Operation) -> bool:
+    """Whether a step takes a part of a value that another step has made."""
+    return (
+        step.kind == "function"
+        and step.target in (operator.getitem, getattr)
+        and isinstance(step.args[0], Value)
+        and isinstance(step.args[1], (int, str))
+    )
+
+
+def _bounds(
+    found: Trace, steps: Sequence[Operation], points: Mapping[str, SplitPoint]
+) -> list[str]:
+    """Returns the name of the first step of each stage but the first.
+
+    Raises:
+        CutError: A module is not called exactly once, or a stage would have no step.
+    """
+    kept = {step.name for step in steps}
+    places: dict[int, str] = {}
+    # A stage begins with a step that does something: no input, no weight, no look at a value.
+    work = [
+        number
+        for number, step in enumerate(found.steps)
+        if step.name in kept and step.kind not in ("input", "state") and not _is_look(step)
+    ]
+    for name, point in points.items():
+        spans = found.spans[name]
+        if len(spans) != 1:
+            raise CutError(_calls_text(name, len(spans)), module=name)
+        begin, end = spans[0]
+        bound = begin if point is SplitPoint.BEGINNING else end
+        place = sum(number < bound for number in work)
+        if place in places or place == 0 or found.steps[work[place]].kind == "output":
+            side = "before" if place == 0 else "after"
+            reason = (
+                f"nothing is {side} it"
+                if place not in places
+                else (f"the cut at {places[place]!r} is in the same place")
+            )
+            raise CutError(f"the cut at {name!r} makes an empty stage: {reason}", module=name)
+        places[place] = name
+    return [found.steps[work[place]].name for place in sorted(places)]
+
+
+def _calls_text(name: str, n_calls: int) -> str:
+    if n_calls:
+        return (
+            f"the model calls {name!r} {n_calls} times, so a cut there would be ambiguous; cut at "
+            "a module that it calls once"
+        )
+    return (
+        f"the model does not call {name!r}, so there is no cut before or after it; cut at a module "
+        f"that it calls, such as a child of a ModuleList ({name + '.0'!r})"
+    )
+
+
+def _sections(steps: Sequence[Operation], bounds: Sequence[str]) -> dict[str, int]:
+    """Returns the stage of each step; inputs have none.
+
+    A step that looks at a value is in the stage that made it, so that only what is used is sent.
+    """
+    sections: dict[str, int] = {}
+    stage = 0
+    for step in steps:
+        stage += step.name in bounds
+        if step.kind in ("input", "state"):
+            continue
+        made = sections.get(step.args[0].name) if _is_look(step) else None
+        sections[step.name] = stage if made is None else made
+    return sections
+
+
+def _check_in_place(
+    steps: Sequence[Operation], sections: Mapping[str, int], model: nn.Module
+) -> None:
+    """Refuses changes in place to a value of another stage, which that stage would not see."""
+    for step in steps:
+        first = step.args[0] if step.args else None
+        if not isinstance(first, Value) or not _is_in_place(step, model):
+            continue
+        source, stage = sections.get(first.name, BATCH), sections[step.name]
+        if source not in (stage, BATCH):
+            raise CutError(
+                f"stage {stage} changes a value of stage {source} in place, at {step.place}; make "
+                "the change out of place, or cut elsewhere",
+                place=step.place,
+            )
+
+
+def _is_in_place(step: Operation, model: nn.Module) -> bool:
+    if step.kind == "module":
+        return getattr(model.get_submodule(step.target), "inplace", False) is True
+    name = step.target if isinstance(step.target, str) else getattr(step.target, "__name__", "")
+    return (
+        step.kwargs.get("inplace") is True
+        or (name.endswith("_") and not name.endswith("__"))
+        or step.target in (operator.setitem, operator.iadd, operator.isub, operator.imul)
+    )
+
+
+# The stages
+
+
+class _Assembly:
+    """Makes the stages from the steps.
+
+    Args:
+        model: The model.
+        steps: Its steps.
+        sections: The stage of each step.
+        takes: How each input is taken from the batch.
+        only_mode: The training mode that the steps are for; None for both.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        steps: Sequence[Operation],
+        sections: Mapping[str, int],
+        takes: Sequence[Take],
+        only_mode: bool | None,
+    ) -> None:
+        self._model = model
+        self._only_mode = only_mode
+        self._sections = sections
+        self._steps: list[list[Operation]] = [[] for _ in range(max(sections.values()) + 1)]
+        inputs = [step.name for step in steps if step.kind == "input"]
+        self._inputs = dict(zip(inputs, takes, strict=True))
+        for step in steps:
+            if step.name in sections:
+                self._steps[sections[step.name]].append(step)
+        self._given: list[list[str]] = [self._taken(stage) for stage in range(len(self._steps))]
+
+    def stages(self) -> Stages:
+        """Returns the stages.
+
+        Raises:
+            ConfigurationError: A stage takes nothing, or nothing takes its output.
+        """
+        takes = [[self._take(name) for name in names] for names in self._given]
+        wiring = dataclasses.replace(Wiring.checked(takes), spreads=False)
+        parts = [self._part(stage) for stage in range(len(self._steps))]
+        _add_the_rest(self._model, parts)
+        return Stages(tuple(parts), wiring, find_ties(parts), has_names=True)
+
+    def _taken(self, stage: int) -> list[str]:
+        """Returns the names of the values that a stage takes from others."""
+        own = {step.name for step in self._steps[stage]}
+        used = _values([(step.args, step.kwargs) for step in self._steps[stage]])
+        return [name for name in used if name not in own]
+
+    def _take(self, name: str) -> Take:
+        return self._inputs[name] if name in self._inputs else Take(self._sections[name], name)
+
+    def _part(self, stage: int) -> Part:
+        steps = self._steps[stage]
+        is_last = stage == len(self._steps) - 1
+        result: Any
+        if is_last:
+            result = steps.pop().args[0]
+        else:
+            own = {step.name for step in steps}
+            sent = [name for given in self._given[stage + 1 :] for name in given if name in own]
+            result = {name: Value(name) for name in dict.fromkeys(sent)}
+        part = Part(self._given[stage], _operations(steps, result), result, self._only_mode)
+        part.training = self._model.training
+        for name in sorted({str(step.target) for step in steps if step.kind == "module"}, key=len):
+            part.add_submodule_named(name, self._model.get_submodule(name))
+        for name in _states([(step.args, step.kwargs) for step in steps] + [result]):
+            _add_state(self._model, part, name)
+        return part
+
+
+def _operations(steps: Sequence[Operation], result: Any) -> list[Operation]:
+    """Returns the steps as operations, each with the values that it is the last one to use."""
+    needed = set(_values(result))
+    operations = []
+    for step in reversed(steps):
+        used = [*_values((step.args, step.kwargs)), step.name]
+        last = tuple(name for name in dict.fromkeys(used) if name not in needed)
+        needed.update(used)
+        operations.append(step._replace(last_uses=last))
+    return operations[::-1]
+
+
+def _states(value: Any) -> list[str]:
+    found: dict[str, None] = {}
+
+    def look(each: Any) -> Any:
+        if isinstance(each, State):
+            found[each.name] = None
+        return mapped(each, look)
+
+    look(value)
+    return list(found)
+
+
+def _add_state(model: nn.Module, part: Part, name: str) -> None:
+    owner_name, _, last = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    is_persistent = last not in owner._non_persistent_buffers_set
+    part.add_state_named(name, getattr(owner, last), is_persistent=is_persistent)
+
+
+def _add_the_rest(model: nn.Module, parts: Sequence[Part]) -> None:
+    """Adds weights and buffers that no operation names: other names of the same, and unused ones.
+
+    With them the stages have all keys of the model's ``state_dict``.
+    """
+    holders: dict[int, Part] = {}
+    names: set[str] = set()
+    for part in parts:
+        for name, tensor in _all_states(part):
+            holders.setdefault(id(tensor), part)
+            names.add(name)
+    for name, tensor in _all_states(model):
+        if name not in names:
+            _add_state(model, holders.get(id(tensor), parts[0]), name)
+
+
+def _all_states(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
