@@ -4,7 +4,7 @@
 #   PYTHON=...       the interpreter for a new .venv (default: the first found that is new enough)
 #   TORCH=...        the torch to install, for instance TORCH=torch==2.7.1
 #   TORCH_INDEX=...  the package index to take torch from, for instance one with CPU builds only
-#   ARGS=...         further arguments for `make demo`, `demo-meta`, `test`, `conformance`, `fuzz` and `bench...`
+#   ARGS=...         further arguments for `make demo...`, `test`, `conformance`, `fuzz` and `bench...`
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -20,6 +20,7 @@ INSTALL := $(PIP) install -qq
 help:
 	@echo "make demo    train a small language model over several workers"
 	@echo "make demo-meta        learn to learn, over workers (ARGS=digits for images)"
+	@echo "make demo-pipeline    train a network in stages on workers (ARGS='--schedule zbv' for another order)"
 	@echo "make test    unit, simulation and multi-process tests"
 	@echo "make end-to-end       whole programs, and a sample of PyTorch's own tests"
 	@echo "make thorough         all random programs and seeds, of which make test tries a tenth"
@@ -48,6 +49,11 @@ demo: $(VENV)/.installed-demo
 demo-meta: $(VENV)/.installed-meta
 	@echo "The demo trains for about one minute on two cores."
 	@$(PY) examples/meta_learning/train.py $(or $(ARGS),sinusoid)
+
+.PHONY: demo-pipeline
+demo-pipeline: $(VENV)/.installed-pipeline
+	@echo "The demo trains for about half a minute on two cores, and then measures five schedules."
+	@$(PY) examples/pipeline/train.py $(ARGS)
 
 .PHONY: test
 test: $(VENV)/.installed-test
@@ -149,9 +155,10 @@ distclean: clean
 EXTRAS_core :=
 EXTRAS_demo := [demo]
 EXTRAS_meta := [meta]
-EXTRAS_test := [demo,meta]
-EXTRAS_fuzz := [demo,meta]
-EXTRAS_dev := [demo,meta]
+EXTRAS_pipeline := [pipeline]
+EXTRAS_test := [demo,meta,pipeline]
+EXTRAS_fuzz := [demo,meta,pipeline]
+EXTRAS_dev := [demo,meta,pipeline]
 GROUPS := conformance test fuzz docs dev
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.torch

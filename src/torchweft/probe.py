@@ -78,6 +78,15 @@ def network_id() -> str:
     return f"{boot_id}/{namespace}" if boot_id else ""
 
 
+def clock_id() -> str:
+    """Returns an id of this process's monotonic clock; empty if unknown.
+
+    Processes with the same id read the same time from ``time.monotonic``.
+    """
+    boot_id, namespace = _read_text(BOOT_ID), _inode(NAMESPACES / "time")
+    return f"{boot_id}/{namespace}" if boot_id else ""
+
+
 def read_facts() -> Facts:
     """Reads the facts about this process as they are now; call it again after a fork."""
     return Facts(

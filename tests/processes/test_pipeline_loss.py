@@ -69,4 +69,5 @@ def test_a_stage_that_waits_in_vain_says_for_what(nursery: Nursery) -> None:
                     pipe.step(inputs, target)
             finally:
                 resume.join()
+        with Pipe(three_stages(), WORKERS, Schedule1F1B(4), mse) as pipe:
             pipe.step(inputs, target)

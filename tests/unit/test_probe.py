@@ -10,7 +10,7 @@ import pytest
 
 from torchweft import probe
 from torchweft.errors import ProtocolError
-from torchweft.probe import Facts, network_id, read_facts, usable_cores
+from torchweft.probe import Facts, clock_id, network_id, read_facts, usable_cores
 
 
 def test_facts_survive_json() -> None:
@@ -36,7 +36,7 @@ def test_what_the_system_does_not_tell_is_empty(
         monkeypatch.setattr(probe, place, tmp_path / "absent")
     facts = read_facts()
     assert (facts.boot_id, facts.pid_namespace) == ("", 0)
-    assert network_id() == ""
+    assert network_id() == clock_id() == ""
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ class Receiver:
                 self._reactor.tasks.append((handler, peer, frame), peer.id)
                 return
             call = take_up(peer, frame, monotonic())
-            if not self._reactor.tasks.offer((handler, peer, call), peer.id, size_of(frame)):
+            size_bytes = size_of(frame) if frame.buffers else len(frame.control)
+            if not self._reactor.tasks.offer((handler, peer, call), peer.id, size_bytes):
                 self._reactor.urgent.append((self._refuse, peer, call))
             return
         try:

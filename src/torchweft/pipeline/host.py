@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torchweft.agent.peers import Peer
 from torchweft.errors import ArgumentTypeError, PipelineError, WeftError, WorkerLost
 from torchweft.pipeline.copies import Copies, added, separated
+from torchweft.pipeline.recording import Notes, WorkerNotes
 from torchweft.pipeline.schedules import Action, Kind, Table
 from torchweft.pipeline.stage_run import Objective, StageRun
 from torchweft.pipeline.values import Packet, describe
 from torchweft.pipeline.wiring import BATCH, Wiring
+from torchweft.probe import clock_id
 from torchweft.rpc import RRef, functions, on_worker_lost
 from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker
@@ -125,6 +127,7 @@ class Runner:
         }
         self.optimizer: torch.optim.Optimizer | None = None
         self.peak_held = 0
+        self.notes: Notes | None = None
         self._row = table.rows[assignment.worker]
         self._workers = {
             (stage, microbatch): assignment.workers[table.worker_of(stage, microbatch)]
@@ -233,6 +236,9 @@ class Runner:
                 raise content
             elif step == self._step:
                 raise _Aborted
+        notes = self.notes
+        if deadline_s and notes is not None:
+            notes.end_wait()
         return arrived.pop(wanted)
 
     def _too_late(self, key: Key) -> PipelineError:
@@ -297,6 +303,9 @@ class Runner:
                 stage.module.zero_grad()
         losses: dict[int, Tensor] = {}
         self.peak_held = 0
+        notes = self.notes
+        if notes is not None:
+            notes.begin_step()
         for action in self._row:
             self._at = action
             if action.kind is Kind.FORWARD:
@@ -305,7 +314,11 @@ class Runner:
                 self.stages[action.stage].backward_weight(action.microbatch)
             else:
                 self._backward(action)
+            if notes is not None:
+                notes.end_action()
         self._at = None
+        if notes is not None:
+            notes.end_step(self._step, self.peak_held)
         self._add_copies()
         return torch.stack([losses[each] for each in sorted(losses)]) if losses else None
 
@@ -567,6 +580,18 @@ def load_state_dict(pipe: int, state: Mapping[str, Tensor], has_names: bool) -> 
 def peak_held(pipe: int) -> int:
     """Returns the most micro-batches whose activations this worker held in the last step."""
     return _runner(pipe).peak_held
+
+
+def start_recording(pipe: int) -> None:
+    """Has this worker note when its actions begin and end."""
+    _runner(pipe).notes = Notes()
+
+
+def stop_recording(pipe: int) -> WorkerNotes:
+    """Ends the recording on this worker; returns its notes."""
+    runner = _runner(pipe)
+    notes, runner.notes = runner.notes or Notes(), None
+    return WorkerNotes(clock_id(), notes.steps)
 
 
 def _prefix(stage: int, has_names: bool) -> str:

@@ -16,6 +16,7 @@ from torchweft.pipeline import host
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Copies, Tie, find_copies
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
+from torchweft.pipeline.recording import Recording, WorkerNotes
 from torchweft.pipeline.schedules import Table, check
 from torchweft.pipeline.values import cut_batch, pick
 from torchweft.pipeline.wiring import BATCH, Wiring
@@ -50,8 +51,8 @@ class Pipe:
     Args:
         stages: A ``Sequential``, which is cut so that the largest stage is as small as possible;
             ``Stages`` from ``cut_model`` or ``cut_sequential``; or one module for each stage, or a
-            function that makes it on its worker. A stage's tuple becomes the next one's positional arguments, and
-            its dict keyword arguments; layers of a ``Sequential`` get one argument as usual.
+            function that makes it on its worker. A stage's tuple becomes the next one's positional
+            arguments, and its dict keyword arguments; layers of a ``Sequential`` get one argument as usual.
         workers: Names of the workers, in the order of the schedule's rows.
         schedule: When which stage runs which micro-batch.
         loss: Called by the worker of the last stage with an output and a target; returns the mean
@@ -114,7 +115,7 @@ class Pipe:
         self._mean = reduction == "mean"
         self._has_loss = loss is not None
         self._step = 0
-        self._zero_grad = False
+        self._zero_grad = self._is_recorded = False
         self._inputs = self._input_stages()
         self._last = self.table.n_stages - 1
         self._pipe = (current().me.id << 32) | next(_numbers)
@@ -316,6 +317,39 @@ class Pipe:
     def peak_held(self) -> list[int]:
         """Returns the most micro-batches whose activations each worker held in the last step."""
         return self._all(host.peak_held)
+
+    def recording(self) -> Recording:
+        """Measures when each action of the training steps in a ``with`` block runs.
+
+        Workers note two times for each action meanwhile, and none otherwise. Steps that fail, and
+        evaluation, are left out. A worker on another host has another clock, which is read through
+        a call when the block ends; ``clock_error_s`` bounds the error.
+
+        Example::
+
+            with pipe.recording() as recording:
+                for batch, target in data:
+                    pipe.step(batch, target)
+            print(recording.report())
+            Path("timeline.svg").write_text(recording.timeline.svg(recording.predicted))
+        """
+        return Recording(
+            self.table,
+            self.stages.wiring.edges,
+            self._infos,
+            self._start_recording,
+            self._stop_recording,
+        )
+
+    def _start_recording(self) -> None:
+        if self._is_recorded:
+            raise ConfigurationError("the pipeline is recorded already; leave that block first")
+        self._all(host.start_recording)
+        self._is_recorded = True
+
+    def _stop_recording(self) -> list[WorkerNotes]:
+        self._is_recorded = False
+        return self._all(host.stop_recording)
 
     def _gathered(self, function: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         gathered: dict[str, Any] = {}

@@ -180,7 +180,7 @@ def _work_done(work: Work, nouns: Nouns) -> str:
     done = counted(steps.count, "step")
     if steps.total is not None and steps.count != steps.total:
         done = f"{steps.count:,} of {counted(steps.total, 'step')}"
-    return f"{done}, {parts}"
+    return f"{done}, {parts}" if work.jobs_begun or work.workers else done
 
 
 def _shares(workers: dict[str, WorkerShare], nouns: Nouns) -> list[str]:

@@ -160,4 +160,6 @@ class ReactorChecks:
 
     def arm_soon(self) -> None:
         """Has ``arm_left`` called in time; usually it is already due in time."""
-        self._arm_timer.wake_by(time.monotonic() + self._rearm_s)
+        due_s = time.monotonic() + self._rearm_s
+        if due_s < self._arm_timer.next_s:
+            self._arm_timer.wake_by(due_s)

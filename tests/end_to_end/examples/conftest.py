@@ -6,5 +6,5 @@ import sys
 from pathlib import Path
 
 _EXAMPLES = Path(__file__).parents[3] / "examples"
-# Both folders have a train.py; only that of the first folder is imported.
-sys.path[:0] = [str(_EXAMPLES / "language_model"), str(_EXAMPLES / "meta_learning")]
+# All folders have a train.py; only that of the first folder is imported.
+sys.path[:0] = [str(_EXAMPLES / name) for name in ("language_model", "meta_learning", "pipeline")]

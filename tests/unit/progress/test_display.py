@@ -97,7 +97,7 @@ def test_an_error_goes_on_and_is_named() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         train()
-    assert out.getvalue().startswith("jobs stopped by KeyboardInterrupt: 3 of 7 steps, 0 parts in ")
+    assert out.getvalue().startswith("jobs stopped by KeyboardInterrupt: 3 of 7 steps in ")
     assert "weft-progress" not in {thread.name for thread in threading.enumerate()}
 
 

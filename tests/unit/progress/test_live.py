@@ -226,7 +226,7 @@ def test_an_error_goes_on_and_the_streams_are_given_back(terminals: Terminals) -
 
     with pytest.raises(KeyboardInterrupt):
         train()
-    assert "jobs stopped by KeyboardInterrupt: 3 of 7 steps, 0 parts in " in terminals.seen()
+    assert "jobs stopped by KeyboardInterrupt: 3 of 7 steps in " in terminals.seen()
     assert sys.stdout is sys.stderr is terminals.stream
 
 

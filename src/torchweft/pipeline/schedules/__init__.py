@@ -21,7 +21,7 @@ from torchweft.pipeline.schedules.interleaved import (
     ScheduleLoopedBFS,
 )
 from torchweft.pipeline.schedules.pipedream import SchedulePipeDream
-from torchweft.pipeline.schedules.prediction import Costs, Timeline, predict
+from torchweft.pipeline.schedules.prediction import Costs, predict
 from torchweft.pipeline.schedules.schedule import Placement, Schedule
 from torchweft.pipeline.schedules.single import (
     Schedule1F1B,
@@ -30,6 +30,7 @@ from torchweft.pipeline.schedules.single import (
     ScheduleZBH1,
 )
 from torchweft.pipeline.schedules.table import Table
+from torchweft.pipeline.schedules.timeline import Timeline
 from torchweft.pipeline.schedules.versions import Versions, versions_of
 from torchweft.pipeline.schedules.vshaped import ScheduleDualPipeV, ScheduleZBVZeroBubble
 

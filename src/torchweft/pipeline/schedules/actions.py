@@ -21,6 +21,16 @@ class Kind(enum.Enum):
     UPDATE = "U"
 
 
+KIND_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, input part",
+    Kind.BACKWARD_WEIGHT: "backward, weight part",
+    Kind.UPDATE: "update",
+}
+"""The kinds in words, for pictures, traces and reports."""
+
+
 class Weights(enum.Enum):
     """The version of its parameters that a stage uses for a minibatch.
 

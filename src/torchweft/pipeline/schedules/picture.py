@@ -6,24 +6,29 @@ import colorsys
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
+from typing import NamedTuple
 
-from torchweft.pipeline.schedules.actions import Kind
+from torchweft.pipeline.schedules.actions import KIND_NAMES, Kind
 from torchweft.pipeline.schedules.execution import Span
 
-_HUES = {  # in degrees; the names are those of the legend
-    Kind.FORWARD: (212, "forward"),
-    Kind.BACKWARD: (28, "backward"),
-    Kind.BACKWARD_INPUT: (345, "backward, input part"),
-    Kind.BACKWARD_WEIGHT: (140, "backward, weight part"),
-    Kind.UPDATE: (285, "update"),
+_HUES = {  # in degrees, in the order of the legend
+    Kind.FORWARD: 212,
+    Kind.BACKWARD: 28,
+    Kind.BACKWARD_INPUT: 345,
+    Kind.BACKWARD_WEIGHT: 140,
+    Kind.UPDATE: 285,
 }
 _SHADES = 8
 """Micro-batches 0 to 7 have different shades; micro-batch 8 has that of 0 again."""
 
 _LEFT, _TOP, _RIGHT, _ROW, _GAP = 78.0, 66.0, 18.0, 26.0, 5.0
+_BETWEEN = 36.0
+"""Height between two panels, for the title of the second."""
 _SHORTEST, _WIDEST = 15.0, 4000.0
 """Width of the shortest action, unless the picture were to be wider than the limit."""
 _LEAST = 620.0
+_FEW = 4
+"""An action is as wide as its label needs if its duration is at least this part of the median."""
 _DIGIT = 5.8
 """Width of a digit in a label."""
 
@@ -38,43 +43,66 @@ _STYLE = (
 )
 
 
-def draw(title: str, rows: Sequence[Sequence[Span]]) -> str:
-    """Returns the picture: a row for each worker, time from the left to the right.
+class Panel(NamedTuple):
+    """One timeline of a picture.
 
-    Args:
+    Attributes:
         title: The title, as plain text.
         rows: For each worker its actions with their times.
     """
+
+    title: str
+    rows: Sequence[Sequence[Span]]
+
+
+def draw(panels: Sequence[Panel], unit: str = "") -> str:
+    """Returns the picture: a row for each worker, time from the left to the right.
+
+    Args:
+        panels: The timelines, from the top; all have one axis of time.
+        unit: The unit of time, for the axis; may be empty.
+    """
+    rows = [row for panel in panels for row in panel.rows]
     end_s = max((span.end_s for row in rows for span in row), default=0.0)
     scale = _scale(rows, end_s)
-    bottom = _TOP + len(rows) * (_ROW + _GAP)
-    width = max(_LEFT + end_s * scale, _LEAST, 9.2 * len(title)) + _RIGHT
+    tops = [_TOP]
+    for panel in panels:
+        tops.append(tops[-1] + len(panel.rows) * (_ROW + _GAP) + _BETWEEN)
+    bottom = tops.pop() - _BETWEEN
+    titles = [panel.title for panel in panels]
+    widest = 9.2 * max(map(len, titles))
+    width = max(_LEFT + end_s * scale, _LEAST, widest) + _RIGHT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {bottom + 40:.0f}" '
         f'width="{width:.0f}" height="{bottom + 40:.0f}">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
+        f"<title>{escape('; '.join(titles))}</title><style>{_STYLE}</style>",
         '<rect width="100%" height="100%" fill="#fff"/>',
-        f'<text class="title" x="12" y="24">{escape(title)}</text>',
+        f'<text class="title" x="12" y="24">{escape(titles[0])}</text>',
         *_legend(rows),
     ]
-    for worker, row in enumerate(rows):
-        parts += _row(worker, row, end_s, scale)
-    parts += [*_axis(end_s, scale, bottom), "</svg>", ""]
+    for panel, top in zip(panels, tops, strict=True):
+        if top > _TOP:
+            parts.append(
+                f'<text class="title" x="12" y="{top - 12:.1f}">{escape(panel.title)}</text>'
+            )
+        for worker, row in enumerate(panel.rows):
+            parts += _row(worker, row, top + worker * (_ROW + _GAP), end_s, scale)
+    parts += [*_axis(end_s, scale, bottom, unit), "</svg>", ""]
     return "\n".join(parts)
 
 
 def _scale(rows: Sequence[Sequence[Span]], end_s: float) -> float:
-    """Returns the width of a second."""
+    """Returns the width of a second, at which nearly all actions have room for their labels."""
     spans = [span for row in rows for span in row if span.action.kind is not Kind.UPDATE]
-    lengths = [span.end_s - span.start_s for span in spans]
-    shortest_s = min((length for length in lengths if length > 0), default=0.0)
-    if not shortest_s:
+    lengths = sorted(each for span in spans if (each := span.end_s - span.start_s) > 0)
+    if not lengths:
         return 1.0
-    return max(min(_SHORTEST / shortest_s, _WIDEST / end_s), (_LEAST - _LEFT) / end_s)
+    # A measured timeline has actions that were much shorter than the others by chance.
+    short_s = max(lengths[0], lengths[len(lengths) // 2] / _FEW)
+    return max(min(_SHORTEST / short_s, _WIDEST / end_s), (_LEAST - _LEFT) / end_s)
 
 
-def _row(worker: int, row: Sequence[Span], end_s: float, scale: float) -> Iterator[str]:
-    y = _TOP + worker * (_ROW + _GAP)
+def _row(worker: int, row: Sequence[Span], y: float, end_s: float, scale: float) -> Iterator[str]:
     stages = sorted({span.action.stage for span in row})
     yield f'<text class="name" x="12" y="{y + _ROW / 2 + 4:.1f}">worker {worker}</text>'
     yield (
@@ -113,7 +141,7 @@ def _colour(kind: Kind, microbatch: int, turn: int, n_turns: int) -> tuple[str, 
     Each stage of a worker has a band of lightness, the first one the lightest; the micro-batch
     decides the place within the band.
     """
-    hue, _ = _HUES[kind]
+    hue = _HUES[kind]
     band = 0.86 - 0.42 * (turn / (n_turns - 1) if n_turns > 1 else 0.0)
     lightness = band - 0.16 * (microbatch % _SHADES) / (_SHADES - 1)
     if kind is Kind.UPDATE:
@@ -129,8 +157,9 @@ def _hex(part: float) -> str:
 def _legend(rows: Sequence[Sequence[Span]]) -> Iterator[str]:
     kinds = {span.action.kind for row in rows for span in row}
     x = 12.0
-    for kind, (_, name) in _HUES.items():
+    for kind in _HUES:
         if kind in kinds:
+            name = KIND_NAMES[kind]
             colour, _ = _colour(kind, 3, 0, 1)
             yield f'<rect x="{x:.0f}" y="38" width="13" height="13" fill="{colour}"/>'
             yield f'<text class="note" x="{x + 18:.0f}" y="49">{name}</text>'
@@ -139,15 +168,17 @@ def _legend(rows: Sequence[Sequence[Span]]) -> Iterator[str]:
         yield f'<text class="note" x="{x:.0f}" y="49">darker: the worker’s later stages</text>'
 
 
-def _axis(end_s: float, scale: float, bottom: float) -> Iterator[str]:
+def _axis(end_s: float, scale: float, bottom: float, unit: str) -> Iterator[str]:
     step_s = _tick_step(45 / scale)
+    name = f"time, {unit}" if unit else "time"
     right = _LEFT + end_s * scale
     yield f'<path d="M{_LEFT:.1f} {bottom + 4:.1f}H{right:.1f}" stroke="#52606d"/>'
     for tick in range(math.floor(end_s / step_s + 1e-9) + 1):
         x = _LEFT + tick * step_s * scale
         yield f'<path d="M{x:.1f} {bottom + 4:.1f}v5" stroke="#52606d"/>'
-        yield f'<text class="tick" x="{x:.1f}" y="{bottom + 21:.1f}">{tick * step_s:g}</text>'
-    yield f'<text class="name" x="12" y="{bottom + 21:.1f}">time</text>'
+        label = f"{round(tick * step_s, 9):g}"
+        yield f'<text class="tick" x="{x:.1f}" y="{bottom + 21:.1f}">{label}</text>'
+    yield f'<text class="name" x="12" y="{bottom + 21:.1f}">{name}</text>'
 
 
 def _tick_step(least_s: float) -> float:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -118,3 +119,28 @@ def test_a_name_is_no_markup() -> None:
     assert texts(drawn(named), "title")[0].startswith("<b>&: 1 workers")
     free = Costs.uniform(1, forward_s=0, input_s=0, weight_s=0)
     assert texts(drawn(named, free), "tick") == ["0"]
+
+
+def test_timelines_are_drawn_below_each_other_on_one_axis() -> None:
+    table = TABLES[0]
+    slow = replace(predict(table, Costs.uniform(4, forward_s=2)), is_measured=True)
+    fast = predict(table, Costs.uniform(4))
+    both, alone = ElementTree.fromstring(slow.svg(fast)), ElementTree.fromstring(slow.svg())
+    assert texts(both, "title") == [slow.title, fast.title]
+    assert texts(both, "name") == [f"worker {n}" for n in (0, 1, 2, 3)] * 2 + ["time"]
+    assert texts(alone, "name")[-1] == "time, s"
+    rows = list(boxes(both).values())
+    assert len(rows) == 8
+    scales = [max(end for row in half for _, end in row) - 78 for half in (rows[:4], rows[4:])]
+    assert scales[0] / scales[1] == pytest.approx(slow.makespan_s / fast.makespan_s, rel=0.01)
+    _, _, _, height = map(float, both.attrib["viewBox"].split())
+    assert max(boxes(both)) + 26 < height
+
+
+def test_an_action_that_is_short_by_chance_does_not_widen_the_picture() -> None:
+    table = Schedule1F1B(32).table(4)
+    costs = {(stage, kind): 1.0 for stage in range(4) for kind in Kind}
+    usual = drawn(table, Costs(costs))
+    odd = drawn(table, Costs(costs | {(3, Kind.FORWARD): 0.001}))
+    widths = [float(picture.attrib["width"]) for picture in (usual, odd)]
+    assert widths[1] <= 4 * widths[0]
