@@ -106,7 +106,7 @@ def send_freely(to: str, value: Any) -> Any:
 def _send(to: str, value: Any, packer: Callable[[Any], Packed]) -> Any:
     worker, peer = current_worker(), current().find(to)
     before = worker._packers[peer.id]
-    worker._packers[peer.id] = packer
+    worker._packers[peer.id] = lambda value, codes=None: packer(value)
     try:
         return calls.call_and_wait(worker, peer, IDENTITY, (), {"value": value}, LIMIT_S)
     finally:

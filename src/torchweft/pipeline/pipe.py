@@ -52,7 +52,8 @@ class Pipe:
         stages: A ``Sequential``, which is cut so that the largest stage is as small as possible;
             ``Stages`` from ``cut_model`` or ``cut_sequential``; or one module for each stage, or a
             function that makes it on its worker. A stage's tuple becomes the next one's positional
-            arguments, and its dict keyword arguments; layers of a ``Sequential`` get one argument as usual.
+            arguments, and its dict keyword arguments; layers of a ``Sequential`` get one argument
+            as usual.
         workers: Names of the workers, in the order of the schedule's rows.
         schedule: When which stage runs which micro-batch.
         loss: Called by the worker of the last stage with an output and a target; returns the mean

@@ -151,7 +151,16 @@ def _arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
         raise ConfigurationError(
             f"{type(model).__name__} cannot be called with these examples: {error}"
         ) from None
-    names = list(signature.parameters)
+    names = [
+        name
+        for name, each in signature.parameters.items()
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    if kwargs and len(args) > len(names):
+        raise ConfigurationError(
+            f"the batch would be a dict, and {len(args) - len(names)} of the positional arguments "
+            "have no name; pass all examples in example_args"
+        )
     given = [INPUT if _is_input(each) else each for each in args]
     named = {name: INPUT if _is_input(each) else each for name, each in kwargs.items()}
     keys: list[Any] = [*(names[: len(args)] if kwargs else range(len(args))), *kwargs]
@@ -209,12 +218,12 @@ def _batch_apart(
 # Where the cuts are
 
 
-def _values(value: Any) -> list[str]:
-    """Returns the names of the values in an argument, each once."""
+def _names(value: Any, kind: type[Value] | type[State] = Value) -> list[str]:
+    """Returns the names of the values, or of the weights and buffers, in an argument, each once."""
     found: dict[str, None] = {}
 
     def look(each: Any) -> Any:
-        if isinstance(each, Value):
+        if isinstance(each, kind):
             found[each.name] = None
         return mapped(each, look)
 
@@ -228,7 +237,7 @@ def _without_unused(steps: Sequence[Operation]) -> list[Operation]:
     kept = []
     for step in reversed(steps):
         if step.name in used or not _is_look(step):
-            used.update(_values((step.args, step.kwargs)))
+            used.update(_names((step.args, step.kwargs)))
             kept.append(step)
     return kept[::-1]
 
@@ -263,16 +272,14 @@ def _bounds(
         spans = found.spans[name]
         if len(spans) != 1:
             raise CutError(_calls_text(name, len(spans)), module=name)
-        begin, end = spans[0]
-        bound = begin if point is SplitPoint.BEGINNING else end
+        bound = spans[0][point is SplitPoint.END]
         place = sum(number < bound for number in work)
-        if place in places or place == 0 or found.steps[work[place]].kind == "output":
-            side = "before" if place == 0 else "after"
-            reason = (
-                f"nothing is {side} it"
-                if place not in places
-                else (f"the cut at {places[place]!r} is in the same place")
-            )
+        reason = ""
+        if place in places:
+            reason = f"the cut at {places[place]!r} is in the same place"
+        elif place == 0 or found.steps[work[place]].kind == "output":
+            reason = f"nothing is {'after' if place else 'before'} it"
+        if reason:
             raise CutError(f"the cut at {name!r} makes an empty stage: {reason}", module=name)
         places[place] = name
     return [found.steps[work[place]].name for place in sorted(places)]
@@ -382,7 +389,7 @@ class _Assembly:
     def _taken(self, stage: int) -> list[str]:
         """Returns the names of the values that a stage takes from others."""
         own = {step.name for step in self._steps[stage]}
-        used = _values([(step.args, step.kwargs) for step in self._steps[stage]])
+        used = _names([(step.args, step.kwargs) for step in self._steps[stage]])
         return [name for name in used if name not in own]
 
     def _take(self, name: str) -> Take:
@@ -402,33 +409,21 @@ class _Assembly:
         part.training = self._model.training
         for name in sorted({str(step.target) for step in steps if step.kind == "module"}, key=len):
             part.add_submodule_named(name, self._model.get_submodule(name))
-        for name in _states([(step.args, step.kwargs) for step in steps] + [result]):
+        for name in _names([(step.args, step.kwargs) for step in steps] + [result], State):
             _add_state(self._model, part, name)
         return part
 
 
 def _operations(steps: Sequence[Operation], result: Any) -> list[Operation]:
     """Returns the steps as operations, each with the values that it is the last one to use."""
-    needed = set(_values(result))
+    needed = set(_names(result))
     operations = []
     for step in reversed(steps):
-        used = [*_values((step.args, step.kwargs)), step.name]
+        used = [*_names((step.args, step.kwargs)), step.name]
         last = tuple(name for name in dict.fromkeys(used) if name not in needed)
         needed.update(used)
         operations.append(step._replace(last_uses=last))
     return operations[::-1]
-
-
-def _states(value: Any) -> list[str]:
-    found: dict[str, None] = {}
-
-    def look(each: Any) -> Any:
-        if isinstance(each, State):
-            found[each.name] = None
-        return mapped(each, look)
-
-    look(value)
-    return list(found)
 
 
 def _add_state(model: nn.Module, part: Part, name: str) -> None:

@@ -7,7 +7,6 @@ their code need not be traceable.
 from __future__ import annotations
 
 import contextlib
-import functools
 import linecache
 import os
 import sys
@@ -147,7 +146,7 @@ class _Tracer(fx.Tracer):
             for number, each in enumerate((*args, *kwargs.values()))
         ]
         named = dict(zip(kwargs, given[len(args) :], strict=True))
-        return functools.partial(self._model.forward, *given[: len(args)], **named), []
+        return lambda: self._model.forward(*given[: len(args)], **named), []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is recorded as one operation."""

@@ -385,6 +385,23 @@ def test_examples_that_do_not_fit() -> None:
         cut_model(Model(), CUT, (inputs().T.contiguous(),))
 
 
+class Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, *each: Tensor, scale: float = 1.0) -> Tensor:
+        return self.b(self.a(each[0]) + each[1]) * scale
+
+
+def test_positional_arguments_without_names() -> None:
+    model, x = Many().double(), inputs()
+    stages = cut_model(model, {"b": BEGINNING}, (x, x))
+    compare(stages, model, (x, x), model(x, x), mean_square)
+    with pytest.raises(ConfigurationError, match="2 of the positional arguments have no name"):
+        cut_model(model, {"b": BEGINNING}, (x, x), {"scale": 2.0})
+
+
 def test_arguments_of_another_kind() -> None:
     with pytest.raises(ArgumentTypeError, match=r"the cut at 'after' is 'BEGINNING', a str"):
         cut_model(Model(), {"after": "BEGINNING"})  # type: ignore[dict-item]
