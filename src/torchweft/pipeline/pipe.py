@@ -16,7 +16,7 @@ from torchweft.pipeline import host
 from torchweft.pipeline.copies import Copies, Tie, find_copies
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
 from torchweft.pipeline.schedules import Table, check
-from torchweft.pipeline.values import cut_batch, pick
+from torchweft.pipeline.values import cut_batch, picked_for
 from torchweft.pipeline.wiring import BATCH, Wiring
 from torchweft.rpc import (
     UNSET_RPC_TIMEOUT,
@@ -142,6 +142,7 @@ class Pipe:
                         checkpoint,
                         copies,
                         self._limit_s,
+                        current().me.name,
                     ),
                 ),
                 timeout=self._limit_s,
@@ -200,20 +201,24 @@ class Pipe:
         """Runs all rows once; returns the results of the workers that have one."""
         count = self.table.n_microbatches
         batches = cut_batch(batch, count)
-        targets = cut_batch(target, count, "the target") if is_training else ()
+        targets = cut_batch(target, count, "the target") if is_training else []
         self._step += 1
         zero_grad, self._zero_grad = self._zero_grad and is_training, False
-        takes = self.stages.wiring.takes
         futures: list[Future[Any]] = []
         for row, info in enumerate(self._infos):
             inputs = {
-                stage: [
-                    [pick(part, take, stage) for take in takes[stage] if take.source == BATCH]
-                    for part in batches
-                ]
+                stage: {
+                    number: picked_for(stage, self.stages.wiring, part)
+                    for number, part in enumerate(batches)
+                    if self.table.worker_of(stage, number) == row
+                }
                 for stage in self._inputs[row]
             }
-            own_targets = targets if self._last in self.table.stages_of(row) else ()
+            own_targets = {
+                number: part
+                for number, part in enumerate(targets)
+                if self.table.worker_of(self._last, number) == row
+            }
             args = (self._pipe, self._step, is_training, zero_grad, inputs, own_targets)
             futures.append(rpc_async(info, host.start, args=args, timeout=0))
         return [result for result in self._results(futures) if result is not None]
@@ -280,7 +285,8 @@ class Pipe:
         """Returns the weights and buffers of all stages, copied to the driver.
 
         The keys are those of the ``Sequential`` that was cut; otherwise each has the number of its
-        stage in front.
+        stage in front. Of replicas it returns the first, whose weights are those of all; the
+        statistics of a batch normalization follow only the micro-batches of that replica.
         """
         return self._gathered(host.state_dict)
 
@@ -309,7 +315,7 @@ class Pipe:
     def _gathered(self, function: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         gathered: dict[str, Any] = {}
         for each in self._all(function, self.stages.has_names):
-            gathered.update(each)
+            gathered |= each | gathered  # Of replicas, the first.
         return gathered
 
     def _all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
