@@ -101,6 +101,9 @@ class Runner:
         assignment: What it runs.
     """
 
+    unit = "micro-batch"
+    """The name, in messages, of that which goes through the stages."""
+
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
         self.name = assignment.workers[assignment.worker]
@@ -219,7 +222,7 @@ class Runner:
             sender = self._worker_of(source, microbatch)
         return PipelineError(
             f"stage {stage} on worker {self.name!r} waited {self.assignment.timeout_s:g} s for "
-            f"{_SHOWN[kind]} of micro-batch {microbatch} from stage {source} on {sender!r}; that "
+            f"{_SHOWN[kind]} of {self.unit} {microbatch} from stage {source} on {sender!r}; that "
             "stage takes longer, or waits itself: see torchweft.rpc.stacks(), or raise timeout",
             stage=stage,
             worker=self.name,
@@ -259,7 +262,7 @@ class Runner:
             taken = f", given {_shown(self._packets_of_action)}"
         failure = PipelineError(
             f"stage {at.stage} on worker {self.name!r} failed in the {_ACTIONS[at.kind]} of "
-            f"micro-batch {at.microbatch}{taken}: {type(error).__name__}: {error}",
+            f"{self.unit} {at.microbatch}{taken}: {type(error).__name__}: {error}",
             stage=at.stage,
             worker=self.name,
             microbatch=at.microbatch,
@@ -393,7 +396,7 @@ _ACTIONS = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward to the inputs",
     Kind.BACKWARD_WEIGHT: "backward to the weights",
-    Kind.UPDATE: "update after",
+    Kind.UPDATE: "update",
 }
 
 
