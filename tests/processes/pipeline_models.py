@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,4 +128,20 @@ class Failing(nn.Module):
             raise ArithmeticError("a negative input")
         if bool((inputs > 100).any()):
             os.kill(os.getpid(), signal.SIGKILL)
+        return inputs
+
+
+class Slow(nn.Module):
+    """A stage that takes some time.
+
+    Args:
+        duration_s: How long, in seconds.
+    """
+
+    def __init__(self, duration_s: float) -> None:
+        super().__init__()
+        self.duration_s = duration_s
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(self.duration_s)
         return inputs
