@@ -145,3 +145,15 @@ class Slow(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         time.sleep(self.duration_s)
         return inputs
+
+
+class Descent:
+    """Gradient descent. The first optimizer of torch.optim imports its compiler for a second."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.weights = weights
+
+    def step(self) -> None:
+        for weight in self.weights:
+            assert weight.grad is not None
+            weight.data.sub_(weight.grad, alpha=0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torchweft
 from tests.processes.pipeline_models import (
     TRANSFORMER,
     WIDTH,
+    Descent,
     Failing,
     Slow,
     layers,
@@ -34,6 +36,7 @@ WORKERS = ["worker0", "worker1", "worker2", "worker3"]
 TINY = 1e-12
 RATE = 0.02
 SGD = functools.partial(torch.optim.SGD, lr=RATE)
+DESCENT: Any = Descent
 mse = nn.functional.mse_loss
 cross_entropy = nn.functional.cross_entropy
 Minibatch = tuple[Tensor, Tensor]
@@ -346,13 +349,25 @@ def test_an_optimizer_that_fails_is_named() -> None:
 
 
 def test_a_stage_that_takes_too_long_is_named() -> None:
-    stages = [Slow(1.0), nn.Linear(4, WIDTH).double()]
-    text = r"stage 1 on worker 'worker1' waited 0.2 s for the values of minibatch 0 from stage 0"
+    stages = [Slow(1.5), nn.Linear(4, WIDTH).double()]
+    text = r"stage 1 on worker 'worker1' waited 0.5 s for the values of minibatch 0 from stage 0"
     with (
-        Pipe(stages, WORKERS[:2], SchedulePipeDream(), mse, optimizer=SGD, timeout=0.2) as pipe,
+        Pipe(stages, WORKERS[:2], SchedulePipeDream(), mse, optimizer=DESCENT, timeout=0.5) as pipe,
         pytest.raises(PipelineError, match=text),
     ):
         list(pipe.run(regression(3)))
+
+
+def test_stages_wait_for_a_program_that_takes_longer_than_they_wait_for_each_other() -> None:
+    def source() -> Iterator[Minibatch]:
+        for number, each in enumerate(regression(6)):
+            if number == 3:  # One replica has half an update, the other not yet begun its part.
+                time.sleep(1.2)
+            yield each
+
+    schedule = SchedulePipeDream(replicas=(2, 1))
+    with Pipe(layers(2), WORKERS[:3], schedule, mse, optimizer=DESCENT, timeout=0.5) as pipe:
+        assert len(list(pipe.run(source()))) == 6
 
 
 # Arguments

@@ -285,6 +285,7 @@ class Runner:
             else:
                 self._backward(action)
         self._at = None
+        self._send_copies()
         self._add_copies()
         return torch.stack([losses[each] for each in sorted(losses)]) if losses else None
 
@@ -358,27 +359,27 @@ class Runner:
         args = (self.assignment.pipe, self._step, *key, mask, structure, *leaves)
         post(self._rpc, self._peers[worker], deliver, args)
 
-    def _add_copies(self, microbatch: int = 0) -> None:
-        """Adds the gradients of weights that exist more than once; all copies get the sum.
+    def _send_copies(self, microbatch: int = 0) -> None:
+        """Sends the gradients of weights that exist more than once to the other copies.
 
         Args:
             microbatch: Distinguishes several exchanges in one step.
         """
         copies, me = self.assignment.copies, self.assignment.worker
-        for number, members in enumerate(copies.groups):
+        for number in range(len(copies.groups)):
             others = [worker for worker in copies.workers(number) if worker != me]
-            mine = {
-                place: copies.weights(member, self.stages[member.stage].module)
-                for place, member in enumerate(members)
-                if member.worker == me
-            }
-            if not mine:
-                continue
-            for place, weights in mine.items():
+            for place, weights in self._own_copies(number).items():
                 packet = Packet(0, None, [weight.grad for weight in weights])
                 for worker in others:
                     name = self.assignment.workers[worker]
                     self._send(name, (COPIES, number, place, microbatch), packet)
+
+    def _add_copies(self, microbatch: int = 0) -> None:
+        """Waits for the gradients of the other copies; all copies get the sum."""
+        for number, members in enumerate(self.assignment.copies.groups):
+            mine = self._own_copies(number)
+            if not mine:
+                continue
             gradients = [
                 [weight.grad for weight in mine[place]]
                 if place in mine
@@ -389,6 +390,15 @@ class Runner:
             for weights in mine.values():
                 for weight, total in zip(weights, totals, strict=True):
                     weight.grad = None if total is None else total.clone()
+
+    def _own_copies(self, group: int) -> dict[int, list[Tensor]]:
+        """Returns the weights of this worker's members of a group, by their place in it."""
+        copies = self.assignment.copies
+        return {
+            place: copies.weights(member, self.stages[member.stage].module)
+            for place, member in enumerate(copies.groups[group])
+            if member.worker == self.assignment.worker
+        }
 
 
 _ACTIONS = {

@@ -66,6 +66,7 @@ class StreamRunner(host.Runner):
         self._stage, self._seats = _seat_of(assignment)
         self._versions = WeightVersions(self.stages[self._stage].module)
         self._n_updated = 0
+        self._update: Action | None = None
         self.peak_versions = 1
 
     def _worker_of(self, stage: int, microbatch: int) -> str:
@@ -85,6 +86,7 @@ class StreamRunner(host.Runner):
         module.zero_grad()
         self._versions = WeightVersions(module)
         self._n_updated = 0
+        self._update = None
         self.peak_held = 0
 
     def _run_parts(self, start: host.Start) -> None:
@@ -96,8 +98,10 @@ class StreamRunner(host.Runner):
             for action in schedule.rows(n_workers, minibatch, 1)[me]:
                 self._act(action, entered)
             minibatch += 1
+        self._versions.want(math.inf)
         for action in schedule.drain(n_workers, minibatch)[me]:
             self._act(action, start)
+        self._end_update()
         self._at = None
 
     def _wait_for(self, minibatch: int) -> _Entry:
@@ -109,6 +113,7 @@ class StreamRunner(host.Runner):
         return entry
 
     def _act(self, action: Action, start: host.Start) -> None:
+        self._end_update()
         self._at = action
         minibatch = action.microbatch
         if action.kind is Kind.FORWARD:
@@ -122,14 +127,25 @@ class StreamRunner(host.Runner):
             self._backward(action)
             self._versions.end(minibatch)
         else:
-            self._update(minibatch)
+            self._send_copies(minibatch)
+            self._update = action
+            if self._seats == 1:
+                self._end_update()
 
     def _version_used(self, minibatch: int) -> int:
         schedule = self.assignment.schedule
         return schedule.version_used(self._stage, minibatch, len(self.assignment.workers))
 
-    def _update(self, minibatch: int) -> None:
-        """Steps the optimizer with the gradients of all minibatches since the last update."""
+    def _end_update(self) -> None:
+        """Ends an update, if one has begun, with the gradients of all its minibatches.
+
+        A replica does this as late as it can, before its next action. The others may do their part
+        of the update only when a further minibatch enters, and the program decides when that is.
+        """
+        if self._update is None:
+            return
+        self._at, self._update = self._update, None
+        minibatch = self._at.microbatch
         self._add_copies(minibatch)
         count = minibatch + 1 - self._n_updated
         self._n_updated = minibatch + 1

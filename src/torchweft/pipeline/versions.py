@@ -34,7 +34,7 @@ class WeightVersions:
         }
         self._leaves: dict[int, dict[str, Tensor]] = {}
         self._users: dict[int, int] = {}
-        self._wanted = 0
+        self._wanted = 0.0
 
     def begin(self, minibatch: int, version: int) -> Weights:
         """Returns the leaves with which the module runs a minibatch, by name.
@@ -55,8 +55,8 @@ class WeightVersions:
                 weight.grad = found if weight.grad is None else weight.grad + found
         self._release()
 
-    def want(self, version: int) -> None:
-        """Says that later minibatches will use no version before this one."""
+    def want(self, version: float) -> None:
+        """Says that later minibatches use no version before this one; infinity: none at all."""
         self._wanted = version
         self._release()
 
