@@ -319,6 +319,8 @@ def test_a_source_that_raises_ends_the_run() -> None:
             list(pipe.run(source()))
         with pytest.raises(ArgumentTypeError, match="minibatch 0 is a Tensor; run takes pairs"):
             list(pipe.run(torch.zeros(3, 4)))
+        with pytest.raises(ArgumentTypeError, match="batches is 3, an int; pass pairs"):
+            pipe.run(3)  # type: ignore[arg-type]
         assert len(list(pipe.run(regression(6)))) == 6
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchweft.errors import ArgumentTypeError, PipelineError, WeftError, WorkerLost
 from torchweft.pipeline.copies import Copies, added
 from torchweft.pipeline.schedules import Action, Kind, Table
-from torchweft.pipeline.stage_run import Objective, StageRun, Weights
+from torchweft.pipeline.stage_run import Leaves, Objective, StageRun
 from torchweft.pipeline.values import Packet, describe
 from torchweft.pipeline.wiring import BATCH, Wiring
 from torchweft.rpc import RRef, functions, on_worker_lost
@@ -304,7 +304,7 @@ class Runner:
         action: Action,
         start: Start,
         losses: dict[int, Tensor],
-        weights: Weights | None = None,
+        weights: Leaves | None = None,
     ) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch
         packets = self._packets(stage, microbatch, start)

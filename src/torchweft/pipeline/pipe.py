@@ -23,6 +23,7 @@ from torchweft.pipeline.streaming import (
     blame,
     check_endless,
     check_updates,
+    iterator_of,
     short_table,
 )
 from torchweft.pipeline.values import cut_batch, picked_for
@@ -242,7 +243,7 @@ class Pipe:
         Raises:
             ConfigurationError: The schedule is synchronous, the pipeline has no loss, or another
                 run is under way.
-            ArgumentTypeError: A minibatch is no pair.
+            ArgumentTypeError: ``batches`` cannot be iterated over, or a minibatch is no pair.
             PipelineError: A stage failed; names it. The cause is its error.
             WorkerLost: A worker was lost; the pipeline cannot go on.
         """
@@ -252,18 +253,18 @@ class Pipe:
                 f"{self.table.name} is a synchronous schedule; call step(batch, target) for each "
                 "batch, or pass SchedulePipeDream"
             )
-        losses = self._stream(batches)
+        losses = self._stream(iterator_of(batches))
         self._losses = weakref.ref(losses)
         return losses
 
-    def _stream(self, batches: Iterable[Any]) -> Generator[Tensor, None, None]:
+    def _stream(self, source: Iterator[Any]) -> Generator[Tensor, None, None]:
         self._check_idle()
         self._step += 1
         self._is_running = True
         wiring = self.stages.wiring
         run = Run(self._pipe, self._step, self._infos, self.table, wiring, self._limit_s)
         try:
-            yield from run.losses(batches)
+            yield from run.losses(source)
         finally:
             self._is_running = False
 

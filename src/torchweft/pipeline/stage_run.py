@@ -15,8 +15,8 @@ from torchweft.pipeline.values import Packet, describe, make_packet, pick
 from torchweft.pipeline.wiring import BATCH, Wiring
 
 Loss = Callable[[Any, Any], Tensor]
-Weights = Mapping[str, Tensor]
-"""Tensors that a module uses in place of its own weights, by name."""
+Leaves = Mapping[str, Tensor]
+"""Leaves of a graph that a module uses in place of its own weights, by name."""
 
 
 class Objective(NamedTuple):
@@ -36,7 +36,7 @@ class _Rerun(NamedTuple):
 
     arguments: Sequence[Any]
     random_state: Tensor
-    weights: Weights | None
+    weights: Leaves | None
 
 
 class _Held:
@@ -118,7 +118,7 @@ class StageRun:
         microbatch: int,
         packets: Mapping[int, Packet],
         target: Any = None,
-        weights: Weights | None = None,
+        weights: Leaves | None = None,
     ) -> tuple[dict[int, Packet], Tensor | None]:
         """Runs a forward, and holds its graph.
 
@@ -154,7 +154,7 @@ class StageRun:
         values = {source: iter(packet.values()) for source, packet in packets.items()}
         return [next(values[take.source]) for take in self._takes]
 
-    def _call(self, arguments: Sequence[Any], weights: Weights | None = None) -> Any:
+    def _call(self, arguments: Sequence[Any], weights: Leaves | None = None) -> Any:
         positional, named = self._spread(arguments)
         if weights is None:
             return self.module(*positional, **named)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchweft.arguments import kind_of
+from torchweft.arguments import kind_of, wrong_type
 from torchweft.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -127,9 +127,8 @@ class Run:
         self._running: set[int] = set()
         self.window: Window[Tensor] = Window(2 * len(infos) + max(map(len, self._seats)))
 
-    def losses(self, batches: Iterable[Any]) -> Generator[Tensor, None, None]:
+    def losses(self, source: Iterator[Any]) -> Generator[Tensor, None, None]:
         """Yields the losses of all minibatches; ends the run on the workers in any case."""
-        source = iter(batches)
         try:
             self._call_all(host.start, True, True, {}, {}, is_run=True)
             is_open = True
@@ -257,6 +256,18 @@ def _note(
         error = raised
     if is_run or error is not None:
         events.put(_Ended(row, is_run, error))
+
+
+def iterator_of(batches: Iterable[Any]) -> Iterator[Any]:
+    """Returns an iterator over minibatches.
+
+    Raises:
+        ArgumentTypeError: The argument cannot be iterated over.
+    """
+    try:
+        return iter(batches)
+    except TypeError:
+        raise wrong_type("batches", batches, "pass pairs of a batch and a target") from None
 
 
 def _pair(found: Any, number: int) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from torchweft.pipeline.stage_run import Weights
+from torchweft.pipeline.stage_run import Leaves
 
 
 class WeightVersions:
@@ -36,7 +36,7 @@ class WeightVersions:
         self._users: dict[int, int] = {}
         self._wanted = 0.0
 
-    def begin(self, minibatch: int, version: int) -> Weights:
+    def begin(self, minibatch: int, version: int) -> Leaves:
         """Returns the leaves with which the module runs a minibatch, by name.
 
         Args:
