@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,3 +129,31 @@ class Failing(nn.Module):
         if bool((inputs[:, 0] > 100).any()):
             os.kill(os.getpid(), signal.SIGKILL)
         return inputs
+
+
+class Slow(nn.Module):
+    """A stage that takes some time.
+
+    Args:
+        duration_s: How long, in seconds.
+    """
+
+    def __init__(self, duration_s: float) -> None:
+        super().__init__()
+        self.duration_s = duration_s
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(self.duration_s)
+        return inputs
+
+
+class Descent:
+    """Gradient descent. The first optimizer of torch.optim imports its compiler for a second."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.weights = weights
+
+    def step(self) -> None:
+        for weight in self.weights:
+            assert weight.grad is not None
+            weight.data.sub_(weight.grad, alpha=0.01)

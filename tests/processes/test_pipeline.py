@@ -22,6 +22,7 @@ from tests.processes.pipeline_models import (
     token_loss,
     transformer,
 )
+from torchweft import rpc
 from torchweft.errors import ArgumentTypeError, ConfigurationError, PipelineError
 from torchweft.launch import Nursery
 from torchweft.pipeline import (
@@ -37,7 +38,10 @@ from torchweft.pipeline import (
     ScheduleZBVZeroBubble,
     Table,
     cut_sequential,
+    host,
 )
+from torchweft.pipeline import pipe as pipe_module
+from torchweft.pipeline.schedules import Kind
 
 # The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -83,6 +87,9 @@ SCHEDULES: list[tuple[Any, int]] = [
     (ScheduleZBH1(6), 4),
     (ScheduleZBVZeroBubble(8), 4),
     (ScheduleDualPipeV(8), 4),
+    (ScheduleGPipe(8, replicas=(3, 1)), 4),
+    (Schedule1F1B(8, replicas=(1, 2)), 3),
+    (Schedule1F1B(6, replicas=(2, 1, 1)), 4),
 ]
 
 
@@ -103,6 +110,52 @@ def test_gradients_of_a_chain_are_those_of_one_process(
         assert loss.item() == pytest.approx(expected.item(), abs=TINY)
         assert distance(pipe.gradients(), alone) < TINY
         assert torch.allclose(pipe(inputs), alone(inputs), atol=TINY, rtol=0)
+
+
+def states(pipe: Pipe) -> list[dict[str, Tensor]]:
+    """Returns the weights of each worker."""
+    return pipe._all(host.state_dict, pipe.stages.has_names)
+
+
+@pytest.mark.parametrize(
+    "schedule", [ScheduleGPipe(8, replicas=(3, 1)), Schedule1F1B(8, replicas=(2, 2))]
+)
+def test_replicas_stay_equal_and_get_only_their_own_microbatches(
+    schedule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+
+    def note(info: Any, function: Any, **kwargs: Any) -> Any:
+        if function is host.start:
+            sent.append(kwargs["args"][-2:])
+        return rpc.rpc_async(info, function, **kwargs)
+
+    monkeypatch.setattr(pipe_module, "rpc_async", note)
+    model = layers(4)
+    alone = copy.deepcopy(model)
+    own = torch.optim.Adam(alone.parameters(), lr=0.05)
+    with Pipe(model, WORKERS, schedule, mse) as pipe:
+        optimizer = pipe.optimizer(torch.optim.Adam, lr=0.05)
+        for seed in range(3):
+            inputs, target = regression(seed=seed)
+            own.zero_grad()
+            mse(alone(inputs), target).backward()
+            own.step()
+            optimizer.zero_grad()
+            pipe.step(inputs, target)
+            optimizer.step()
+        found = states(pipe)
+        for row, state in enumerate(found):
+            first = pipe.table.replicas(*pipe.table.stages_of(row))[0]
+            assert all(torch.equal(value, found[first][name]) for name, value in state.items())
+        for name, value in pipe.state_dict().items():
+            assert torch.allclose(value, alone.state_dict()[name], atol=1e-9, rtol=0)
+        for row, (given, targets) in enumerate(sent[: len(WORKERS)]):
+            forwards = {each for each in pipe.table.rows[row] if each.kind is Kind.FORWARD}
+            assert {(stage, each) for stage, parts in given.items() for each in parts} == {
+                (each.stage, each.microbatch) for each in forwards if each.stage == 0
+            }
+            assert set(targets) == {each.microbatch for each in forwards if each.stage == 1}
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe(4), Schedule1F1B(4), ScheduleZBH1(4)])

@@ -23,7 +23,7 @@ from torchweft.errors import ArgumentTypeError, PipelineError, WeftError, Worker
 from torchweft.pipeline.copies import Copies, added, separated
 from torchweft.pipeline.recording import Notes, WorkerNotes
 from torchweft.pipeline.schedules import Action, Kind, Table
-from torchweft.pipeline.stage_run import Objective, StageRun
+from torchweft.pipeline.stage_run import Leaves, Objective, StageRun
 from torchweft.pipeline.values import Packet, describe
 from torchweft.pipeline.wiring import BATCH, Wiring
 from torchweft.probe import clock_id
@@ -62,6 +62,7 @@ class Assignment:
         checkpoint: When activations are dropped: ``"always"``, ``"except_last"`` or ``"never"``.
         copies: The weights that exist more than once.
         timeout_s: How long to wait for one message.
+        driver: The name of the driver.
     """
 
     pipe: int
@@ -75,29 +76,30 @@ class Assignment:
     checkpoint: str
     copies: Copies
     timeout_s: float
+    driver: str
 
 
-class _Start(NamedTuple):
+class Start(NamedTuple):
     """A command: run the row once.
 
     Attributes:
         step: Number of the step.
         is_training: Whether to run backwards as well.
         zero_grad: Whether to drop the gradients first.
-        inputs: By stage, what it takes of each micro-batch.
-        targets: The targets of each micro-batch, for the last stage.
+        inputs: By stage and micro-batch, what the stage takes of the batch.
+        targets: By micro-batch, its target, for the last stage.
         done: Gets the result.
     """
 
     step: int
     is_training: bool
     zero_grad: bool
-    inputs: Mapping[int, Sequence[Sequence[Any]]]
-    targets: Sequence[Any]
+    inputs: Mapping[int, Mapping[int, Sequence[Any]]]
+    targets: Mapping[int, Any]
     done: torch.futures.Future[Any]
 
 
-class _Aborted(Exception):
+class Aborted(Exception):
     """The driver has ended the step."""
 
 
@@ -107,6 +109,9 @@ class Runner:
     Args:
         assignment: What it runs.
     """
+
+    unit = "micro-batch"
+    """The name, in messages, of that which goes through the stages."""
 
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
@@ -129,11 +134,6 @@ class Runner:
         self.peak_held = 0
         self.notes: Notes | None = None
         self._row = table.rows[assignment.worker]
-        self._workers = {
-            (stage, microbatch): assignment.workers[table.worker_of(stage, microbatch)]
-            for stage in range(table.n_stages)
-            for microbatch in range(table.n_microbatches)
-        }
         self._rpc = current_worker()
         self._peers = {name: self._rpc.agent.find(name) for name in assignment.workers}
         self._ports = self._rpc.agent.slots[PORTS]
@@ -173,7 +173,7 @@ class Runner:
         self._mail.put((_END, (), None))
 
     def _on_worker_lost(self, error: WorkerLost) -> None:
-        if error.worker in self.assignment.workers:
+        if error.worker in (*self.assignment.workers, self.assignment.driver):
             self._lost = error
             self._mail.put((0, (), error))
 
@@ -187,6 +187,8 @@ class Runner:
                 return
             if key == _START:
                 self._run(content)
+            elif key:
+                self._keep(step, key, content)
             elif step == _MESSAGE:
                 try:
                     self._read(*content)
@@ -210,8 +212,12 @@ class Runner:
         if step >= self._step:
             self._arrived[step, key] = content
 
-    def _take(self, key: Key) -> Any:
+    def _take(self, key: Key, limit_s: float = 0.0) -> Any:
         """Returns a message of this step, as soon as it arrives.
+
+        Args:
+            key: Which message.
+            limit_s: How long to wait, if not for the usual time.
 
         Raises:
             WorkerLost: A worker of the pipeline was lost.
@@ -219,41 +225,52 @@ class Runner:
         """
         wanted = (self._step, key)
         arrived = self._arrived
-        deadline_s = 0.0
-        while wanted not in arrived:
-            if not deadline_s:
-                deadline_s = time.monotonic() + self.assignment.timeout_s
-            try:
-                step, _, content = self._mail.get(timeout=max(deadline_s - time.monotonic(), 0.0))
-            except queue.Empty:
-                raise self._too_late(key) from None
-            if step == _MESSAGE:
-                self._read(*content)
-            elif step == _END:
-                self._mail.put((_END, (), None))
-                raise _Aborted
-            elif isinstance(content, WorkerLost):
-                raise content
-            elif step == self._step:
-                raise _Aborted
-        notes = self.notes
-        if deadline_s and notes is not None:
-            notes.end_wait()
+        if wanted not in arrived:
+            deadline_s = time.monotonic() + (limit_s or self.assignment.timeout_s)
+            while wanted not in arrived:
+                remaining_s = max(deadline_s - time.monotonic(), 0.0)
+                try:
+                    mail = self._mail.get(timeout=min(remaining_s, threading.TIMEOUT_MAX))
+                except queue.Empty:
+                    raise self._too_late(key) from None
+                self._sort(*mail)
+            notes = self.notes
+            if notes is not None:
+                notes.end_wait()
         return arrived.pop(wanted)
+
+    def _sort(self, step: int, key: Key, content: Any) -> None:
+        """Keeps a message, or raises the end of the step."""
+        if step == _MESSAGE:
+            self._read(*content)
+        elif key:
+            self._keep(step, key, content)
+        elif step == _END:
+            self._mail.put((_END, (), None))
+            raise Aborted
+        elif isinstance(content, WorkerLost):
+            raise content
+        elif step == self._step:
+            raise Aborted
 
     def _too_late(self, key: Key) -> PipelineError:
         kind, stage, source, microbatch = key
-        sender = self._workers.get((source, microbatch), "another worker")
+        if kind == COPIES:
+            member = self.assignment.copies.groups[stage][source]
+            stage = source = member.stage
+            sender = self.assignment.workers[member.worker]
+        else:
+            sender = self._worker_of(source, microbatch)
         return PipelineError(
             f"stage {stage} on worker {self.name!r} waited {self.assignment.timeout_s:g} s for "
-            f"{_SHOWN[kind]} of micro-batch {microbatch} from stage {source} on {sender!r}; that "
+            f"{_SHOWN[kind]} of {self.unit} {microbatch} from stage {source} on {sender!r}; that "
             "stage takes longer, or waits itself: see torchweft.rpc.stacks(), or raise timeout",
             stage=stage,
             worker=self.name,
             microbatch=microbatch,
         )
 
-    def _run(self, start: _Start) -> None:
+    def _run(self, start: Start) -> None:
         """Runs the row once and completes the future of the step."""
         self._step, self._at = start.step, None
         for old in [each for each in self._arrived if each[0] < start.step]:
@@ -265,7 +282,7 @@ class Runner:
             if unreadable is not None:
                 raise unreadable
             result = self._train(start) if start.is_training else self._infer(start)
-        except _Aborted:
+        except Aborted:
             self._fail(start, PipelineError("the step was ended by its driver", worker=self.name))
         except WeftError as error:
             self._fail(start, error)
@@ -274,7 +291,7 @@ class Runner:
         else:
             start.done.set_result(result)
 
-    def _fail(self, start: _Start, error: Exception) -> None:
+    def _fail(self, start: Start, error: Exception) -> None:
         self._step += 1  # Messages of this step that still come are dropped.
         for stage in self.stages.values():
             stage.reset()
@@ -289,7 +306,7 @@ class Runner:
             taken = f", given {_shown(self._packets_of_action)}"
         failure = PipelineError(
             f"stage {at.stage} on worker {self.name!r} failed in the {_ACTIONS[at.kind]} of "
-            f"micro-batch {at.microbatch}{taken}: {type(error).__name__}: {error}",
+            f"{self.unit} {at.microbatch}{taken}: {type(error).__name__}: {error}",
             stage=at.stage,
             worker=self.name,
             microbatch=at.microbatch,
@@ -297,7 +314,7 @@ class Runner:
         failure.__cause__ = error
         return failure.with_traceback(error.__traceback__)
 
-    def _train(self, start: _Start) -> Tensor | None:
+    def _train(self, start: Start) -> Tensor | None:
         if start.zero_grad:
             for stage in self.stages.values():
                 stage.module.zero_grad()
@@ -319,10 +336,11 @@ class Runner:
         self._at = None
         if notes is not None:
             notes.end_step(self._step, self.peak_held)
+        self._send_copies()
         self._add_copies()
         return torch.stack([losses[each] for each in sorted(losses)]) if losses else None
 
-    def _packets(self, stage: StageRun, microbatch: int, start: _Start) -> dict[int, Packet]:
+    def _packets(self, stage: StageRun, microbatch: int, start: Start) -> dict[int, Packet]:
         number = stage.stage
         packets = {
             source: self._take((FORWARD, number, source, microbatch)) for source in stage.sources
@@ -332,11 +350,17 @@ class Runner:
         self._packets_of_action = packets
         return packets
 
-    def _forward(self, action: Action, start: _Start, losses: dict[int, Tensor]) -> None:
+    def _forward(
+        self,
+        action: Action,
+        start: Start,
+        losses: dict[int, Tensor],
+        weights: Leaves | None = None,
+    ) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch
         packets = self._packets(stage, microbatch, start)
-        target = start.targets[microbatch] if start.targets else None
-        outgoing, loss = stage.forward(microbatch, packets, target)
+        target = start.targets.get(microbatch)
+        outgoing, loss = stage.forward(microbatch, packets, target, weights)
         self.peak_held = max(self.peak_held, sum([each.held for each in self.stages.values()]))
         if loss is not None:
             losses[microbatch] = loss
@@ -353,7 +377,7 @@ class Runner:
         for source, found in run(microbatch, gradients).items():
             self._deliver(BACKWARD, source, action.stage, microbatch, Packet(0, None, found))
 
-    def _infer(self, start: _Start) -> list[tuple[int, Any]] | None:
+    def _infer(self, start: Start) -> list[tuple[int, Any]] | None:
         """Runs the forwards of the row; returns the outputs of the last stage by micro-batch."""
         outputs: dict[int, Any] = {}
         for action in self._row:
@@ -371,7 +395,12 @@ class Runner:
 
     def _deliver(self, kind: int, stage: int, source: int, microbatch: int, packet: Packet) -> None:
         """Sends values to the worker of a stage; never waits."""
-        self._send(self._workers[stage, microbatch], (kind, stage, source, microbatch), packet)
+        self._send(self._worker_of(stage, microbatch), (kind, stage, source, microbatch), packet)
+
+    def _worker_of(self, stage: int, microbatch: int) -> str:
+        """Returns the name of the worker that runs a stage for a micro-batch."""
+        table = self.assignment.table
+        return self.assignment.workers[table.worker_of(stage, microbatch)]
 
     def _send(self, worker: str, key: Key, packet: Packet) -> None:
         if worker == self.name:
@@ -381,27 +410,31 @@ class Runner:
         values = (_HEAD.pack(self._step, *key), mask, structure, *leaves)
         self._ports.post(self._peers[worker], self.assignment.pipe, values)
 
-    def _add_copies(self) -> None:
-        """Adds the gradients of weights that exist more than once; all copies get the sum."""
+    def _send_copies(self, microbatch: int = 0) -> None:
+        """Sends the gradients of weights that exist more than once to the other copies.
+
+        Args:
+            microbatch: Distinguishes several exchanges in one step.
+        """
         copies, me = self.assignment.copies, self.assignment.worker
-        for number, members in enumerate(copies.groups):
+        for number in range(len(copies.groups)):
             others = [worker for worker in copies.workers(number) if worker != me]
-            mine = {
-                place: copies.weights(member, self.stages[member.stage].module)
-                for place, member in enumerate(members)
-                if member.worker == me
-            }
-            if not mine:
-                continue
-            for place, weights in mine.items():
+            for place, weights in self._own_copies(number).items():
                 packet = Packet(0, None, [weight.grad for weight in weights])
                 for worker in others:
                     name = self.assignment.workers[worker]
-                    self._send(name, (COPIES, number, place, 0), packet)
+                    self._send(name, (COPIES, number, place, microbatch), packet)
+
+    def _add_copies(self, microbatch: int = 0) -> None:
+        """Waits for the gradients of the other copies; all copies get the sum."""
+        for number, members in enumerate(self.assignment.copies.groups):
+            mine = self._own_copies(number)
+            if not mine:
+                continue
             gradients = [
                 [weight.grad for weight in mine[place]]
                 if place in mine
-                else self._take((COPIES, number, place, 0)).leaves
+                else self._take((COPIES, number, place, microbatch)).leaves
                 for place in range(len(members))
             ]
             totals = added(gradients)
@@ -409,12 +442,22 @@ class Runner:
                 for weight, total in zip(weights, totals, strict=True):
                     weight.grad = None if total is None else total.clone()
 
+    def _own_copies(self, group: int) -> dict[int, list[Tensor]]:
+        """Returns the weights of this worker's members of a group, by their place in it."""
+        copies = self.assignment.copies
+        return {
+            place: copies.weights(member, self.stages[member.stage].module)
+            for place, member in enumerate(copies.groups[group])
+            if member.worker == self.assignment.worker
+        }
+
 
 _ACTIONS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward to the inputs",
     Kind.BACKWARD_WEIGHT: "backward to the weights",
+    Kind.UPDATE: "update",
 }
 
 
@@ -435,13 +478,13 @@ class Host:
     """Keeps the runner of a pipeline; its end, when no reference is left, ends the runner.
 
     Args:
-        assignment: What the worker runs.
+        runner: The runner.
     """
 
-    def __init__(self, assignment: Assignment) -> None:
-        self.runner = Runner(assignment)
-        _runners[assignment.pipe] = self.runner
-        self._finalize = weakref.finalize(self, self.runner.close)
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        _runners[runner.assignment.pipe] = runner
+        self._finalize = weakref.finalize(self, runner.close)
 
     def close(self) -> None:
         """Ends the runner."""
@@ -454,12 +497,12 @@ def start(
     step: int,
     is_training: bool,
     zero_grad: bool,
-    inputs: Mapping[int, Sequence[Sequence[Any]]],
-    targets: Sequence[Any],
+    inputs: Mapping[int, Mapping[int, Sequence[Any]]],
+    targets: Mapping[int, Any],
 ) -> torch.futures.Future[Any]:
     """Runs a worker's row once; answered when it is done."""
     done: torch.futures.Future[Any] = torch.futures.Future()
-    _runner(pipe).put(step, _START, _Start(step, is_training, zero_grad, inputs, targets, done))
+    runner_of(pipe).put(step, _START, Start(step, is_training, zero_grad, inputs, targets, done))
     return done
 
 
@@ -470,7 +513,12 @@ def abort(pipe: int, step: int) -> None:
         runner.put(step, (), None)
 
 
-def _runner(pipe: int) -> Runner:
+def runner_of(pipe: int) -> Runner:
+    """Returns the runner of a pipeline on this worker.
+
+    Raises:
+        ArgumentTypeError: The pipeline was closed.
+    """
     runner = _runners.get(pipe)
     if runner is None:
         raise ArgumentTypeError(f"there is no pipeline {pipe} on this worker; it was closed")
@@ -479,7 +527,7 @@ def _runner(pipe: int) -> Runner:
 
 def set_up(assignment: Assignment) -> RRef[Host]:
     """Makes the stages of this worker and the thread that runs them."""
-    return RRef(Host(assignment))
+    return RRef(Host(Runner(assignment)))
 
 
 def close(pipe: int) -> None:
@@ -493,21 +541,21 @@ def make_optimizer(
     pipe: int, optimizer_class: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]
 ) -> None:
     """Makes the optimizer of this worker's weights."""
-    runner = _runner(pipe)
+    runner = runner_of(pipe)
     weights = [weight for stage in runner.stages.values() for weight in stage.parameters()]
     runner.optimizer = optimizer_class(weights, **options) if weights else None
 
 
 def step_optimizer(pipe: int) -> None:
     """Steps this worker's optimizer."""
-    optimizer = _runner(pipe).optimizer
+    optimizer = runner_of(pipe).optimizer
     if optimizer is not None:
         optimizer.step()
 
 
 def first_values(pipe: int, group: int) -> list[Tensor]:
     """Returns the weights of the first member of a group of copies, which this worker holds."""
-    runner = _runner(pipe)
+    runner = runner_of(pipe)
     member = runner.assignment.copies.groups[group][0]
     module = runner.stages[member.stage].module
     return [each.detach() for each in runner.assignment.copies.weights(member, module)]
@@ -515,7 +563,7 @@ def first_values(pipe: int, group: int) -> list[Tensor]:
 
 def set_values(pipe: int, group: int, values: Sequence[Tensor]) -> None:
     """Sets the weights of this worker's members of a group of copies."""
-    runner = _runner(pipe)
+    runner = runner_of(pipe)
     copies = runner.assignment.copies
     with torch.no_grad():
         for member in copies.groups[group]:
@@ -527,7 +575,7 @@ def set_values(pipe: int, group: int, values: Sequence[Tensor]) -> None:
 
 def squared_norm(pipe: int) -> Tensor:
     """Returns the squared norm of this worker's gradients, each weight once in the pipeline."""
-    runner = _runner(pipe)
+    runner = runner_of(pipe)
     copies, me = runner.assignment.copies, runner.assignment.worker
     total = torch.zeros((), dtype=torch.float64)
     for number, stage in runner.stages.items():
@@ -539,7 +587,7 @@ def squared_norm(pipe: int) -> Tensor:
 
 def scale_gradients(pipe: int, factor: float) -> None:
     """Multiplies this worker's gradients with a factor."""
-    for stage in _runner(pipe).stages.values():
+    for stage in runner_of(pipe).stages.values():
         for weight in stage.parameters():
             if weight.grad is not None:
                 weight.grad.mul_(factor)
@@ -547,7 +595,7 @@ def scale_gradients(pipe: int, factor: float) -> None:
 
 def set_mode(pipe: int, is_training: bool) -> None:
     """Sets the mode of this worker's stages."""
-    for stage in _runner(pipe).stages.values():
+    for stage in runner_of(pipe).stages.values():
         stage.module.train(is_training)
 
 
@@ -555,7 +603,7 @@ def state_dict(pipe: int, has_names: bool) -> dict[str, Tensor]:
     """Returns the weights and buffers of this worker's stages."""
     return {
         _prefix(number, has_names) + name: value.detach()
-        for number, stage in _runner(pipe).stages.items()
+        for number, stage in runner_of(pipe).stages.items()
         for name, value in stage.module.state_dict().items()
     }
 
@@ -564,14 +612,14 @@ def gradients(pipe: int, has_names: bool) -> dict[str, Tensor | None]:
     """Returns the gradients of this worker's weights."""
     return {
         _prefix(number, has_names) + name: weight.grad
-        for number, stage in _runner(pipe).stages.items()
+        for number, stage in runner_of(pipe).stages.items()
         for name, weight in stage.module.named_parameters()
     }
 
 
 def load_state_dict(pipe: int, state: Mapping[str, Tensor], has_names: bool) -> None:
     """Sets the weights and buffers of this worker's stages."""
-    for number, stage in _runner(pipe).stages.items():
+    for number, stage in runner_of(pipe).stages.items():
         prefix = _prefix(number, has_names)
         own = {name: state[prefix + name] for name in stage.module.state_dict()}
         stage.module.load_state_dict(own)
@@ -579,17 +627,17 @@ def load_state_dict(pipe: int, state: Mapping[str, Tensor], has_names: bool) -> 
 
 def peak_held(pipe: int) -> int:
     """Returns the most micro-batches whose activations this worker held in the last step."""
-    return _runner(pipe).peak_held
+    return runner_of(pipe).peak_held
 
 
 def start_recording(pipe: int) -> None:
     """Has this worker note when its actions begin and end."""
-    _runner(pipe).notes = Notes()
+    runner_of(pipe).notes = Notes()
 
 
 def stop_recording(pipe: int) -> WorkerNotes:
     """Ends the recording on this worker; returns its notes."""
-    runner = _runner(pipe)
+    runner = runner_of(pipe)
     notes, runner.notes = runner.notes or Notes(), None
     return WorkerNotes(clock_id(), notes.steps)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -11,14 +12,23 @@ from torch import Tensor, nn
 
 from torchweft.agent.current import current
 from torchweft.arguments import limit_of
-from torchweft.errors import ConfigurationError, PipelineError, WorkerLost
-from torchweft.pipeline import host
+from torchweft.errors import ConfigurationError, WorkerLost
+from torchweft.pipeline import host, stream_host
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Copies, Tie, find_copies
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
 from torchweft.pipeline.recording import Recording, WorkerNotes
-from torchweft.pipeline.schedules import Table, check
-from torchweft.pipeline.values import cut_batch, pick
+from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
+from torchweft.pipeline.streaming import (
+    OptimizerMaker,
+    Run,
+    blame,
+    check_endless,
+    check_updates,
+    iterator_of,
+    short_table,
+)
+from torchweft.pipeline.values import cut_batch, picked_for
 from torchweft.pipeline.wiring import BATCH, Wiring
 from torchweft.rpc import (
     UNSET_RPC_TIMEOUT,
@@ -66,10 +76,13 @@ class Pipe:
         reduction: Whether the loss of a batch is the mean or the sum of its micro-batches' losses.
         timeout: Seconds that a stage waits for one value of another stage.
         example: A batch; with it, the shapes between the stages are checked before all else.
+        optimizer: For an asynchronous schedule: called on each worker with a list of its weights,
+            returns the optimizer that ``run`` steps there.
 
     Raises:
         StageMismatch: With an example, a stage cannot take the values that it gets.
-        ConfigurationError: The numbers of stages, workers and micro-batches do not fit.
+        ConfigurationError: The numbers of stages, workers and micro-batches do not fit; or the
+            schedule is asynchronous and stages share a weight, or there is no optimizer.
         UnknownWorker: There is no such worker.
         PipelineError: A stage could not be made.
 
@@ -83,6 +96,14 @@ class Pipe:
                 optimizer.zero_grad()
                 loss = pipe.step(batch, target)
                 optimizer.step()
+
+    Example, asynchronous::
+
+        sgd = functools.partial(torch.optim.SGD, lr=0.02)
+        schedule = SchedulePipeDream(weights="stashing")
+        with Pipe(model, workers, schedule, nn.functional.cross_entropy, optimizer=sgd) as pipe:
+            for loss in pipe.run(data):
+                print(loss.item())
     """
 
     def __init__(
@@ -98,6 +119,7 @@ class Pipe:
         reduction: Literal["mean", "sum"] = "mean",
         timeout: float = UNSET_RPC_TIMEOUT,
         example: Any = None,
+        optimizer: OptimizerMaker | None = None,
     ) -> None:
         _check_choice("checkpoint", checkpoint, ("never", "except_last", "always"))
         _check_choice("reduction", reduction, ("mean", "sum"))
@@ -106,11 +128,19 @@ class Pipe:
             raise ConfigurationError(
                 f"workers is {list(workers)}; name each worker of the pipeline once"
             )
-        self.table = schedule.table(len(self.workers))
+        self._endless = schedule if isinstance(schedule, SchedulePipeDream) else None
+        self.table = (
+            short_table(self._endless, len(self.workers))
+            if self._endless
+            else schedule.table(len(self.workers))
+        )
+        check_updates(self.table, bool(self._endless), optimizer)
         self.stages = stages_of(stages, self.table.n_stages, wiring, ties)
         check(self.table, self.stages.wiring.edges)
         if example is not None:
             check_stages(self.stages, example, self.table.n_microbatches)
+        if self._endless:
+            check_endless(self._endless, len(self.workers), self.stages, checkpoint)
         self._infos = [get_worker_info(name) for name in self.workers]
         self._limit_s = limit_of(timeout, _WAIT_S)
         self._mean = reduction == "mean"
@@ -121,7 +151,11 @@ class Pipe:
         self._last = self.table.n_stages - 1
         self._pipe = (current().me.id << 32) | next(_numbers)
         self._hosts: list[RRef[host.Host]] = []
+        self._is_running = False
+        self._losses: weakref.ref[Generator[Tensor, None, None]] | None = None
         self._set_up(loss, checkpoint)
+        if optimizer is not None:
+            self._all(host.make_optimizer, optimizer, {})
 
     def _input_stages(self) -> list[list[int]]:
         """Returns, for each worker, its stages that take a part of the batch."""
@@ -133,29 +167,31 @@ class Pipe:
 
     def _set_up(self, loss: Callable[[Any, Any], Tensor] | None, checkpoint: str) -> None:
         copies = find_copies(self.table, self.stages.ties)
-        futures = [
-            rpc_async(
-                info,
-                host.set_up,
-                args=(
-                    host.Assignment(
-                        self._pipe,
-                        row,
-                        self.workers,
-                        self.table,
-                        self.stages.wiring,
-                        {stage: self.stages.sources[stage] for stage in self.table.stages_of(row)},
-                        loss,
-                        self.table.n_microbatches if self._mean else 1,
-                        checkpoint,
-                        copies,
-                        self._limit_s,
-                    ),
-                ),
-                timeout=self._limit_s,
+        futures: list[Future[RRef[host.Host]]] = []
+        for row, info in enumerate(self._infos):
+            given = (
+                self._pipe,
+                row,
+                self.workers,
+                self.table,
+                self.stages.wiring,
+                {stage: self.stages.sources[stage] for stage in self.table.stages_of(row)},
+                loss,
+                self.table.n_microbatches if self._mean and not self._endless else 1,
+                checkpoint,
+                copies,
+                self._limit_s,
+                current().me.name,
             )
-            for row, info in enumerate(self._infos)
-        ]
+            if self._endless:
+                streamed = stream_host.StreamAssignment(*given, self._endless, self._mean)
+                future = rpc_async(
+                    info, stream_host.set_up, args=(streamed,), timeout=self._limit_s
+                )
+            else:
+                assignment = host.Assignment(*given)
+                future = rpc_async(info, host.set_up, args=(assignment,), timeout=self._limit_s)
+            futures.append(future)
         self._hosts = [future.wait() for future in futures]
         self._equalize(copies)
 
@@ -187,42 +223,110 @@ class Pipe:
             The loss, a tensor without dimensions: the mean or the sum over the micro-batches.
 
         Raises:
-            ConfigurationError: The batch cannot be cut evenly, or the pipeline has no loss.
+            ConfigurationError: The batch cannot be cut evenly, the pipeline has no loss, or its
+                schedule is asynchronous.
             PipelineError: A stage failed; names it. The cause is its error.
             WorkerLost: A worker was lost; the pipeline cannot go on.
         """
+        self._check_loss()
+        self._check_synchronous("step")
+        return torch.cat(self._run_once(True, batch, target)).sum()
+
+    def run(self, batches: Iterable[Any]) -> Iterator[Tensor]:
+        """Trains on minibatches with an asynchronous schedule; yields their losses in order.
+
+        The pipeline stays full: minibatches enter before the losses of earlier ones are taken. The
+        workers step their optimizers. At the end of the minibatches, those under way are finished;
+        the weights are then the newest. ``next`` takes minibatches from ``batches`` and blocks
+        until the next loss is there.
+
+        To close the iterator before its end, or to drop it, ends the run: minibatches under way
+        are dropped, and the stages have taken in different numbers of them. So does an error. The
+        pipeline can be used again; until the run has ended it cannot.
+
+        Args:
+            batches: Pairs of a batch and a target, as for ``step``, of any number. They are not
+                cut. Their tensors must not change until the run has ended.
+
+        Raises:
+            ConfigurationError: The schedule is synchronous, the pipeline has no loss, or another
+                run is under way.
+            ArgumentTypeError: ``batches`` cannot be iterated over, or a minibatch is no pair.
+            PipelineError: A stage failed; names it. The cause is its error.
+            WorkerLost: A worker was lost; the pipeline cannot go on.
+        """
+        self._check_loss()
+        if not self._endless:
+            raise ConfigurationError(
+                f"{self.table.name} is a synchronous schedule; call step(batch, target) for each "
+                "batch, or pass SchedulePipeDream"
+            )
+        losses = self._stream(iterator_of(batches))
+        self._losses = weakref.ref(losses)
+        return losses
+
+    def _stream(self, source: Iterator[Any]) -> Generator[Tensor, None, None]:
+        self._check_idle()
+        self._step += 1
+        self._is_running = True
+        wiring = self.stages.wiring
+        run = Run(self._pipe, self._step, self._infos, self.table, wiring, self._limit_s)
+        try:
+            yield from run.losses(source)
+        finally:
+            self._is_running = False
+
+    def _check_loss(self) -> None:
         if not self._has_loss:
             raise ConfigurationError("the pipeline has no loss function; pass loss=... to Pipe")
-        return torch.cat(self._run(True, batch, target)).sum()
+
+    def _check_synchronous(self, name: str) -> None:
+        if self._endless:
+            raise ConfigurationError(
+                f"{name} is for synchronous schedules, and the workers of {self.table.name} step "
+                "their optimizers themselves; use: for loss in pipe.run(batches)"
+            )
+
+    def _check_idle(self) -> None:
+        if self._is_running:
+            raise ConfigurationError(
+                "a run of this pipeline is under way, and its weights may be changing; take all "
+                "losses of its iterator, or close it"
+            )
 
     def __call__(self, batch: Any) -> Any:
         """Runs a forward of one batch without gradients; returns the output of the last stage.
 
         The outputs of the micro-batches are joined along dimension 0. Blocks.
         """
-        results = self._run(False, batch, None)
+        results = self._run_once(False, batch, None)
         parts = sorted(pair for pair in itertools.chain(*results))
         return _joined([output for _, output in parts])
 
-    def _run(self, is_training: bool, batch: Any, target: Any) -> list[Any]:
+    def _run_once(self, is_training: bool, batch: Any, target: Any) -> list[Any]:
         """Runs all rows once; returns the results of the workers that have one."""
+        self._check_idle()
         count = self.table.n_microbatches
         batches = cut_batch(batch, count)
-        targets = cut_batch(target, count, "the target") if is_training else ()
+        targets = cut_batch(target, count, "the target") if is_training else []
         self._step += 1
         zero_grad, self._zero_grad = self._zero_grad and is_training, False
-        takes = self.stages.wiring.takes
         futures: list[Future[Any]] = []
         failures: list[Exception] = []
         for row, info in enumerate(self._infos):
             inputs = {
-                stage: [
-                    [pick(part, take, stage) for take in takes[stage] if take.source == BATCH]
-                    for part in batches
-                ]
+                stage: {
+                    number: picked_for(stage, self.stages.wiring, part)
+                    for number, part in enumerate(batches)
+                    if self.table.worker_of(stage, number) == row
+                }
                 for stage in self._inputs[row]
             }
-            own_targets = targets if self._last in self.table.stages_of(row) else ()
+            own_targets = {
+                number: part
+                for number, part in enumerate(targets)
+                if self.table.worker_of(self._last, number) == row
+            }
             args = (self._pipe, self._step, is_training, zero_grad, inputs, own_targets)
             try:
                 futures.append(rpc_async(info, host.start, args=args, timeout=0))
@@ -244,7 +348,7 @@ class Pipe:
         if not failures:
             return [future.wait() for future in futures]
         # The others failed because of the first, unless it was told to end by one of them.
-        failures.sort(key=_blame)
+        failures.sort(key=blame)
         raise failures[0]
 
     def _abort(self) -> None:
@@ -264,7 +368,11 @@ class Pipe:
         Args:
             optimizer_class: Called on each worker with its weights and ``options``.
             options: Keyword arguments of the optimizer.
+
+        Raises:
+            ConfigurationError: The schedule is asynchronous.
         """
+        self._check_synchronous("optimizer")
         self._all(host.make_optimizer, optimizer_class, options)
         return PipeOptimizer(self)
 
@@ -275,7 +383,11 @@ class Pipe:
 
         Returns:
             The norm over all stages before it, a float64 tensor without dimensions.
+
+        Raises:
+            ConfigurationError: The schedule is asynchronous.
         """
+        self._check_synchronous("clip_grad_norm_")
         norm = torch.stack(self._all(host.squared_norm)).sum().sqrt()
         self._all(host.scale_gradients, min(1.0, max_norm / (float(norm) + 1e-6)))
         return norm
@@ -293,7 +405,8 @@ class Pipe:
         """Returns the weights and buffers of all stages, copied to the driver.
 
         The keys are those of the model that was cut; otherwise each has the number of its
-        stage in front.
+        stage in front. Of replicas it returns the first, whose weights are those of all; the
+        statistics of a batch normalization follow only the micro-batches of that replica.
         """
         return self._gathered(host.state_dict)
 
@@ -352,14 +465,22 @@ class Pipe:
         self._is_recorded = False
         return self._all(host.stop_recording)
 
+    def versions_held(self) -> list[int]:
+        """Returns the most versions of its weights that each worker held at once in the last run.
+
+        The newest version counts. With a synchronous schedule it is the only one.
+        """
+        return self._all(stream_host.versions_held) if self._endless else [1] * len(self.workers)
+
     def _gathered(self, function: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         gathered: dict[str, Any] = {}
         for each in self._all(function, self.stages.has_names):
-            gathered.update(each)
+            gathered |= each | gathered  # Of replicas, the first.
         return gathered
 
     def _all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls a function of the host on all workers; returns the results by row."""
+        self._check_idle()
         futures = [
             rpc_async(info, function, args=(self._pipe, *args), timeout=self._limit_s)
             for info in self._infos
@@ -369,7 +490,13 @@ class Pipe:
     # The end
 
     def close(self) -> None:
-        """Ends the pipeline on all workers, and releases its stages; passes over lost workers."""
+        """Ends the pipeline on all workers, and releases its stages; passes over lost workers.
+
+        Ends a run that is under way.
+        """
+        losses = self._losses() if self._losses else None
+        if losses is not None:
+            losses.close()
         for info in self._infos if self._hosts else ():
             try:
                 rpc_sync(info, host.close, args=(self._pipe,), timeout=_END_S)
@@ -404,13 +531,6 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ConfigurationError(
             f"{name} is {value!r}; pass one of {', '.join(map(repr, choices))}"
         )
-
-
-def _blame(error: Exception) -> int:
-    """Orders the errors of a step: the one that explains the others first."""
-    if isinstance(error, WorkerLost):
-        return 0
-    return 1 if not isinstance(error, PipelineError) or error.stage >= 0 else 2
 
 
 def _joined(outputs: Sequence[Any]) -> Any:

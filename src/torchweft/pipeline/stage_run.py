@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline.split import WeightPart, input_part
@@ -14,6 +15,8 @@ from torchweft.pipeline.values import Packet, describe, make_packet, pick
 from torchweft.pipeline.wiring import BATCH, Wiring
 
 Loss = Callable[[Any, Any], Tensor]
+Leaves = Mapping[str, Tensor]
+"""Leaves of a graph that a module uses in place of its own weights, by name."""
 
 
 class Objective(NamedTuple):
@@ -33,6 +36,7 @@ class _Rerun(NamedTuple):
 
     arguments: Sequence[Any]
     random_state: Tensor
+    weights: Leaves | None
 
 
 class _Held:
@@ -110,7 +114,11 @@ class StageRun:
         return output, {each: self._packet(output, each, False)[0] for each in self.consumers}
 
     def forward(
-        self, microbatch: int, packets: Mapping[int, Packet], target: Any = None
+        self,
+        microbatch: int,
+        packets: Mapping[int, Packet],
+        target: Any = None,
+        weights: Leaves | None = None,
     ) -> tuple[dict[int, Packet], Tensor | None]:
         """Runs a forward, and holds its graph.
 
@@ -118,6 +126,7 @@ class StageRun:
             microbatch: Which micro-batch.
             packets: The values of each source.
             target: What the loss compares the output with.
+            weights: Used in place of the module's own; for its backward as well.
 
         Returns:
             The packets by consumer; and the loss, detached, in the last stage.
@@ -127,9 +136,9 @@ class StageRun:
         held.inputs = {source: packets[source].needing_grad() for source in self.sources}
         rerun = None
         if self._checkpoints(microbatch):
-            rerun = held.rerun = _Rerun(arguments, torch.get_rng_state())
+            rerun = held.rerun = _Rerun(arguments, torch.get_rng_state(), weights)
         with torch.set_grad_enabled(rerun is None):
-            output = self._call(arguments)
+            output = self._call(arguments, weights)
             if self._objective is not None:
                 held.loss = self._scaled_loss(output, target)
         outgoing = {}
@@ -138,29 +147,29 @@ class StageRun:
             outgoing[consumer], held.sent[consumer] = self._packet(output, consumer, needs_grad)
         if rerun is not None and self._objective is not None:
             # The target is needed again.
-            held.rerun = _Rerun((*arguments, target), rerun.random_state)
+            held.rerun = rerun._replace(arguments=(*arguments, target))
         return outgoing, None if held.loss is None else held.loss.detach()
 
     def _arguments(self, packets: Mapping[int, Packet]) -> list[Any]:
         values = {source: iter(packet.values()) for source, packet in packets.items()}
         return [next(values[take.source]) for take in self._takes]
 
-    def _call(self, arguments: Sequence[Any]) -> Any:
+    def _call(self, arguments: Sequence[Any], weights: Leaves | None = None) -> Any:
+        positional, named = self._spread(arguments)
+        if weights is None:
+            return self.module(*positional, **named)
+        return functional_call(self.module, dict(weights), positional, named)
+
+    def _spread(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the positional and the keyword arguments of the module."""
         if self._is_spread:
             (value,) = arguments
             if isinstance(value, tuple):
-                return self.module(*value)
-            if isinstance(value, dict):
-                return self.module(**value)
-            return self.module(value)
-        named = {
-            take.name: value
-            for take, value in zip(self._takes, arguments, strict=True)
-            if take.name
-        }
-        return self.module(
-            *(v for take, v in zip(self._takes, arguments, strict=True) if not take.name), **named
-        )
+                return value, {}
+            return ((), value) if isinstance(value, dict) else ((value,), {})
+        pairs = list(zip(self._takes, arguments, strict=True))
+        positional = tuple(value for take, value in pairs if not take.name)
+        return positional, {take.name: value for take, value in pairs if take.name}
 
     def _packet(
         self, output: Any, consumer: int, may_need_grad: bool
@@ -255,9 +264,9 @@ class StageRun:
             with torch.enable_grad():
                 if self._objective is not None:
                     *arguments, target = rerun.arguments
-                    held.loss = self._scaled_loss(self._call(arguments), target)
+                    held.loss = self._scaled_loss(self._call(arguments, rerun.weights), target)
                     return
-                output = self._call(rerun.arguments)
+                output = self._call(rerun.arguments, rerun.weights)
         finally:
             torch.set_rng_state(now)
             for buffer, before in buffers:

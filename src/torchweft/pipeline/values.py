@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from torchweft.errors import ConfigurationError
-from torchweft.pipeline.wiring import Take
+from torchweft.pipeline.wiring import BATCH, Take, Wiring
 
 
 class Packet(NamedTuple):
@@ -57,6 +57,11 @@ def pick(output: Any, take: Take, stage: int) -> Any:
             f"stage {stage} takes part {take.key!r} of the output of stage {take.source}, which is "
             f"{describe(output)}"
         ) from None
+
+
+def picked_for(stage: int, wiring: Wiring, batch: Any) -> list[Any]:
+    """Returns the values that a stage takes of a batch."""
+    return [pick(batch, take, stage) for take in wiring.taken(stage, BATCH)]
 
 
 def make_packet(values: Sequence[Any], *, may_need_grad: bool) -> tuple[Packet, list[Tensor]]:
