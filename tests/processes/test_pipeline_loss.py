@@ -57,10 +57,9 @@ def pid() -> int:
 def test_a_stage_that_waits_in_vain_says_for_what(nursery: Nursery) -> None:
     with torchweft.cluster(workers=3, nursery=nursery):
         stopped = rpc.rpc_sync("worker1", pid)
+        inputs = torch.randn(8, 4, dtype=torch.float64)
+        target = torch.randn(8, WIDTH, dtype=torch.float64)
         with Pipe(three_stages(), WORKERS, Schedule1F1B(4), mse, timeout=1.0) as pipe:
-            inputs = torch.randn(8, 4, dtype=torch.float64)
-            target = torch.randn(8, WIDTH, dtype=torch.float64)
-            pipe.step(inputs, target)
             resume = threading.Timer(2.5, os.kill, (stopped, signal.SIGCONT))
             os.kill(stopped, signal.SIGSTOP)
             resume.start()
