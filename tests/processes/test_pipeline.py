@@ -323,3 +323,15 @@ def test_batches_that_cannot_be_cut() -> None:
         without.step(inputs, target)
     with pytest.raises(ArgumentTypeError, match="pass a Sequential, or a list"):
         Pipe(nn.Linear(2, 2), WORKERS[:2], ScheduleGPipe(4))  # type: ignore[arg-type]
+
+
+def test_the_driver_may_hold_a_stage_and_keeps_its_own_model() -> None:
+    model = layers(4)
+    before = copy.deepcopy(model.state_dict())
+    inputs, target = regression()
+    with Pipe(model, ["driver", "worker0"], Schedule1F1B(4), mse) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        pipe.step(inputs, target)
+        optimizer.step()
+        assert not torch.equal(pipe.state_dict()["0.weight"], before["0.weight"])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

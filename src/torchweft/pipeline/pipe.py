@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -169,13 +170,16 @@ class Pipe:
         copies = find_copies(self.table, self.stages.ties)
         futures: list[Future[RRef[host.Host]]] = []
         for row, info in enumerate(self._infos):
+            sources = {stage: self.stages.sources[stage] for stage in self.table.stages_of(row)}
+            if info.name == current().me.name:
+                sources = copy.deepcopy(sources)  # Another worker gets copies as well.
             given = (
                 self._pipe,
                 row,
                 self.workers,
                 self.table,
                 self.stages.wiring,
-                {stage: self.stages.sources[stage] for stage in self.table.stages_of(row)},
+                sources,
                 loss,
                 self.table.n_microbatches if self._mean and not self._endless else 1,
                 checkpoint,

@@ -18,7 +18,7 @@ class Packet(NamedTuple):
 
     Attributes:
         mask: Bit *i* says that leaf *i* needs a gradient.
-        structure: Puts the leaves together; None for one tensor alone.
+        structure: The values with the places of leaves in their stead; None for one tensor alone.
         leaves: Tensors, detached, and other objects.
     """
 
@@ -39,7 +39,7 @@ class Packet(NamedTuple):
             leaf.requires_grad_()
         if self.structure is None:
             return self.leaves
-        return _pytree.tree_unflatten(self.leaves, self.structure)
+        return _pytree.tree_map(self.leaves.__getitem__, self.structure)
 
 
 def pick(output: Any, take: Take, stage: int) -> Any:
@@ -77,7 +77,8 @@ def make_packet(values: Sequence[Any], *, may_need_grad: bool) -> tuple[Packet, 
     if len(values) == 1 and isinstance(values[0], Tensor):
         leaves = values
     else:
-        leaves, structure = _pytree.tree_flatten(tuple(values))
+        leaves, spec = _pytree.tree_flatten(tuple(values))
+        structure = _pytree.tree_unflatten(range(len(leaves)), spec)
     mask, sent, needing = 0, [], []
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
