@@ -41,7 +41,7 @@ from torchweft.protocol.calls import SlowFunctions
 from torchweft.protocol.connecting import Outgoing
 from torchweft.protocol.kept_code import SentCode
 from torchweft.protocol.membership.registration import why_not_by_value
-from torchweft.rpc.by_value import pack_function
+from torchweft.rpc.by_value import PackedCall, pack_function
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import Request, TableRequest, names_of, own_copy, reply_by_tables
@@ -183,19 +183,11 @@ class Worker:
         externals: Sequence[object] = ()
         inlined: Inlined | None = NO_TENSORS
         entries: Sequence[SentCode] = ()
+        packed: Packed | None = None
         flags, content = POSITIONAL, args
         if name is None:
             name = b""
-            flags, content = 0, (args, kwargs, function)
-            if peer.keeps_code:
-                assert not isinstance(function, bytes)
-                packer, home_of = self._packers[peer.id], self._home_of[peer.id]
-                if creation != NO_CREATION:
-                    home_of = no_home
-                (payload, tensors, externals), flags, entries = pack_function(
-                    self.codes, peer, packer, function, args, kwargs, home_of
-                )
-                inlined = self._inline(tensors) if tensors else NO_TENSORS
+            packed, flags, entries = self._pack_function(peer, function, args, kwargs, creation)
         elif kwargs:
             flags, content = 0, (args, kwargs)
         elif not is_own:
@@ -207,13 +199,10 @@ class Worker:
                 if inlined is None and not all(map(is_dense, tensors)):
                     payload = None
         if payload is None:
-            (payload, tensors, externals), flags, entries = self._pack_content(peer, content, flags)
-            if is_own:
-                inlined = None
-            elif tensors:
-                inlined = self._inline(tensors)
-            else:
-                inlined = NO_TENSORS
+            if packed is None:
+                packed, flags, entries = self._pack_content(peer, content, flags)
+            payload, tensors, externals = packed
+            inlined = None if is_own else self._inline(tensors) if tensors else NO_TENSORS
         context_id, message_id = current_id(), 0
         if not torch.is_grad_enabled():
             # Neither the arguments nor the result of a call under no_grad are part of a graph.
@@ -242,6 +231,16 @@ class Worker:
         request = Request(self._take_back, peer, handed, message_id, frame)
         request.entries = entries
         return request
+
+    def _pack_function(
+        self, peer: Peer, function: Any, args: Sequence[Any], kwargs: dict[str, Any], creation: int
+    ) -> PackedCall:
+        """Packs a function without a name, and its arguments."""
+        packer = self._packers[peer.id]
+        if not peer.keeps_code:
+            return PackedCall(packer((args, kwargs, function)), 0)
+        home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
+        return pack_function(self.codes, peer, packer, function, args, kwargs, home_of)
 
     def _pack_content(
         self, peer: Peer, content: Any, flags: int
