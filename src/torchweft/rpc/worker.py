@@ -185,14 +185,7 @@ class Worker:
         entries: Sequence[SentCode] = ()
         flags = POSITIONAL
         payload: bytes | None = None
-        if name is None and peer.keeps_code:
-            assert not isinstance(function, bytes)
-            home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
-            (payload, tensors, externals), flags, entries = pack_function(
-                self.codes, peer, self._packers[peer.id], function, args, kwargs, home_of
-            )
-            inlined = inline.encode(tensors) if tensors else NO_TENSORS
-        elif name is not None and not kwargs and not peer.is_self:
+        if name is not None and not kwargs and not peer.is_self:
             # No caller waits for a remote() call or keeps its references: hand them on.
             home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
             payload = encode_simple(args, tensors, peer.main_by_name, home_of)
@@ -202,7 +195,7 @@ class Worker:
                     payload = None
         if payload is None:
             (payload, tensors, externals), flags, entries = self._pack_arguments(
-                peer, name, args, kwargs, function
+                peer, name, args, kwargs, function, creation
             )
             inlined = inline.encode(tensors) if tensors else NO_TENSORS
             if peer.is_self:
@@ -245,10 +238,14 @@ class Worker:
         name: bytes | None,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        function: object,
+        function: Any,
+        creation: int,
     ) -> tuple[Packed, int, Sequence[SentCode]]:
         """Returns arguments that are not simple, the flags of the call, and the code it names."""
         packer = self._packers[peer.id]
+        if name is None and peer.keeps_code:
+            home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
+            return pack_function(self.codes, peer, packer, function, args, kwargs, home_of)
         # A message without the name of a function is for a port, and names no code.
         codes: list[Code] | None = [] if name and peer.keeps_code else None
         content: Sequence[Any] = (args, kwargs, function)

@@ -198,11 +198,11 @@ def _find_name(function: object) -> bytes | None:
 
 
 def _is_nameless(function: types.FunctionType) -> bool:
-    """Whether a function was defined in another one, or is a lambda; quick, and sometimes wrong."""
+    """Whether a function surely has no name: most lambdas, and functions defined in others."""
     module = function.__module__
     if "<" not in function.__qualname__ or type(module) is not str or module.startswith("torch."):
         return False
-    # A program may have put it into its module.
+    # The program may have assigned it to a variable of its module.
     return getattr(sys.modules.get(module), function.__name__, None) is not function
 
 

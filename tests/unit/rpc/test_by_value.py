@@ -244,6 +244,9 @@ def test_captured_tensors_and_their_gradients(local: Pair, size: int) -> None:
         assert local.sync(lambda: sparse.to_dense().sum()).item() == 2
     state = {"tensor": tensor}
     assert local.sync(lambda x: state["tensor"] is x, tensor)
+    inner = lambda: tensor  # noqa: E731
+    for _ in range(2):
+        assert local.sync(lambda x: inner() is x, tensor)
 
 
 def test_functions_whose_result_comes_later(local: Pair) -> None:

@@ -37,11 +37,14 @@ from torchweft.serialize.objects import pack_plain
 from torchweft.serialize.tensors import as_memory, describe
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
+    CAPTURED,
     NO_CREATION,
     POSITIONAL,
     TABLES,
     Kind,
+    code_names,
     encode_call_front,
+    encode_code,
     encode_tables,
 )
 
@@ -321,3 +324,14 @@ def test_a_function_in_a_call_is_registered(world: World) -> None:
 def test_a_verdict_in_another_encoding_has_no_codec_imported(world: World) -> None:
     told = json.dumps({"a": 1}).encode("utf-32-le")
     assert isinstance(world.receive(Frame(Kind.VERDICT, 0, 0, told, ())), ProtocolError)
+
+
+def test_a_strict_worker_takes_no_code(world: World) -> None:
+    call = encode_call_front(5.0, NO_CREATION, 0, 0, b"", (), b"")
+    for frame in (
+        Frame(Kind.CODE, 0, 0, encode_code(1, (), b"code"), ()),
+        Frame(Kind.CALL_WITH_CODE, CAPTURED, 7, code_names(()) + call, ()),
+    ):
+        with pytest.raises(ProtocolError, match="is unknown"):
+            world.agent.receiver.dispatch(world.sender, frame, None)
+    assert not len(world.sender.kept_codes)

@@ -23,12 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.serialize import importable
-from torchweft.errors import NotAllowed, ProtocolError, SerializationError
+from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import by_value
 from torchweft.serialize.by_value import Code, bind, take_apart
-from torchweft.serialize.functions import name_of
 from torchweft.serialize.objects import pack, unpack
-from torchweft.serialize.reading import make_reader
 
 counter = 10
 ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
@@ -275,58 +273,6 @@ def test_captured_values_are_new_in_each_call(way: str) -> None:
     assert (seen, count) == ([1], 0)
 
 
-def test_functions_that_share_globals_share_them_after_the_trip() -> None:
-    namespace: dict[str, Any] = {"__name__": "made", "total": 1}
-    exec("def add():\n global total\n total += 1\ndef get(): return total", namespace)
-    add, get = by_codes([namespace["add"], namespace["get"]])
-    add()
-    assert get() == 2
-    assert namespace["total"] == 1
-
-
-def test_a_function_and_its_method_that_refer_to_each_other() -> None:
-    class Local:
-        """Refers to the function that refers to it."""
-
-        def method(self) -> Any:
-            return function
-
-        def parent(self) -> Any:
-            return super().__repr__()
-
-    def function() -> type[Local]:
-        return Local
-
-    arrived = by_codes(function)
-    assert arrived()().method() is arrived
-    assert "Local" in arrived()().parent()
-    assert arrived().__doc__ == Local.__doc__
-
-
-def test_tensors_and_functions_are_one_object_each_in_a_pickle() -> None:
-    tensor = torch.ones(2)
-    function = lambda: tensor  # noqa: E731
-    codes: list[Code] = []
-    packed = pack([function, tensor, (function,)], main_by_name=True, codes=codes)
-    assert len(codes) == len(packed.tensors) == 1
-    arrived: Any = unpack(packed.payload, packed.tensors, [], codes=codes)
-    assert arrived[0]() is arrived[1] is tensor
-    assert arrived[2][0] is arrived[0]
-
-
-def test_the_code_in_a_pickle_stays_outside_of_it() -> None:
-    secret = "a text that only the code has"
-
-    def function() -> str:
-        return "a text that only the code has"
-
-    codes: list[Code] = []
-    packed = pack([function], main_by_name=True, codes=codes)
-    assert secret.encode() not in packed.payload
-    assert secret.encode() in codes[0].content
-    assert secret.encode() in pack([function], main_by_name=True).payload
-
-
 def test_coroutines_and_tracebacks_are_those_of_the_original() -> None:
     async def later(value: int) -> int:
         await asyncio.sleep(0)
@@ -549,51 +495,3 @@ def test_random_functions_arrive_as_cloudpickle_sends_them(source: str, way: str
                 except TypeError as error:
                     results.append(str(error).split("(")[-1])
             assert results[0] == results[1] == results[2]
-
-
-# Readers that refuse functions by value
-
-
-def test_a_reader_with_an_allow_list_refuses_code_in_the_same_words() -> None:
-    reader = make_reader(["tests"], False, "ps")
-    function = lambda: 1  # noqa: E731
-    texts = set()
-    codes: list[Code] = []
-    for packed in (
-        pack([function], main_by_name=True, codes=codes),
-        pack([function], main_by_name=True),
-    ):
-        with pytest.raises(NotAllowed) as caught:
-            reader.unpack(packed.payload, [], [], codes=codes)
-        texts.add(str(caught.value))
-    with pytest.raises(NotAllowed) as caught:
-        reader.bind(codes[0], ())
-    texts.add(str(caught.value))
-    old = reader.unpack
-    with pytest.raises(NotAllowed) as caught:
-        old(cloudpickle.dumps(function), [], [])
-    texts.add(str(caught.value))
-    assert len(texts) == 1, texts
-    assert "travels by value: define it at the top level" in texts.pop()
-
-
-def test_a_strict_reader_refuses_code() -> None:
-    reader = make_reader(None, True, "ps")
-    codes: list[Code] = []
-    packed = pack([lambda: 1], main_by_name=True, codes=codes)
-    with pytest.raises(NotAllowed, match="is strict and was sent a pickle"):
-        reader.unpack(packed.payload, [], [], codes=codes)
-    with pytest.raises(NotAllowed, match="is strict and was sent a pickle"):
-        reader.bind(codes[0], ())
-
-
-def test_functions_in_functions_have_no_name_unless_a_program_gives_them_one() -> None:
-    def local() -> None: ...
-
-    assert name_of(local, True) is None
-    importable.local = local  # type: ignore[attr-defined]
-    local.__module__ = importable.__name__
-    try:
-        assert name_of(local, True) == b"tests.unit.serialize.importable:local"
-    finally:
-        del importable.local  # type: ignore[attr-defined]

@@ -234,3 +234,15 @@ def test_a_package_and_its_module_are_imported_by_two_threads(
         package = pool.submit(resolve, b"circle:other.double")
         part = pool.submit(resolve_part)
         assert package.result()(2) == part.result()(2) == 4
+
+
+def test_functions_in_functions_have_no_name_unless_a_program_gives_them_one() -> None:
+    def local() -> None: ...
+
+    assert name_of(local, True) is None
+    importable.local = local  # type: ignore[attr-defined]
+    local.__module__ = importable.__name__
+    try:
+        assert name_of(local, True) == b"tests.unit.serialize.importable:local"
+    finally:
+        del importable.local  # type: ignore[attr-defined]

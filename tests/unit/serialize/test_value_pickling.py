@@ -1,0 +1,164 @@
+"""Functions and classes by value in pickles, whose code may travel beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from torchweft.errors import NotAllowed, SerializationError
+from torchweft.serialize.by_value import Code
+from torchweft.serialize.objects import pack, unpack
+from torchweft.serialize.reading import make_reader
+
+
+def by_codes(value: Any, main_by_name: bool = True) -> Any:
+    """Returns a value after a trip in a pickle whose code travels separately."""
+    codes: list[Code] = []
+    packed = pack(value, main_by_name=main_by_name, codes=codes)
+    received = [Code(code.content) for code in codes]
+    return unpack(packed.payload, packed.tensors, packed.externals, codes=received)
+
+
+def test_functions_that_share_globals_share_them_after_the_trip() -> None:
+    namespace: dict[str, Any] = {"__name__": "made", "total": 1}
+    exec("def add():\n global total\n total += 1\ndef get(): return total", namespace)
+    add, get = by_codes([namespace["add"], namespace["get"]])
+    add()
+    assert get() == 2
+    assert namespace["total"] == 1
+
+
+def test_a_function_and_its_method_that_refer_to_each_other() -> None:
+    class Local:
+        """Refers to the function that refers to it."""
+
+        def method(self) -> Any:
+            return function
+
+        def parent(self) -> Any:
+            return super().__repr__()
+
+    def function() -> type[Local]:
+        return Local
+
+    arrived = by_codes(function)
+    assert arrived()().method() is arrived
+    assert "Local" in arrived()().parent()
+    assert arrived().__doc__ == Local.__doc__
+
+
+def test_tensors_and_functions_are_one_object_each_in_a_pickle() -> None:
+    tensor = torch.ones(2)
+    function = lambda: tensor  # noqa: E731
+    codes: list[Code] = []
+    packed = pack([function, tensor, (function,)], main_by_name=True, codes=codes)
+    assert len(codes) == len(packed.tensors) == 1
+    arrived: Any = unpack(packed.payload, packed.tensors, [], codes=codes)
+    assert arrived[0]() is arrived[1] is tensor
+    assert arrived[2][0] is arrived[0]
+
+
+def test_the_code_in_a_pickle_stays_outside_of_it() -> None:
+    secret = "a text that only the code has"
+
+    def function() -> str:
+        return "a text that only the code has"
+
+    codes: list[Code] = []
+    packed = pack([function], main_by_name=True, codes=codes)
+    assert secret.encode() not in packed.payload
+    assert secret.encode() in codes[0].content
+    assert secret.encode() in pack([function], main_by_name=True).payload
+
+
+# Readers that refuse functions by value
+
+
+def test_a_reader_with_an_allow_list_refuses_code_in_the_same_words() -> None:
+    reader = make_reader(["tests"], False, "ps")
+    function = lambda: 1  # noqa: E731
+    texts = set()
+    codes: list[Code] = []
+    for packed in (
+        pack([function], main_by_name=True, codes=codes),
+        pack([function], main_by_name=True),
+    ):
+        with pytest.raises(NotAllowed) as caught:
+            reader.unpack(packed.payload, [], [], codes=codes)
+        texts.add(str(caught.value))
+    with pytest.raises(NotAllowed) as caught:
+        reader.bind(codes[0], ())
+    texts.add(str(caught.value))
+    old = reader.unpack
+    with pytest.raises(NotAllowed) as caught:
+        old(cloudpickle.dumps(function), [], [])
+    texts.add(str(caught.value))
+    assert len(texts) == 1, texts
+    assert "travels by value: define it at the top level" in texts.pop()
+
+
+def test_a_strict_reader_refuses_code() -> None:
+    reader = make_reader(None, True, "ps")
+    codes: list[Code] = []
+    packed = pack([lambda: 1], main_by_name=True, codes=codes)
+    with pytest.raises(NotAllowed, match="is strict and was sent a pickle"):
+        reader.unpack(packed.payload, [], [], codes=codes)
+    with pytest.raises(NotAllowed, match="is strict and was sent a pickle"):
+        reader.bind(codes[0], ())
+
+
+def test_enumerations_and_dataclasses_of_a_function_travel() -> None:
+    class Colour(enum.Enum):
+        RED = 1
+
+        def double(self) -> int:
+            return 2 * self.value
+
+    @dataclasses.dataclass
+    class Point:
+        x: int
+        colour: Colour = Colour.RED
+
+        @property
+        def doubled(self) -> int:
+            return 2 * self.x
+
+        @classmethod
+        def origin(cls) -> Any:
+            return cls(0)
+
+    arrived = by_codes([Point(3), Colour.RED, Point])
+    assert (arrived[0].x, arrived[0].doubled, arrived[0].colour.double()) == (3, 6, 2)
+    assert arrived[1] is arrived[0].colour
+    assert arrived[2].origin() == arrived[2](0)
+
+
+def test_one_code_of_many_functions_is_named_once() -> None:
+    functions = [(lambda x, y=y: x + y) for y in range(5)]
+    codes: list[Code] = []
+    packed = pack(functions, main_by_name=True, codes=codes)
+    assert len(codes) == 1
+    arrived: Any = unpack(packed.payload, [], [], codes=codes)
+    assert [each(1) for each in arrived] == [1, 2, 3, 4, 5]
+    assert len({id(each.__code__) for each in arrived}) == 1
+
+
+def test_a_payload_with_too_few_codes_is_refused() -> None:
+    codes: list[Code] = []
+    packed = pack([lambda: 1], main_by_name=True, codes=codes)
+    with pytest.raises(SerializationError, match="cannot be rebuilt"):
+        unpack(packed.payload, [], [], codes=[])
+
+
+def test_a_value_that_needs_no_code_is_packed_as_ever() -> None:
+    for value in ([1, "a"], {"f": len}, (torch.ones(1), nn.Linear(1, 1))):
+        codes: list[Code] = []
+        packed = pack(value, main_by_name=True, codes=codes)
+        assert not codes
+        assert packed.payload == pack(value, main_by_name=True).payload
