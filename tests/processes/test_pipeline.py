@@ -16,6 +16,7 @@ from tests.processes.pipeline_models import (
     TRANSFORMER,
     WIDTH,
     Failing,
+    Slow,
     layers,
     makers,
     run_transformer,
@@ -156,6 +157,20 @@ def test_replicas_stay_equal_and_get_only_their_own_microbatches(
                 (each.stage, each.microbatch) for each in forwards if each.stage == 0
             }
             assert set(targets) == {each.microbatch for each in forwards if each.stage == 1}
+
+
+def test_a_replica_that_takes_too_long_is_named() -> None:
+    stage = nn.Sequential(Slow(1.5), nn.Linear(4, WIDTH).double())
+    text = (
+        "stage 0 on worker 'worker0' waited 0.5 s for the gradients of a weight that it shares "
+        "from stage 0 on 'worker1'"
+    )
+    inputs, target = regression()
+    with Pipe([stage], WORKERS[:2], ScheduleGPipe(2, replicas=(2,)), mse, timeout=0.5) as pipe:
+        half = torch.cat([-inputs[:12].abs(), inputs[12:]])
+        with pytest.raises(PipelineError, match=text):
+            pipe.step(half, target)
+        pipe.step(-inputs.abs(), target)
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe(4), Schedule1F1B(4), ScheduleZBH1(4)])

@@ -420,13 +420,10 @@ def test_steps_and_runs_are_not_confused() -> None:
         ):
             with pytest.raises(ConfigurationError, match=r"for loss in pipe\.run\(batches\)"):
                 use()
-    with (
-        Pipe(layers(2), WORKERS[:2], Schedule1F1B(2), mse) as pipe,
-        pytest.raises(
-            ConfigurationError, match="Schedule1F1B is a synchronous schedule; call step"
-        ),
-    ):
-        pipe.run([(batch, target)])
+    with Pipe(layers(2), WORKERS[:2], Schedule1F1B(2), mse) as pipe:
+        assert pipe.versions_held() == [1, 1]
+        with pytest.raises(ConfigurationError, match="1F1B is a synchronous schedule; call step"):
+            pipe.run([(batch, target)])
     with (
         Pipe(layers(2), WORKERS[:2], SchedulePipeDream(), optimizer=SGD) as pipe,
         pytest.raises(ConfigurationError, match="no loss function"),

@@ -40,7 +40,7 @@ _HEAD = struct.Struct("<qBiiq")
 _START = (-1,)
 _END, _MESSAGE = -1, -2
 """In place of a step: the end of the runner, and a message that was not read yet."""
-_SHOWN = {FORWARD: "the values", BACKWARD: "the gradients", COPIES: "the gradients of a copy"}
+_SHOWN = {FORWARD: "the values", BACKWARD: "the gradients"}
 
 Key = tuple[int, ...]
 """Kind, stage, source and micro-batch of a message."""
@@ -256,15 +256,17 @@ class Runner:
     def _too_late(self, key: Key) -> PipelineError:
         kind, stage, source, microbatch = key
         if kind == COPIES:
-            member = self.assignment.copies.groups[stage][source]
-            stage = source = member.stage
-            sender = self.assignment.workers[member.worker]
+            group = self.assignment.copies.groups[stage]
+            stage = next(each.stage for each in group if each.worker == self.assignment.worker)
+            source, sender = group[source].stage, self.assignment.workers[group[source].worker]
+            wanted = "the gradients of a weight that it shares"
         else:
+            wanted = f"{_SHOWN[kind]} of {self.unit} {microbatch}"
             sender = self._worker_of(source, microbatch)
         return PipelineError(
             f"stage {stage} on worker {self.name!r} waited {self.assignment.timeout_s:g} s for "
-            f"{_SHOWN[kind]} of {self.unit} {microbatch} from stage {source} on {sender!r}; that "
-            "stage takes longer, or waits itself: see torchweft.rpc.stacks(), or raise timeout",
+            f"{wanted} from stage {source} on {sender!r}; that stage takes longer, or waits "
+            "itself: see torchweft.rpc.stacks(), or raise timeout",
             stage=stage,
             worker=self.name,
             microbatch=microbatch,

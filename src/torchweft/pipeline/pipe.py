@@ -68,7 +68,7 @@ class Pipe:
         workers: Names of the workers, in the order of the schedule's rows.
         schedule: When which stage runs which micro-batch.
         loss: Called by the worker of the last stage with an output and a target; returns the mean
-            loss of a micro-batch. Needed for ``step``.
+            loss of a micro-batch. Needed for ``step`` and ``run``.
         wiring: Which values each stage takes, if the stages are no chain.
         ties: Weights that several stages share and that cannot be found: those of stages that are
             made on their workers. Each is a stage and a name: ``((0, "weight"), (3, "weight"))``.
@@ -433,7 +433,10 @@ class Pipe:
         self._all(host.load_state_dict, dict(state), self.stages.has_names)
 
     def peak_held(self) -> list[int]:
-        """Returns the most micro-batches whose activations each worker held in the last step."""
+        """Returns the most micro-batches whose activations each worker held in the last step.
+
+        With an asynchronous schedule, minibatches in the last run.
+        """
         return self._all(host.peak_held)
 
     def recording(self) -> Recording:
