@@ -98,6 +98,7 @@ def test_the_stages_of_the_default_network_have_as_many_blocks() -> None:
     assert make_network(2)(torch.rand(3, 1, 8, 8)).shape == (3, 10)
 
 
+@pytest.mark.keeps("descriptors")  # matplotlib keeps its fonts open
 def test_the_picture_shows_every_schedule(tmp_path: Path) -> None:
     options = parse_options([])
     trials = []
