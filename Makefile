@@ -22,8 +22,8 @@ help:
 	@echo "make demo-meta        learn to learn, over workers (ARGS=digits for images)"
 	@echo "make demo-pipeline    train a network in stages on workers (ARGS='--schedule zbv' for another order)"
 	@echo "make test    unit, simulation and multi-process tests"
-	@echo "make end-to-end       whole programs, and a sample of PyTorch's own tests"
-	@echo "make thorough         all random programs and seeds, of which make test tries a tenth"
+	@echo "make end-to-end       whole programs, tests of the tools, a sample of PyTorch's own tests"
+	@echo "make thorough         all random programs and seeds, of which make test tries a few"
 	@echo "make quick   those that take a few minutes"
 	@echo "make matrix  the quick tests on each Python and torch that there are (tests/matrix.py)"
 	@echo "make conformance      PyTorch's own RPC tests, all of them, on Weft"
@@ -60,12 +60,12 @@ test: $(VENV)/.installed-test
 ifdef ARGS
 	@$(PY) -m pytest $(ARGS)
 else
-	@$(PY) -m pytest tests/unit tests/simulation -n 2
+	@$(PY) -m pytest tests/unit tests/simulation $(if $(WEFT_TEST_SHARE),-n 2)
 	@$(PY) -m pytest tests/processes -n 2 --dist loadfile
 endif
 
 # The tests that tests/thorough.py shortens.
-THOROUGH := tests/simulation tests/unit/autograd $(addprefix tests/processes/test_,$(addsuffix .py,\
+THOROUGH := tests/unit tests/simulation $(addprefix tests/processes/test_,$(addsuffix .py,\
     autograd_programs higher_order meta_gradients meta_gradients_loss meta_gradients_traffic))
 
 .PHONY: thorough
@@ -74,11 +74,11 @@ thorough: $(VENV)/.installed-test
 
 .PHONY: end-to-end
 end-to-end: $(VENV)/.installed-test
-	@$(PY) -m pytest tests/end_to_end -n 2
+	@$(PY) -m pytest tests/end_to_end tests/tools -n 2
 	@$(PY) -m pytest tests/conformance
 
 # Unit and simulation tests, and of the process tests those of each area that end soon.
-QUICK := tests/unit tests/simulation $(addprefix tests/processes/test_,$(addsuffix .py,\
+QUICK := tests/unit tests/simulation tests/tools $(addprefix tests/processes/test_,$(addsuffix .py,\
     calls references autograd optimizer remote_module mapreduce cancellation deadlines health \
     joining bad_input strict allowed_modules compat_autograd compat_optimizer compat_references))
 
@@ -103,8 +103,9 @@ format: $(VENV)/.installed-dev
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
 
-# Cheapest first.
+# Cheapest first. Tries more seeds and examples than `make test` alone, see tests/thorough.py.
 .PHONY: check
+check: export WEFT_TEST_SHARE := 10
 check: lint types layers test end-to-end docs
 	@echo "all checks passed"
 

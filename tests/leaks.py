@@ -36,18 +36,24 @@ def take_state() -> State:
 
 def find_leaks(before: State, kept: Collection[str] = ()) -> list[str]:
     """Returns resources that are not in ``before``; waits up to ``GRACE_S`` for them to go."""
-    leaks = _compare(before, kept)
+    return settle(before, kept)[0]
+
+
+def settle(before: State, kept: Collection[str] = ()) -> tuple[list[str], State]:
+    """Returns the leaks as ``find_leaks`` does, and the state in the end."""
+    now = take_state()
+    leaks = _compare(before, now, kept)
     if leaks:
         gc.collect()
         deadline = time.monotonic() + GRACE_S
         while leaks and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            leaks = _compare(before, kept)
-    return leaks
+            now = take_state()
+            leaks = _compare(before, now, kept)
+    return leaks, now
 
 
-def _compare(before: State, kept: Collection[str]) -> list[str]:
-    now = take_state()
+def _compare(before: State, now: State, kept: Collection[str]) -> list[str]:
     return [
         f"{kind}: {description}"
         for kind in KINDS
@@ -68,6 +74,10 @@ def _threads() -> dict[object, str]:
 
 def _processes() -> dict[object, str]:
     """Returns the child processes of all threads, including zombies."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return {}  # without reading a file for each thread
     helpers = {_tracker("_pid"), _fork_server("_forkserver_pid")}
     return {
         pid: f"{pid} {_command_of(pid)}"
@@ -81,13 +91,18 @@ def _descriptors() -> dict[object, str]:
     """Returns the open descriptors; a number reused for another file is another descriptor."""
     helpers = {_tracker("_fd"), _fork_server("_forkserver_alive_fd")}
     found: dict[object, str] = {}
-    for number in map(int, os.listdir("/proc/self/fd")):
-        try:
-            target = os.readlink(f"/proc/self/fd/{number}")
-        except FileNotFoundError:
-            continue  # the descriptor that listed the folder
-        if number not in helpers:
-            found[number, target] = f"{number} -> {target}"
+    folder = os.open("/proc/self/fd", os.O_RDONLY)
+    try:
+        for name in os.listdir(folder):
+            try:
+                target = os.readlink(name, dir_fd=folder)
+            except FileNotFoundError:
+                continue  # another thread has closed it
+            number = int(name)
+            if number != folder and number not in helpers:
+                found[number, target] = f"{number} -> {target}"
+    finally:
+        os.close(folder)
     return found
 
 
@@ -98,14 +113,15 @@ def _shared_memory() -> dict[object, str]:
     running.
     """
     found: dict[object, str] = {}
-    for entry in Path("/dev/shm").iterdir():
-        if entry.name.startswith("sem.mp-"):
-            continue
-        try:
-            if entry.stat().st_uid == os.getuid():
-                found[entry.name] = entry.name
-        except FileNotFoundError:
-            continue
+    with os.scandir("/dev/shm") as entries:
+        for entry in entries:
+            if entry.name.startswith("sem.mp-"):
+                continue
+            try:
+                if entry.stat().st_uid == os.getuid():
+                    found[entry.name] = entry.name
+            except FileNotFoundError:
+                continue
     return found
 
 

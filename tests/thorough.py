@@ -1,6 +1,8 @@
-"""The share of random programs and parameter combinations that an ordinary run tries.
+"""The share of seeds, examples and parameter combinations that a run tries.
 
-``make thorough`` tries all of them (``WEFT_TEST_THOROUGH=1``).
+``make test`` tries a sixtieth of the random programs and seeds, and a sixth of the examples of
+Hypothesis. ``make check`` tries a tenth and all examples (``WEFT_TEST_SHARE=10``), ``make
+thorough`` everything (``WEFT_TEST_THOROUGH=1``).
 """
 
 from __future__ import annotations
@@ -11,13 +13,25 @@ from collections.abc import Sequence
 from typing import Any
 
 THOROUGH = os.environ.get("WEFT_TEST_THOROUGH", "0") != "0"
-SHARE = 10
-"""An ordinary run tries one seed out of this many."""
+CHECKED = 10
+"""The share that ``make check`` tries: one seed out of this many."""
+SHARE = 1 if THOROUGH else int(os.environ.get("WEFT_TEST_SHARE", "60"))
+"""The share that this run tries."""
 
 
-def share(count: int) -> int:
-    """Returns how many of ``count`` seeds this run tries."""
-    return count if THOROUGH else -(-count // SHARE)
+def share(count: int, of: int = SHARE) -> int:
+    """Returns how many of ``count`` seeds this run tries, or a run with another share."""
+    return -(-count // of)
+
+
+def examples(count: int) -> int:
+    """Returns how many of ``count`` examples this run tries; ``make check`` tries all of them."""
+    return min(count, share(count * CHECKED))
+
+
+def every(distance: int) -> int:
+    """Returns the distance of the steps that this run tries; ``make check`` tries all of them."""
+    return distance * max(1, SHARE // CHECKED)
 
 
 def lots(count: int, size: int) -> list[range]:
@@ -26,14 +40,17 @@ def lots(count: int, size: int) -> list[range]:
     return [seeds[first : first + size] for first in range(0, len(seeds), size)]
 
 
-def spread(values: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+def spread(
+    values: Sequence[Any], *others: Sequence[Any], all_from: int = 1
+) -> list[tuple[Any, ...]]:
     """Returns the combinations of parameter values that this run tries.
 
-    A thorough run tries all of them. An ordinary run pairs ``values`` with combinations of
-    ``others``, both in turn. A tuple stands for the values of several parameters.
+    A run whose share is at least one out of ``all_from`` tries all of them; ``CHECKED`` stands for
+    ``make check``. Another run pairs ``values`` with combinations of ``others``, both in turn. A
+    tuple stands for the values of several parameters.
     """
     rest = list(itertools.product(*others))
-    if THOROUGH:
+    if all_from >= SHARE:
         chosen = list(itertools.product(values, rest))
     else:
         count = max(len(values), len(rest))

@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
     @property
     def regression(self) -> str:
-        """A line for ``tests/unit/fuzz/test_regressions.py``."""
+        """A line for ``tests/tools/fuzz/test_regressions.py``."""
         return f'    ("{self.target}", bytes.fromhex("{self.data.hex()}")),'
 
     def write(self, folder: Path) -> Path:

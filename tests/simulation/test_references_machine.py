@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tests.simulation.network import SteeredNetwork
 from tests.simulation.reference_world import RESEND_S, World
+from tests.thorough import examples
 from torchweft.ids import ReferenceId
 
 WORKERS = 3
@@ -106,5 +107,9 @@ class ReferenceAdversary(RuleBasedStateMachine):
 
 TestReferenceAdversary = ReferenceAdversary.TestCase
 TestReferenceAdversary.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
+    max_examples=examples(60),
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
 )

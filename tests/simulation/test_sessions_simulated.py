@@ -142,22 +142,6 @@ def test_an_idle_session_says_nothing() -> None:
     assert [half.outgoing.position for half in halves] == sent
 
 
-def test_the_seeds_break_connections_everywhere() -> None:
-    """The worlds are as bad as intended."""
-    breaks = resumptions = partial = 0
-    for seed in range(30):
-        run = Run(seed)
-        outlive_breaks(run)
-        breaks += run.world.streams.breaks
-        for worker in run.world.workers.values():
-            for half in worker.node.halves.values():
-                resumptions += half.resumptions
-                partial += half.has_gone_on_inside_a_frame
-    assert breaks > 100
-    assert resumptions > 150
-    assert partial > 20
-
-
 def test_a_seed_tells_the_whole_run() -> None:
     runs = [Run(7), Run(7)]
     for run in runs:

@@ -266,12 +266,3 @@ class Group:
 @pytest.mark.parametrize("batch", batches(SEEDS), ids=name_of)
 def test_all_stay_until_the_group_is_quiet_and_all_are_let_go(batch: range) -> None:
     try_seeds(batch, lambda seed: Group(seed).run)
-
-
-def test_the_seeds_lose_workers_in_every_phase() -> None:
-    phases: set[Step] = set()
-    for seed in range(200):
-        group = Group(seed)
-        group.run()
-        phases |= group.phases_of_loss
-    assert phases == {Step.READY, Step.PROBE, Step.SETTLE, Step.CLOSE}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tables import cases
 from torchweft.errors import ConfigurationError
 from torchweft.ids import WORKER_SHIFT, ReferenceId, WorkerInfo, scoped_id, worker_of
 
@@ -42,7 +43,7 @@ def test_names_of_workers(name: str) -> None:
     assert WorkerInfo(name, 0).name == name
 
 
-@pytest.mark.parametrize("name", ["", " ", "abc*", "a\n", "a.b", "é", "a" * 128, None, 5, b"a"])
+@cases("name", ["", " ", "abc*", "a\n", "a.b", "é", "a" * 128, None, 5, b"a"])
 def test_what_is_no_name_of_a_worker(name: Any) -> None:
     pattern = r"must match \[A-Za-z0-9_:-\]\*, must be non-empty and shorter than 128 characters"
     with pytest.raises(ConfigurationError, match=pattern) as caught:

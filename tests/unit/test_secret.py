@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.traceback import Traceback
 
+from tests.thorough import CHECKED, spread
 from torchweft import knobs, secret
 from torchweft.errors import ConfigurationError
 from torchweft.secret import LEAST_BYTES, MOST_BYTES, SECRET_VARIABLE, Secret, write_new
@@ -133,16 +134,28 @@ def complaint_of(make: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("text", [SHORT, LONG, "", "hush\ud800"])
-def test_errors_do_not_repeat_it(path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "source"),
+    spread(
+        [SHORT, LONG, "", "hush\ud800"],
+        ["bytes", "text", "a file", "the environment"],
+        all_from=CHECKED,
+    ),
+)
+def test_errors_do_not_repeat_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch, text: str, source: str
+) -> None:
     data = text.encode(errors="surrogatepass")
-    limits = f"it must have from {LEAST_BYTES} to {MOST_BYTES} bytes"
-    assert limits in complaint_of(lambda: Secret(data))
-    assert limits in complaint_of(lambda: Secret.from_text(text))
     path.write_bytes(data)
-    assert limits in complaint_of(lambda: Secret.from_file(path))
     monkeypatch.setitem(os.environb, SECRET_VARIABLE.encode(), data)
-    assert limits in complaint_of(Secret.from_environment)
+    make = {
+        "bytes": lambda: Secret(data),
+        "text": lambda: Secret.from_text(text),
+        "a file": lambda: Secret.from_file(path),
+        "the environment": Secret.from_environment,
+    }
+    expected = f"it must have from {LEAST_BYTES} to {MOST_BYTES} bytes"
+    assert expected in complaint_of(make[source])
 
 
 def test_an_error_about_a_wrong_type_does_not_repeat_it() -> None:

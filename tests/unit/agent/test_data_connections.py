@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.thorough import examples
 from tests.unit.agent.group import FRONT, KEY, Member, Received, group_of, wait_until
 from torchweft import knobs
 from torchweft.agent.data_connections import DataConnections
@@ -181,7 +182,7 @@ def test_tensors_come_whatever_breaks_and_nothing_is_left(over: str) -> None:
         send(first, second, torch.randn(SIZE))
         received.next()
         descriptors = len(os.listdir("/proc/self/fd"))
-        for number in range(40):
+        for number in range(examples(40)):
             sent = [torch.full((SIZE,), float(number)), torch.randn(3)]
             send(first, second, *sent)
             time.sleep(choose.random() * 0.002)
@@ -311,7 +312,7 @@ def test_a_close_sends_what_is_waiting(pair: list[Member], monkeypatch: pytest.M
     received = Received(second)
     sent = torch.randn(20 * SIZE)
     send(first, second, sent)
-    data_of(first).close()
+    data_of(first).close(LIMIT_S)
     assert torch.equal(received.next().tensors(detached=False)[0], sent)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import pickle
 import random
 import zlib
 from collections import Counter
@@ -231,8 +232,13 @@ class _Pass:
     def arrived(self, on_the_way: _OnTheWay) -> protocol.Message:
         """Returns a message as its receiver gets it, without any object of the sender."""
         source, destination, message, recorded_id, flags = on_the_way
-        message = copy.deepcopy(message)
-        if isinstance(message, protocol.Gradients) and recorded_id:
+        if not isinstance(message, protocol.Gradients):
+            made: protocol.Message = pickle.loads(pickle.dumps(message))
+            return made
+        gradients = [_copied(each) for each in message.gradients]
+        progress = pickle.loads(pickle.dumps(message.progress))
+        message = replace(message, gradients=gradients, progress=progress)
+        if recorded_id:
             tensors = [each for each in message.gradients if isinstance(each, Tensor)]
             context = self.cluster.contexts[destination]
             received = iter(context.record_receive(recorded_id, source, tensors, flags))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import examples
 from torchweft.autograd.codec import PassMode, PassName, decode, decode_head, encode, encode_head
 from torchweft.errors import ProtocolError
 from torchweft.protocol.backward import (
@@ -55,7 +56,7 @@ def test_a_message_survives(message: Message) -> None:
         assert decode(9, name.mode.flags, memoryview(data)) == (name, message)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(names, messages)
 def test_any_message_survives(name: PassName, message: Message) -> None:
     assert decode(9, name.mode.flags, encode(name, message)) == (name, message)
@@ -81,7 +82,7 @@ def test_a_failure_whose_lengths_do_not_add_up_is_refused(sizes: tuple[int, int]
         decode(9, 0, head + encode_ints(*sizes) + b"aberr")
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     st.binary(max_size=80)
     | st.lists(st.integers(-2, 9), max_size=9).map(lambda fields: encode_ints(*fields))
@@ -94,7 +95,7 @@ def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
     assert type(message) in typing.get_args(Message)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(names, numbers, numbers, st.none() | progresses, st.binary(max_size=9))
 def test_the_head_of_gradients_survives(
     name: PassName, message_id: int, recorded_id: int, progress: Progress | None, payload: bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.gradient_functions import Broken
-from tests.thorough import lots
+from tests.thorough import examples, lots
 from tests.unit.autograd import awkward_programs, programs
 from tests.unit.autograd.cluster import (
     Cluster,
@@ -37,7 +37,7 @@ T = TypeVar("T")
     "program", programs.ALL + awkward_programs.ALL, ids=lambda program: program.__name__
 )
 def test_gradients_equal_those_of_a_single_process(program: Program) -> None:
-    for seed in range(3):
+    for seed in range(examples(3)):
         check(program, seed)
 
 

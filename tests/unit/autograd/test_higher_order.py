@@ -12,7 +12,7 @@ from torch import Tensor
 from tests import higher_order_programs, higher_order_sites
 from tests.higher_order_random import random_program
 from tests.higher_order_sites import Outcome, Site, Tensors, assert_equal, expected, moved_with
-from tests.thorough import lots
+from tests.thorough import CHECKED, examples, lots, spread
 from tests.unit.autograd import programs
 from tests.unit.autograd.cluster import Cluster, SingleProcess, World
 from tests.unit.autograd.cluster import Program as WorldProgram
@@ -119,7 +119,7 @@ def outcome_on_a_cluster(program: higher_order_sites.Program, seed: int) -> Outc
 @pytest.mark.parametrize("program", higher_order_programs.ALL, ids=lambda each: each.__name__)
 def test_programs_equal_a_single_process(program: higher_order_sites.Program) -> None:
     wanted = expected(program)
-    for seed in range(4):
+    for seed in range(examples(4)):
         assert_equal(outcome_on_a_cluster(program, seed), wanted, TOLERANCE, f"seed {seed}")
 
 
@@ -195,11 +195,14 @@ def expected_tables_after(program: WorldProgram, order: int) -> Outcome:
     return [], world.sums
 
 
-@pytest.mark.parametrize("order", [2, 3])
-@pytest.mark.parametrize("program", programs.ALL, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    ("program", "order"),
+    spread(programs.ALL, [2, 3], all_from=CHECKED),
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_gradients_in_contexts_are_differentiated(program: WorldProgram, order: int) -> None:
     wanted = expected_tables_after(program, order)
-    for seed in range(3):
+    for seed in range(examples(3)):
         actual = tables_after(program, order, seed)
         assert_equal(actual, wanted, 1e-11 if order == 2 else 1e-9, f"seed {seed}")
 
@@ -235,7 +238,7 @@ def test_grad_of_what_the_leader_has(program: WorldProgram) -> None:
     wanted = list(torch.autograd.grad(roots, leaves, create_graph=True, allow_unused=True))
     if directed := direct(wanted):
         wanted += torch.autograd.grad(directed, leaves, allow_unused=True)
-    for seed in range(3):
+    for seed in range(examples(3)):
         cluster = Cluster(seed=seed)
         roots = list(program(cluster))
         leaves = leaves_of(cluster)

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
+from tests.tables import cases
 from torchweft.autograd.codec import (
     CREATE_GRAPH,
     FOR_INPUTS,
@@ -16,7 +15,7 @@ from torchweft.autograd.codec import (
 MODES = [PassMode(*flags) for flags in itertools.product([False, True], repeat=4)]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@cases("mode", MODES)
 def test_a_mode_travels_as_flags(mode: PassMode) -> None:
     assert mode_of(mode.flags) == mode
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.thorough import lots
+from tests.thorough import CHECKED, lots, spread
 from tests.unit.autograd import awkward_programs, programs
 from tests.unit.autograd.cluster import (
     Cluster,
@@ -78,9 +78,10 @@ def check_and_release(program: Program, seed: int, share: float) -> None:
     assert not cluster.remains()
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize(
-    "program", programs.ALL + awkward_programs.ALL, ids=lambda program: program.__name__
+    ("program", "share"),
+    spread(programs.ALL + awkward_programs.ALL, [0.5, 1.0], all_from=CHECKED),
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_gradients_equal_those_of_a_single_process(program: Program, share: float) -> None:
     check_and_release(program, 1, share)

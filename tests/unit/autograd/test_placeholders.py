@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from tests.tables import cases
 from torchweft.autograd import contexts
 from torchweft.autograd.contexts import is_without_memory, make_placeholders
 
@@ -70,7 +71,7 @@ def test_a_backward_pass_of_torch_says_what_to_call() -> None:
         made.sum().backward()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("leaf", "is_without"),
     [
         (torch.empty(0), True),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tables import cases
 from torchweft.autograd.pass_arguments import roots_of
 from torchweft.errors import ArgumentTypeError, AutogradError
 
@@ -25,7 +26,7 @@ def test_one_element_is_a_scalar_of_any_shape() -> None:
     assert gradient.tolist() == [[1.0]]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("tensors", "gradients", "error", "text"),
     [
         ([], None, AutogradError, "at least one root"),

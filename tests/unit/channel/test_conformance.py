@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 import torch
 
+from tests.thorough import examples
 from tests.unit.channel.processes import forked
 from torchweft import knobs
 from torchweft.channel.buffers import HeldTensors, in_order, prepare, pull_buffers
@@ -29,7 +30,19 @@ from torchweft.wire.frames import FrameParser, encode_frame
 
 MIB = 1 << 20
 NEVER = 1 << 60
-SIZES = [0, 1, 63, 64, 4095, 4096, (64 << 10) - 1, 64 << 10, (64 << 10) + 1, MIB, 16 * MIB + 3]
+SIZES = [
+    0,
+    1,
+    63,
+    64,
+    4095,
+    4096,
+    (64 << 10) - 1,
+    64 << 10,
+    (64 << 10) + 1,
+    MIB,
+    examples(16) * MIB + 3,
+]
 CYCLE = bytes(range(251))  # a prime number of bytes: no two pages are alike
 
 CMA, SHM = ChannelKind.CMA, ChannelKind.SHM

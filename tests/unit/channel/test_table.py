@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tables import cases
 from torchweft.channel.table import (
     EMPTY_TABLE,
     BufferEntry,
@@ -66,7 +67,7 @@ def test_noise_is_refused_or_read(data: bytes) -> None:
     assert encode_table(*table) == data
 
 
-@pytest.mark.parametrize(
+@cases(
     ("entries", "complaint"),
     [
         ([(5, 10, 0, 0)], "channel 5"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tables import cases
 from torchweft.checkpoint.kinds import HostCopier, is_plain
 from torchweft.errors import ArgumentTypeError
 
@@ -29,7 +30,7 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("value", PLAIN, ids=repr)
+@cases("value", PLAIN)
 def test_plain_values_are_copied_as_they_are(value: Any) -> None:
     copy = HostCopier("x").copy(value)
     assert copy == value

@@ -15,6 +15,7 @@ import torch.distributed
 import torch.nn.parallel.distributed
 
 import torchweft.compat
+from tests.thorough import CHECKED, spread
 from torchweft.agent import current
 from torchweft.compat.installing import FOLDER, MODULES
 from torchweft.errors import AlreadyInitialized
@@ -53,8 +54,10 @@ def take_state() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("sequence", ["iu", "iiu", "iuu", "iuiu", "u", "iiuiuu"])
-@pytest.mark.parametrize("in_children", [True, False])
+@pytest.mark.parametrize(
+    ("sequence", "in_children"),
+    spread(["iu", "iiu", "iuu", "iuiu", "u", "iiuiuu"], [True, False], all_from=CHECKED),
+)
 def test_everything_is_put_back(sequence: str, in_children: bool) -> None:
     for module in [*MODULES.values(), "torchweft.agent"]:
         importlib.import_module(module)

@@ -27,10 +27,10 @@ class Unbound(RemoteModule):
         vars(self).update(on="ps")
 
 
-@pytest.mark.parametrize("name", sorted({*_REFUSED, *ALTERNATIVES, "named_modules", "state_dict"}))
-def test_refusals_begin_as_in_torch(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^Method ``{name}`` not supported for RemoteModule"):
-        getattr(Unbound(), name)()
+def test_refusals_begin_as_in_torch() -> None:
+    for name in {*_REFUSED, *ALTERNATIVES, "named_modules", "state_dict"}:
+        with pytest.raises(ValueError, match=f"^Method ``{name}`` not supported for RemoteModule"):
+            getattr(Unbound(), name)()
 
 
 def test_a_module_around_it_is_not_refused() -> None:

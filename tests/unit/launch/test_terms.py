@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.tables import cases
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch import cluster, terms
 from torchweft.launch.console import Console
@@ -13,7 +14,7 @@ from torchweft.launch.terms import Terms
 NAMES = ["ps", "trainer"]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "message"),
     [
         ({"workers": "2"}, "workers is a str, '2'; pass how many there are: workers=2"),

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests.tables import cases
 from torchweft.errors import ConfigurationError
 from torchweft.launch.worker import (
     compute_environment,
@@ -22,7 +23,7 @@ def test_names_are_taken_as_given() -> None:
     assert worker_names(2, ["ps", "trainer"]) == ["ps", "trainer"]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("count", "names", "message"),
     [
         (0, None, "number of workers is 0; it must be at least 1"),

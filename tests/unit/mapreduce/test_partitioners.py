@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tables import cases
 from tests.unit.mapreduce.fake_group import join, stay_outside
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import WorkerInfo
@@ -179,7 +180,7 @@ def forgetful(*args: Any) -> list[Any]:
     return []
 
 
-@pytest.mark.parametrize(
+@cases(
     ("returned", "text"),
     [
         (None, "returns returned None; return a list of triples"),
@@ -209,7 +210,7 @@ def test_what_is_no_list_of_triples_is_told(returned: Any, text: str) -> None:
     assert isinstance(caught.value, (ValueError, RuntimeError))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("triple", "text"),
     [
         ((None, (), {}), "^the worker in triple 0 of .* is None; pass the rank or the name"),

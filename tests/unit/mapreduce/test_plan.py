@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tables import cases
 from torchweft.mapreduce import plan
 from torchweft.mapreduce.plan import find_common, is_light, is_worth_it, may_have_graph
 from torchweft.mapreduce.shared import Slot, _filled
@@ -71,9 +72,7 @@ def test_what_must_stay_is_looked_into() -> None:
     assert common.values == [model]
 
 
-@pytest.mark.parametrize(
-    "value", [1, None, "text", b"bytes", torch.float32, len, nn.Linear, (), {}, [1, {"a": 2.0}]]
-)
+@cases("value", [1, None, "text", b"bytes", torch.float32, len, nn.Linear, (), {}, [1, {"a": 2.0}]])
 def test_what_is_not_worth_it(value: Any) -> None:
     assert not is_worth_it(value)
     assert find_common([((value,), {}), ((value,), {})]).values == []

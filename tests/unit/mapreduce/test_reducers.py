@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.thorough import examples
 from torchweft.errors import ReduceError
 from torchweft.mapreduce.reducers import mean_reducer, reduce, sum_reducer
 
@@ -305,7 +306,7 @@ def test_the_error_travels_with_its_fields() -> None:
     assert vars(arrived) == vars(caught.value) == {"reducer": "mean_reducer", "results": 0}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 99))
 def test_means_of_parts_of_any_length_are_those_of_all_samples(
     lengths: list[int], seed: int

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import pytest
-
+from tests.tables import cases
 from torchweft.mapreduce import world
 
 NAMES_OF_TORCHOPT = """auto_init_rpc barrier default_worker_name_format get_local_rank
@@ -13,6 +12,6 @@ def test_the_names_are_those_of_torchopt() -> None:
     assert sorted(world.__all__) == sorted(NAMES_OF_TORCHOPT)
 
 
-@pytest.mark.parametrize("name", NAMES_OF_TORCHOPT)
+@cases("name", NAMES_OF_TORCHOPT)
 def test_each_is_defined_there(name: str) -> None:
     assert getattr(world, name).__module__ == world.__name__

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tables import cases
+from tests.thorough import examples
 from torchweft.errors import ProtocolError
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.membership.registration import (
@@ -120,7 +122,7 @@ def running(rank: int, versions: object) -> Registration:
 HERE = {"Python": "3.11", "torch": "2.13.0+cpu", "Weft": "0.1.0"}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("versions", "told"),
     [
         (HERE, ""),
@@ -163,7 +165,7 @@ keys = st.sampled_from(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     st.dictionaries(keys, values).map(lambda fields: json.dumps(fields).encode())
     | values.map(lambda value: json.dumps(value).encode())
@@ -193,9 +195,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [(field, value) for field, values in WRONG.items() for value in values]
-)
+@cases(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
 def test_a_registration_with_a_field_of_another_type_is_refused(field: str, value: object) -> None:
     told = {**registration(3).as_json(), field: value}
     with pytest.raises(ProtocolError, match="is malformed"):

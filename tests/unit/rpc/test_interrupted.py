@@ -1,7 +1,7 @@
 """Ctrl-C at every step of a call in the main thread loses no connection, call or frame.
 
 Python runs signal handlers at the start of a function and after a call has returned. The tests
-raise at each of these steps in turn, until a call has no more of them.
+raise at each of these steps in turn, until a call has no more of them; ``make test`` skips some.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import torchweft
+from tests.thorough import every
 from tests.unit.agent.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
 from torchweft.agent.calls import PendingCall
@@ -110,7 +111,7 @@ def test_a_call_may_be_interrupted_at_any_step(
     step = 1
     while interrupt_at(step, lambda: way(pair)):
         check_is_sound(pair)
-        step += stride
+        step += every(stride)
     assert step > 40
 
 
@@ -139,7 +140,7 @@ def test_a_backward_pass_may_be_interrupted_at_any_step(pair: Pair) -> None:
         is_interrupted = interrupt_at(step, run)
         check_is_sound(pair)
         pair.caller.engine.release(context_id)
-        step += 5
+        step += every(5)
     assert step > 100
     context_id, run = pass_in(pair)
     run()
@@ -149,7 +150,7 @@ def test_a_backward_pass_may_be_interrupted_at_any_step(pair: Pair) -> None:
 @pytest.mark.keeps("threads", "descriptors")
 def test_the_future_of_an_interrupted_wait_is_completed(pair: Pair) -> None:
     outcomes: list[object] = []
-    for step in range(1, 61):
+    for step in range(1, 61, every(1)):
         future = pair.start(double_soon)
         has_left = threading.Event()
         with ThreadPoolExecutor(1) as pool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import torchweft
+from tests.tables import cases
 from torchweft import rpc
 
 STOCK = "torch.distributed"
@@ -74,7 +75,7 @@ def test_constants_have_the_same_values() -> None:
         assert getattr(rpc.constants, name) == getattr(stock("rpc.constants"), name), name
 
 
-@pytest.mark.parametrize(
+@cases(
     "path",
     """
     rpc.init_rpc rpc.shutdown rpc.rpc_sync rpc.rpc_async rpc.remote rpc.get_worker_info

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from tests.tables import cases
 from torchweft import knobs, rpc
 from torchweft.agent.current import current, is_set
 from torchweft.errors import ArgumentTypeError, ConfigurationError
@@ -43,7 +44,7 @@ def test_zero_means_no_time_limit() -> None:
     assert options.default_timeout_s == math.inf
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fields", "name"),
     [
         ({"num_worker_threads": 0}, "num_worker_threads"),
@@ -117,7 +118,7 @@ def test_values_are_kept_however_they_are_set(name: str, value: Any, kept: Any) 
         assert type(getattr(made, name)) is type(kept)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "value"),
     [
         ("rpc_timeout", datetime.timedelta(seconds=1)),

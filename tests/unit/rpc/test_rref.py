@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tables import cases
 from tests.unit.optim.references import Held, reference
 from torchweft.errors import MethodNotFound, WeftError
 from torchweft.rpc.rref import Proxy, check_method, known_type, methods_of
@@ -125,7 +126,7 @@ def test_a_method_that_cannot_be_there_is_refused(value_type: type, name: str) -
         assert not hasattr(Proxy(to(value_type), way, 0), name)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("value_type", "name"),
     [
         *[(Plain, name) for name in ("loss", "_private", "annotated", "set_first", "shown")],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.thorough import CHECKED, spread
 from tests.thread_limits import no_new_threads
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
 from torchweft.agent.served_calls import current_call
@@ -198,8 +199,7 @@ FAILING: dict[str, Callable[[Pair, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", list(FAILING))
+@pytest.mark.parametrize(("place", "kind"), spread(list(FAILING), KINDS, all_from=CHECKED))
 def test_a_call_ends_with_what_its_code_raises(
     pair: Pair, place: str, kind: type[BaseException]
 ) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from typing import Any
 
 import pytest
 
+from tests.thorough import examples
 from torchweft.runtime.fair_queue import OWN, SWEEP_LIMIT, FairQueue
 
 
@@ -124,12 +126,12 @@ def test_a_sender_in_which_tasks_wait_is_kept_with_its_bounds() -> None:
 
 
 def test_many_threads_lose_and_double_nothing() -> None:
-    tasks = make(limit=100_000)
+    tasks, each = make(limit=100_000), examples(3000)
     taken: list[list[Any]] = [[] for _ in range(3)]
     are_putting = threading.Event()
 
     def put(sender: int) -> None:
-        for number in range(3000):
+        for number in range(each):
             tasks.append((nothing, (sender, number), None), sender)
 
     def take(into: list[Any]) -> None:
@@ -137,7 +139,7 @@ def test_many_threads_lose_and_double_nothing() -> None:
             try:
                 into.append(tasks.popleft()[1])
             except IndexError:
-                continue
+                time.sleep(0)  # lets others run
 
     takers = [threading.Thread(target=take, args=(into,)) for into in taken]
     putters = [threading.Thread(target=put, args=(sender,)) for sender in (OWN, 1, 2)]
@@ -150,7 +152,7 @@ def test_many_threads_lose_and_double_nothing() -> None:
         thread.join()
     everything = Counter(item for into in taken for item in into)
     assert everything == Counter(
-        (sender, number) for sender in (OWN, 1, 2) for number in range(3000)
+        (sender, number) for sender in (OWN, 1, 2) for number in range(each)
     )
     for into in taken:
         for sender in (OWN, 1, 2):

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.tables import cases
 from torchweft.runtime.interrupts import call
 from torchweft.runtime.thread_modes import READERS, UNTOUCHED, take_away, tidy
 
@@ -114,7 +114,7 @@ def on_a_thread(run: Callable[[], Any]) -> Any:
     return results[0]
 
 
-@pytest.mark.parametrize("name", list(LEAVE_BEHIND))
+@cases("name", list(LEAVE_BEHIND))
 def test_what_was_left_behind_is_ended(name: str) -> None:
     def run() -> list[Any]:
         seen = [look()]
@@ -129,7 +129,7 @@ def test_what_was_left_behind_is_ended(name: str) -> None:
     assert nesting == 1
 
 
-@pytest.mark.parametrize("name", list(LEAVE_BEHIND))
+@cases("name", list(LEAVE_BEHIND))
 def test_what_is_taken_away_is_given_back(name: str) -> None:
     def run() -> list[Any]:
         LEAVE_BEHIND[name]()

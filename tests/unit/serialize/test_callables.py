@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tables import cases
 from tests.unit.serialize import admitted
 from torchweft.errors import ArgumentTypeError, NotAllowed
 from torchweft.rpc import expose, register
@@ -86,7 +87,7 @@ def test_what_the_program_or_the_worker_has_registered_is_found() -> None:
     NAMES.check_called(torch.add)
 
 
-@pytest.mark.parametrize(
+@cases(
     "name",
     [
         b"tests.unit.serialize.test_callables:other",
@@ -171,7 +172,7 @@ def test_declared_methods_are_called() -> None:
     assert NAMES.method_of(Again(), "overridden")() == "again"
 
 
-@pytest.mark.parametrize(
+@cases(
     "name", ["closed", "nothing", "__init__", "__class__", "__dict__", "__getattr__", "", "open.x"]
 )
 def test_other_methods_are_not(name: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tables import cases
 from torchweft.errors import SerializationError
 from torchweft.serialize.objects import pack
 
@@ -80,7 +81,7 @@ PATHS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "path"), PATHS, ids=[path for _, path in PATHS])
+@cases(("value", "path"), PATHS)
 def test_the_path_leads_to_the_culprit(value: object, path: str) -> None:
     text = failure(value)
     assert text.startswith(path)

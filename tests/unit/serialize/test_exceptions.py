@@ -16,6 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tables import cases
+from tests.thorough import examples
 from torchweft import errors
 from torchweft.errors import CallTimeout, RemoteError, WeftError
 from torchweft.serialize.exceptions import as_runtime_error, fresh_copy, pack_error, unpack_error
@@ -132,7 +134,7 @@ SIMPLE = [
 ]
 
 
-@pytest.mark.parametrize("error", SIMPLE, ids=lambda error: type(error).__name__)
+@cases("error", SIMPLE)
 def test_type_message_arguments_and_attributes_survive(error: Exception) -> None:
     arrived = trip(raised(error))
     assert type(arrived) is type(error)
@@ -429,7 +431,7 @@ def test_a_huge_traceback_is_cut() -> None:
     assert "characters left out" in place
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.binary(max_size=60))
 def test_garbage_makes_a_remote_error(content: bytes) -> None:
     assert isinstance(unpack_error(content), WeftError)

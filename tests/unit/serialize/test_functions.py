@@ -15,6 +15,7 @@ import cloudpickle
 import pytest
 import torch
 
+from tests.tables import cases
 from tests.unit.serialize import importable
 from torchweft.errors import UnknownFunction
 from torchweft.serialize import functions
@@ -57,7 +58,7 @@ BY_VALUE = {
 }
 
 
-@pytest.mark.parametrize("case", BY_NAME)
+@cases("case", BY_NAME)
 def test_importable_callables_go_by_name_and_back(case: str) -> None:
     function, expected = BY_NAME[case]
     for _ in range(2):  # the second time from the cache
@@ -136,7 +137,7 @@ def test_names_are_forgotten_with_their_functions() -> None:
     assert key not in functions._names
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "parts"),
     [
         (b"no_such_module_here:work", ["no_such_module_here", "'work'", "PYTHONPATH"]),
@@ -166,7 +167,7 @@ def test_a_module_that_fails_to_import_says_why(
         resolve(b"broken_on_import:work")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("function", "text"),
     [
         (torch.add, "torch.add"),

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
+from tests.tables import cases
+from tests.thorough import examples
 from tests.unit.serialize.trips import raw
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import inline, table
@@ -66,16 +68,14 @@ def check(arrived: Tensor, sent: Tensor) -> None:
 # Round trips
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "shape", [(), (0,), (1,), (3,), (2, 3), (1, 0, 2), (2, 1, 3), (1,) * 8, (0,) * 8], ids=str
-)
-def test_each_dtype_and_shape_survives(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = random_tensor(dtype, shape, 1)
-    (arrived,) = trip(tensor)
-    check(arrived, tensor)
-    assert arrived.is_contiguous()
-    assert arrived.untyped_storage().nbytes() == tensor.nbytes
+@cases("dtype", DTYPES)
+def test_each_dtype_and_shape_survives(dtype: torch.dtype) -> None:
+    for shape in [(), (0,), (1,), (3,), (2, 3), (1, 0, 2), (2, 1, 3), (1,) * 8, (0,) * 8]:
+        tensor = random_tensor(dtype, shape, 1)
+        (arrived,) = trip(tensor)
+        check(arrived, tensor)
+        assert arrived.is_contiguous(), shape
+        assert arrived.untyped_storage().nbytes() == tensor.nbytes, shape
 
 
 def test_every_dtype_of_numpy_is_known_by_each_of_its_formats() -> None:
@@ -101,7 +101,7 @@ VIEWS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", VIEWS)
+@cases("kind", VIEWS)
 def test_views_survive_without_the_rest_of_their_storage(kind: str) -> None:
     view = VIEWS[kind]()
     (arrived,) = trip(view)
@@ -128,7 +128,7 @@ def views(draw: st.DrawFn) -> Tensor:
     return base.as_strided(shape, strides, offset)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(views(), max_size=3))
 def test_any_views_survive_and_own_their_memory(sent: list[Tensor]) -> None:
     data = encode(*sent)
@@ -173,7 +173,7 @@ def computed(*shape: int) -> Tensor:
     return torch.ones(shape, requires_grad=True) * 2
 
 
-@pytest.mark.parametrize(
+@cases(
     ("make", "flags"),
     [
         (lambda: torch.ones(2, requires_grad=True), REQUIRES_GRAD),
@@ -272,7 +272,7 @@ def test_tensors_that_need_tables_are_refused(
     assert encode(torch.ones(1), *tensors) is None
 
 
-@pytest.mark.parametrize("kind", SHARING)
+@cases("kind", SHARING)
 def test_overlapping_views_arrive_as_views_of_one_storage(kind: str) -> None:
     sent = SHARING[kind]()
     arrived = trip(*sent)
@@ -285,7 +285,7 @@ def test_overlapping_views_arrive_as_views_of_one_storage(kind: str) -> None:
     assert overlaps == [raw_overlap(arrived[one], arrived[other]) for one, other in pairs]
 
 
-@pytest.mark.parametrize("kind", SHARING)
+@cases("kind", SHARING)
 def test_a_change_of_one_view_shows_in_the_others(kind: str) -> None:
     sent = [tensor.detach() for tensor in SHARING[kind]()]
     arrived = trip(*sent)
@@ -418,7 +418,7 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("kind", MALFORMED)
+@cases("kind", MALFORMED)
 def test_malformed_bytes_are_a_protocol_error(kind: str) -> None:
     good = entry(FLOAT, 0, (1,), bytes(4))
     for data in (MALFORMED[kind], good + MALFORMED[kind], bytearray(MALFORMED[kind])):
@@ -457,13 +457,13 @@ def decode_anything(data: bytes) -> None:
         assert not flag & REQUIRES_GRAD or tensor.is_floating_point() or tensor.is_complex()
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.binary(max_size=60))
 def test_any_bytes_are_tensors_inside_of_them_or_a_typed_error(data: bytes) -> None:
     decode_anything(data)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     st.integers(0, 16),
     st.sampled_from([0, 1, 2, 3, STRIDED, STRIDED | 1, STRIDED | 17]),
@@ -478,7 +478,7 @@ def test_any_sizes_and_strides_stay_inside_of_the_bytes(
     decode_anything(entry(code, flags, tuple(sizes), bytes(size_bytes)))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_damaged_tensors_are_tensors_or_a_typed_error(data: st.DataObject) -> None:
     whole = encode(
@@ -492,9 +492,9 @@ def test_damaged_tensors_are_tensors_or_a_typed_error(data: st.DataObject) -> No
         decode_anything(bytes(sent))
 
 
-@pytest.mark.parametrize("code", range(len(table._DTYPE_NAMES) + 2))
-def test_every_number_of_a_dtype_is_read_or_a_typed_error(code: int) -> None:
-    for flags in (0, PARAMETER, STRIDED):
+@pytest.mark.parametrize("flags", [0, PARAMETER, STRIDED])
+def test_every_number_of_a_dtype_is_read_or_a_typed_error(flags: int) -> None:
+    for code in range(len(table._DTYPE_NAMES) + 2):
         for size_bytes in (0, 16, 32):
             count = size_bytes // 16
             decode_anything(entry(code, flags, (count, 1)[: 2 if flags else 1], bytes(size_bytes)))

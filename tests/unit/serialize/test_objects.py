@@ -22,6 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.tables import cases
+from tests.thorough import examples
 from tests.unit.serialize import importable
 from tests.unit.serialize.trips import object_trip
 from torchweft.errors import ProtocolError, SerializationError, UnknownFunction
@@ -74,13 +76,13 @@ json_like = st.recursive(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(json_like)
 def test_plain_values_survive(value: Any) -> None:
     assert object_trip(value) == value
 
 
-@pytest.mark.parametrize(
+@cases(
     "value",
     [
         {1, 2},
@@ -104,7 +106,6 @@ def test_plain_values_survive(value: Any) -> None:
         list[int],
         ValueError,
     ],
-    ids=repr,
 )
 def test_other_values_survive(value: object) -> None:
     arrived = object_trip(value)
@@ -484,6 +485,7 @@ class Frozen:
     tensor: Tensor | None = None
 
 
+@functools.cache
 def many_kinds() -> dict[str, Any]:
     shared = torch.ones(2)
     note = torch.ones(1)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tables import cases
 from tests.unit.serialize import admitted
 from tests.unit.serialize.trips import tensor_trip
 from torchweft.errors import (
@@ -57,7 +58,7 @@ def test_a_worker_without_restrictions_reads_in_the_shortest_way() -> None:
 # Values that programs send
 
 
-@pytest.mark.parametrize(
+@cases(
     "value",
     [
         ((1, "text", b"bytes", None, True, 2.5, 1j), {"key": [1, {2}, frozenset({3})]}),
@@ -80,7 +81,6 @@ def test_a_worker_without_restrictions_reads_in_the_shortest_way() -> None:
         WorkerInfo("ps", 1),
         np.float64(2.5),
     ],
-    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_usual_values_come_through_an_allow_list(value: Any) -> None:
     arrived = trip((value,))[0]
@@ -275,7 +275,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@cases("change", CHANGES)
 def test_a_pickle_cannot_change_what_it_names(change: str) -> None:
     payload = PROTO + CHANGES[change] + pickle.STOP
     before = (admitted.Model.scale, dict(vars(admitted.add)), dict(admitted.settings))
@@ -390,7 +390,7 @@ def test_bytes_do_not_become_addresses(attack: object) -> None:
         ALLOWING.unpack(payload, (), ())
 
 
-@pytest.mark.parametrize(
+@cases(
     "value",
     [
         np.arange(6).reshape(2, 3),
@@ -404,7 +404,6 @@ def test_bytes_do_not_become_addresses(attack: object) -> None:
         np.datetime64("2020-01-01"),
         np.str_("text"),
     ],
-    ids=str,
 )
 def test_arrays_are_read_as_they_were(value: Any) -> None:
     arrived = trip([value])[0]

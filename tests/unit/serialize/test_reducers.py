@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tables import cases
 from tests.unit.serialize import importable
 from tests.unit.serialize.trips import object_trip, raw
 from torchweft.errors import SerializationError
@@ -67,7 +68,7 @@ def make_knowing(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(Knowing)
 
 
-@pytest.mark.parametrize("case", SPARSE)
+@cases("case", SPARSE)
 def test_sparse_layouts_survive(case: str) -> None:
     tensor = SPARSE[case]()
     arrived = object_trip(tensor)

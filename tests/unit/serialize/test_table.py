@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tables import cases
+from tests.thorough import examples
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import table
 from torchweft.serialize.table import (
@@ -41,7 +43,7 @@ def fields(entry: Entry) -> list[object]:
     return [getattr(entry, name) for name in Entry.__slots__]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(entries, max_size=4), st.booleans())
 def test_a_table_reads_as_it_was_written(written: list[Entry], strided: bool) -> None:
     if strided:
@@ -75,7 +77,7 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("case", MALFORMED)
+@cases("case", MALFORMED)
 def test_a_malformed_entry_is_refused(case: str) -> None:
     with pytest.raises(ProtocolError):
         read(write([MALFORMED[case]], 1))

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
+from tests.tables import cases
+from tests.thorough import examples
 from tests.unit.serialize.trips import copies, raw, tensor_trip
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import inline
@@ -75,16 +77,16 @@ def views(draw: st.DrawFn, tensor: Tensor) -> Tensor:
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (1, 0, 2), (2, 1, 1, 2)], ids=str)
-def test_each_dtype_and_shape_survives(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = random_tensor(dtype, shape, 1)
-    (rebuilt,) = tensor_trip(tensor)
-    assert same(rebuilt, tensor)
-    assert rebuilt.is_contiguous()
+@cases("dtype", ALL_DTYPES)
+def test_each_dtype_and_shape_survives(dtype: torch.dtype) -> None:
+    for shape in [(), (0,), (3,), (2, 3), (1, 0, 2), (2, 1, 1, 2)]:
+        tensor = random_tensor(dtype, shape, 1)
+        (rebuilt,) = tensor_trip(tensor)
+        assert same(rebuilt, tensor), shape
+        assert rebuilt.is_contiguous(), shape
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), st.sampled_from(ALL_DTYPES), shapes, st.integers(0, 99))
 def test_any_view_survives(
     data: st.DataObject, dtype: torch.dtype, shape: tuple[int, ...], seed: int
@@ -94,7 +96,7 @@ def test_any_view_survives(
     assert same(rebuilt, view)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), shapes, st.integers(2, 4))
 def test_views_of_one_storage_go_on_sharing_it(
     data: st.DataObject, shape: tuple[int, ...], count: int
@@ -129,7 +131,7 @@ def test_views_of_different_dtypes_share_one_buffer() -> None:
     assert rebuilt[0].untyped_storage().data_ptr() == rebuilt[2].untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize(
+@cases(
     "tensor",
     [
         torch.arange(12.0).view(3, 4).t(),
@@ -140,16 +142,6 @@ def test_views_of_different_dtypes_share_one_buffer() -> None:
         torch.tensor(1.0).expand(2, 3),
         torch.arange(8.0).unfold(0, 3, 1),
         torch.arange(25.0).view(5, 5).narrow(1, 2, 2),
-    ],
-    ids=[
-        "transposed",
-        "permuted",
-        "channels last",
-        "3d",
-        "expanded",
-        "scalar",
-        "windows",
-        "narrowed",
     ],
 )
 def test_strides_survive(tensor: Tensor) -> None:
@@ -277,7 +269,7 @@ GRAD_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", GRAD_CASES)
+@cases("name", GRAD_CASES)
 def test_grad_flags_survive(name: str) -> None:
     tensor = GRAD_CASES[name]
     is_parameter = isinstance(tensor, Parameter)
@@ -428,7 +420,7 @@ FUZZ_TABLES = [
 ]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_a_damaged_table_never_reaches_outside_the_buffers(data: st.DataObject) -> None:
     table = bytearray(data.draw(st.sampled_from(FUZZ_TABLES)))
@@ -447,7 +439,7 @@ def test_a_damaged_table_never_reaches_outside_the_buffers(data: st.DataObject) 
         assert all(map(lies_inside, tensors))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.binary(max_size=80))
 def test_random_bytes_are_no_table(table: bytes) -> None:
     try:

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.free_encoder import Made, pack_freely
+from tests.tables import cases
+from tests.thorough import examples
 from tests.unit.serialize import admitted
 from tests.unit.serialize.trips import raw, tensor_trip
 from torchweft.errors import (
@@ -99,7 +101,7 @@ def test_numbers_at_the_edges() -> None:
     assert trip(("\ud800",)) == ("\ud800",)
 
 
-@pytest.mark.parametrize(
+@cases(
     "value",
     [
         torch.float32,
@@ -119,7 +121,6 @@ def test_numbers_at_the_edges() -> None:
         ReferenceId(1, 2, 3),
         GroupPart(0, {"lr": 0.1}, [1, 2], []),
     ],
-    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_what_else_is_plain(value: Any) -> None:
     arrived = trip((value,))[0]
@@ -185,7 +186,7 @@ OTHER_KINDS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@cases("kind", KINDS)
 def test_tensors_that_are_dense_or_sparse(kind: str) -> None:
     tensor = KINDS[kind]()
     (arrived,) = trip([tensor])
@@ -294,7 +295,7 @@ class MyTensor(Tensor):
     pass
 
 
-@pytest.mark.parametrize(
+@cases(
     "value",
     [
         admitted.Model(),
@@ -314,7 +315,6 @@ class MyTensor(Tensor):
         nn.Linear(1, 1),
         object(),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_anything_else_is_refused_with_its_place_and_type(value: Any) -> None:
     call = ((1, {"deep": [value]}), {})
@@ -376,7 +376,7 @@ def test_scalars_of_numpy_and_paths_survive(value: Any, packer: Any) -> None:
     assert arrived == value
 
 
-@pytest.mark.parametrize(
+@cases(
     "call",
     [
         ("_array", ("O", (1,), bytes(8), "C")),
@@ -421,7 +421,7 @@ def counted(tag: int, count: int) -> bytes:
 NONE = bytes((tags.NONE,))
 
 
-@pytest.mark.parametrize(
+@cases(
     "content",
     [
         payload(),
@@ -602,7 +602,7 @@ with_attribute = torch.ones(2)
 with_attribute.note = "x"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
+@cases(
     "value",
     [
         1 << 63,
@@ -624,7 +624,6 @@ with_attribute.note = "x"  # type: ignore[attr-defined]
         torch.float32,
         torch.Size([1]),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_any_other_value_is_not_simple(value: Any) -> None:
     assert simple(value)[0] is None
@@ -656,7 +655,7 @@ def test_functions_of_the_main_program_are_simple_where_both_run_it(
 
 
 @given(st.binary(max_size=80))
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_any_bytes_are_a_value_or_a_typed_error(data: bytes) -> None:
     try:
         values.decode(data, (), (), _nothing)
@@ -665,7 +664,7 @@ def test_any_bytes_are_a_value_or_a_typed_error(data: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_simple_values_that_were_damaged_are_values_or_a_typed_error(data: st.DataObject) -> None:
     whole, tensors = simple(1, None, True, 2.5, "text", b"bytes", torch.ones(1), len)
     assert whole is not None

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tables import cases
+from tests.thorough import examples
 from torchweft.errors import ConfigurationError
 from torchweft.transport.addresses import (
     Address,
@@ -40,7 +42,7 @@ def test_an_address_survives_as_text(address: Address) -> None:
     assert parse(str(address)) == address
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
     [
         "",
@@ -62,7 +64,7 @@ def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
         parse(text)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.text(max_size=20) | st.text(max_size=9).map(lambda text: f"tcp:{text}:{text}"))
 def test_any_text_is_an_address_or_refused(text: str) -> None:
     try:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import examples
 from torchweft.errors import ProtocolError
 from torchweft.secret import Secret
 from torchweft.transport import handshake as module
@@ -232,7 +233,7 @@ def test_a_stranger_s_text_is_not_even_parsed(pair: Pair, monkeypatch: pytest.Mo
             acceptor.receive(Kind.HELLO)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.binary(max_size=300))
 def test_whatever_a_stranger_says_it_is_refused(said: bytes) -> None:
     ours, theirs = socket.socketpair()
@@ -244,7 +245,7 @@ def test_whatever_a_stranger_says_it_is_refused(said: bytes) -> None:
             acceptor.receive(Kind.HELLO)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.binary(max_size=100))
 def test_whatever_listens_somewhere_it_is_no_acceptor(said: bytes) -> None:
     ours, theirs = socket.socketpair()

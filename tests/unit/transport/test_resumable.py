@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import examples
 from tests.unit.transport.reading import not_main, reading  # noqa: F401
 from torchweft.errors import ProtocolError
 from torchweft.transport.link import LinkClosed
@@ -114,7 +115,7 @@ FRAMES = [
 STREAM = as_bytes(*FRAMES)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.integers(0, len(STREAM)), max_size=5))
 def test_what_is_sent_arrives_whole_wherever_connections_break(positions: list[int]) -> None:
     with contextlib.closing(End()) as end:
@@ -127,7 +128,7 @@ def test_what_is_sent_arrives_whole_wherever_connections_break(positions: list[i
         assert came + end.arrived(len(STREAM) - len(came)) == STREAM
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.integers(0, len(STREAM)), max_size=5))
 def test_what_is_received_is_received_once_wherever_connections_break(
     positions: list[int],

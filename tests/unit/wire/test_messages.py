@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import examples
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.wire.frames import HEADER, HEADER_BYTES
@@ -64,7 +65,7 @@ call_heads = st.tuples(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(unsigned, flags, call_heads, tensor_parts, st.booleans())
 def test_a_call_survives(
     number: int, flags: int, head: tuple[Any, ...], tensors: list[bytes], is_view: bool
@@ -83,7 +84,7 @@ def test_a_call_survives(
     assert encode_call_front(*head) + inside == control
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(unsigned, flags, call_heads, sections, numbers, st.booleans())
 def test_a_call_with_code_is_a_call_behind_the_numbers_of_its_codes(
     number: int,
@@ -103,7 +104,7 @@ def test_a_call_with_code_is_a_call_behind_the_numbers_of_its_codes(
     assert rest == call[HEADER_BYTES:]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(unsigned, numbers, sections, st.booleans())
 def test_code_survives(
     number: int, forgotten: tuple[int, ...], content: bytes, is_view: bool
@@ -113,7 +114,7 @@ def test_code_survives(
     assert decoded == (number, forgotten, content)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     unsigned,
     flags,
@@ -136,7 +137,7 @@ def test_a_reply_survives(
     assert encode_reply_front(*head) + inside == control
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(sections, sections, sections, st.booleans())
 def test_tables_at_the_end_of_a_message_survive(
     front: bytes, tensors: bytes, channels: bytes, is_view: bool
@@ -174,7 +175,7 @@ def test_more_bytes_than_a_message_has_are_an_error_that_says_so() -> None:
             encode()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(signed, max_size=5))
 def test_integers_survive(values: list[int]) -> None:
     assert decode_ints(encode_ints(*values)) == tuple(values)
@@ -236,7 +237,7 @@ def test_tables_that_are_longer_than_their_message_are_refused() -> None:
             decode_tables(b"tablechannels" + struct.pack("<II", *sizes))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from(
         [decode_call, decode_reply, decode_tables, decode_ints, decode_code, decode_code_names]

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tables import cases
+from tests.thorough import examples
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.wire.references import (
@@ -43,7 +45,7 @@ def test_every_kind_of_message_is_tried() -> None:
     assert {type(message) for message in EVERY_KIND} == set(typing.get_args(Message))
 
 
-@pytest.mark.parametrize("message", EVERY_KIND, ids=lambda message: type(message).__name__)
+@cases("message", EVERY_KIND)
 def test_a_message_survives(message: Message) -> None:
     (decoded,) = decode(encode([message]))
     assert type(decoded) is type(message)
@@ -98,7 +100,7 @@ def test_malformed_bytes_are_refused(data: bytes, complaint: str) -> None:
         lambda integers: struct.pack(f"<{len(integers)}q", *integers)
     )
 )
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(100), deadline=None, derandomize=True, database=None)
 def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
     try:
         messages = decode(data)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import examples
 from torchweft.errors import ProtocolError
 from torchweft.wire.frames import Buffer, encode_frame
 from torchweft.wire.messages import Kind, encode_ints
@@ -149,7 +150,7 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(steps, max_size=40))
 def test_whatever_breaks_the_stream_arrives_once_and_in_order(
     taken: list[tuple[object, ...]],

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.thorough import examples
 from torchweft.channel.cma import address_of
 from torchweft.channel.shm.borrowed import Borrowed
 from torchweft.channel.shm.kernel import Process
@@ -171,5 +172,5 @@ class Loans(RuleBasedStateMachine):
         self.pool.close()
 
 
-Loans.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Loans.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 test_loans = pytest.mark.timeout(60)(Loans.TestCase)

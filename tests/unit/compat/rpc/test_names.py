@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import torchweft.compat
+from tests.tables import cases
 from torchweft.compat import rpc
 from torchweft.compat.rpc.backend_registry import register_backend
 from torchweft.errors import NotSupported
@@ -136,7 +137,7 @@ def test_every_module_is_there_or_left_out_for_a_reason() -> None:
     }
 
 
-@pytest.mark.parametrize("name", MODULES)
+@cases("name", MODULES)
 def test_every_name_is_there_or_left_out_for_a_reason(name: str) -> None:
     stock, ours = both(name)
     missing = {each for each in own_names(stock) if not hasattr(ours, each)}
@@ -177,7 +178,7 @@ def test_the_enumeration_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rpc.BackendType.NEWEST.name == "NEWEST"
 
 
-@pytest.mark.parametrize("name", rpc._ABSENT)
+@cases("name", rpc._ABSENT)
 def test_what_has_no_meaning_says_so_when_it_is_called(name: str) -> None:
     function: Any = getattr(rpc, name)
     with pytest.raises(NotSupported, match=f"Weft has no {name}: ") as caught:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.tables import cases
 from tests.unit.protocol.calls.entries import Asked, Peer, Served, answer, request
 from torchweft.errors import CallCancelled, CallTimeout, NotInitialized, WorkerLost
 from torchweft.protocol.calls import (
@@ -303,7 +304,7 @@ OWN, PULLED, OTHER = answer(7), Frame(Kind.PULLED, 0, 0, b"", ()), answer(8)
 CALL = request(7)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("frames", "handled"),
     [
         ([], (None, [])),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import examples
 from torchweft.protocol.connecting.contact import FIRST_PAUSE_S, LONGEST_PAUSE_S, Contact, Step
 
 DETECTION_S, RECONNECT_S = 10.0, 20.0
@@ -229,7 +230,7 @@ def test_a_second_report_of_a_break_changes_nothing(contact: Contact) -> None:
 EVENTS = ("heard", "broke", "silent break", "failed", "there", "dialled", "resumed", "wait")
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.floats(0.0, 3.0)), max_size=60))
 def test_whatever_happens_it_dials_one_at_a_time_and_is_due_when_it_says(
     events: list[tuple[str, float]],
@@ -265,7 +266,7 @@ def test_whatever_happens_it_dials_one_at_a_time_and_is_due_when_it_says(
             is_dialling = False
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.booleans(), st.floats(0.0, 2.0), st.floats(1.0, 30.0), st.floats(0.0, 30.0))
 def test_contact_is_given_up_in_time_and_not_before(
     is_broken: bool, dial_takes_s: float, detection_s: float, reconnect_s: float

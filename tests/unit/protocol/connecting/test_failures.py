@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.tables import cases
 from torchweft.errors import ConfigurationError, ProtocolError, TlsError
 from torchweft.protocol.connecting import Busy, Dial, Done, Failure, Lose, Step, Terms, Wait
 from torchweft.protocol.connecting.failures import (
@@ -19,7 +20,7 @@ from torchweft.protocol.connecting.failures import (
 )
 
 
-@pytest.mark.parametrize(
+@cases(
     ("error", "failure"),
     [
         (Gone(), Failure.GONE),
@@ -35,7 +36,6 @@ from torchweft.protocol.connecting.failures import (
         (ConnectionResetError(), Failure.BROKEN),
         (OSError(), Failure.BROKEN),
     ],
-    ids=lambda each: type(each).__name__,
 )
 def test_an_error_has_a_meaning(error: Exception, failure: Failure) -> None:
     assert failure_of(error) is failure

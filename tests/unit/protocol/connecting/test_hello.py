@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.tables import cases
 from torchweft.errors import ProtocolError
 from torchweft.protocol.connecting import Hello, Purpose, Terms, Verdict
 
@@ -24,7 +25,7 @@ def test_a_greeting_arrives_as_it_was(hello: Hello) -> None:
     assert Hello.from_facts(json.loads(json.dumps(hello.facts()))) == hello
 
 
-@pytest.mark.parametrize(
+@cases(
     "facts",
     [
         {"purpose": "dinner"},

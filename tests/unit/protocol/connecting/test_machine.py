@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import examples
 from torchweft.protocol.connecting import (
     Answer,
     Busy,
@@ -347,7 +348,7 @@ EVENTS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(peer=st.sampled_from([LOWER, HIGHER]), events=st.lists(EVENTS, max_size=40))
 def test_whatever_happens_there_is_one_connection_and_one_loss(
     peer: int, events: list[str]

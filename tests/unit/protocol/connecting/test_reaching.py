@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.tables import cases
 from torchweft.errors import ConfigurationError, ProtocolError, TlsError
 from torchweft.protocol.connecting import Failure, Means, Outcome, Reaching
 from torchweft.protocol.membership.registration import HOST, NETWORK
@@ -14,7 +15,7 @@ ELSEWHERE = {HOST: "two", NETWORK: "net:2"}
 ALL = Means(has_secret=True, has_tls=False, uses_unix=True)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("outcomes", "others", "failure"),
     [
         ([], HERE, Failure.REFUSED),
@@ -89,7 +90,7 @@ def test_the_cause_advises_what_makes_another_host_reachable() -> None:
     assert near.cause == "tcp:x:1: no route"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("means", "is_secure", "is_far", "reason"),
     [
         (ALL, None, False, None),

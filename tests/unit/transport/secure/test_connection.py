@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.certificates import Authority
+from tests.thorough import examples
 from tests.unit.transport.secure.meeting import LIMIT_S, secure_pair
 from torchweft.errors import NotSupported
 from torchweft.transport.link import Link, LinkClosed
@@ -108,7 +109,7 @@ def read_in_bits(end: SecureConnection, size: int, seed: int) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(examples(6)))
 def test_streams_both_ways_at_once_arrive_as_they_were_sent(narrow: Pair, seed: int) -> None:
     dice = random.Random(seed)
     there, back = dice.randbytes(BIG_BYTES), dice.randbytes(BIG_BYTES // 3)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import examples
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.runtime.transfer_loop import NOTHING, READABLE
@@ -115,7 +116,7 @@ def test_what_is_here_before_somebody_waits(arrivals: Arrivals, ends: list[End])
     assert arrivals.wait(KEY, 10, LIMIT_S) == data
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.data())
 def test_bytes_may_come_in_any_pieces(sizes: list[int], draw: st.DataObject) -> None:
     arrivals = Arrivals(lambda size: memoryview(bytearray(size)), LIMIT_BYTES)

@@ -11,7 +11,7 @@ from tests.conformance import running
 from tests.conformance.cases import CaseName, Result
 from tests.conformance.running import Runner
 from tests.conformance.table import last_lines
-from tests.unit.conformance import sample_case
+from tests.tools.conformance import sample_case
 
 # Forking warns because pytest-xdist has a thread; the child runs only a few lines.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

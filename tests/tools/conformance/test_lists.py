@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.lists import Baseline, Expected, read_categories, read_sample
-from tests.unit.conformance.results import case
+from tests.tools.conformance.results import case
 
 
 def test_list_is_written_and_read(tmp_path: Path) -> None:

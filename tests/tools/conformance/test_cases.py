@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance.cases import CaseName, Outcome, Result, select, verdicts_of
-from tests.unit.conformance.results import NOWHERE, case, verdict
+from tests.tools.conformance.results import NOWHERE, case, verdict
 
 
 def test_name_is_written_and_read() -> None:

@@ -13,7 +13,7 @@ from benchmarks.frame.group import ROOT, Group, SideFailed, started_group
 from benchmarks.frame.measuring import measure
 from benchmarks.frame.placement import placements
 from benchmarks.frame.run import parse_options
-from tests.unit.benchmarks.example.question import (
+from tests.tools.benchmarks.example.question import (
     ALONE,
     ASK,
     BROKEN,
@@ -72,7 +72,7 @@ def test_processes_end_when_the_block_raises() -> None:
 
 
 def test_stopped_processes_end_with_a_parent_that_is_killed() -> None:
-    command = [sys.executable, "-m", "tests.unit.benchmarks.example.hold"]
+    command = [sys.executable, "-m", "tests.tools.benchmarks.example.hold"]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for pid in map(int, output.split()):
         try:

@@ -14,7 +14,7 @@ SAME = Row("same", "same numbers", 2, ours="echo", torch="alone", work="ask", ch
 OTHER = Row("other", "other numbers", 2, ours="echo", torch="alone", work="ask", check="far")
 
 QUESTION = Question(
-    "tests.unit.benchmarks.example",
+    "tests.tools.benchmarks.example",
     "Example",
     (ASK, END, ENVIRONMENT, PAIR, SAME, OTHER),
     sides=(ECHO, ALONE, BROKEN),

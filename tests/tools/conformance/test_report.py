@@ -6,7 +6,7 @@ import pytest
 
 from tests.conformance.lists import Baseline, Expected, read_categories
 from tests.conformance.report import BEGIN, COMMAND, END, PAGE, replaced, text_of
-from tests.unit.conformance.results import case
+from tests.tools.conformance.results import case
 
 
 def test_figures_and_names_come_from_the_lists() -> None:

@@ -1,6 +1,7 @@
 """Checks that the simulation of connections finds faults injected into ``Connecting``.
 
-``test_connecting_simulated`` tries the same programs with at least the same seeds, unmutated.
+In ``make check``, ``test_connecting_simulated`` tries the same programs with at least the same
+seeds, unmutated.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 
 from tests.simulation.connections import Node
 from tests.simulation.test_connecting_simulated import PROGRAMS, SEED_COUNT, Run
-from tests.thorough import share
+from tests.thorough import CHECKED, share
 from torchweft.protocol.connecting import (
     Action,
     Answer,
@@ -30,7 +31,7 @@ from torchweft.protocol.connecting.failures import CROSSED
 
 SEEDS = 60
 """A fault must be found within this many runs of each program."""
-assert share(SEED_COUNT) >= SEEDS
+assert share(SEED_COUNT, of=CHECKED) >= SEEDS
 
 
 class AcceptsWhileItsOfferStands(Connecting):

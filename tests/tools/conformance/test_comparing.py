@@ -5,7 +5,7 @@ import pytest
 from tests.conformance.cases import Outcome
 from tests.conformance.comparing import Comparison, compare, longest_first, updated
 from tests.conformance.lists import Baseline, Expected
-from tests.unit.conformance.results import case, verdict
+from tests.tools.conformance.results import case, verdict
 
 ADD, SUB = case("test_add"), case("test_sub")
 ON_PURPOSE = Expected("fail", 0.3, "unused-results", "asserts a hang")

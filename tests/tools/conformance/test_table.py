@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.conformance.comparing import Comparison
 from tests.conformance.table import count, findings, format_table, last_lines, tables
-from tests.unit.conformance.results import case, verdict
+from tests.tools.conformance.results import case, verdict
 
 ADD, SUB, MUL = case("test_add"), case("test_sub"), case("test_mul", "JitRpcTest")
 

@@ -6,7 +6,7 @@ import os
 
 from benchmarks.frame.group import started_group
 from benchmarks.frame.placement import placements
-from tests.unit.benchmarks.example.question import ECHO, QUESTION
+from tests.tools.benchmarks.example.question import ECHO, QUESTION
 
 with started_group(QUESTION, ECHO, placements()["not pinned"]) as group:
     print(*group.pids, flush=True)
