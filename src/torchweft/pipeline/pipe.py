@@ -130,18 +130,15 @@ class Pipe:
                 f"workers is {list(workers)}; name each worker of the pipeline once"
             )
         self._endless = schedule if isinstance(schedule, SchedulePipeDream) else None
-        self.table = (
-            short_table(self._endless, len(self.workers))
-            if self._endless
-            else schedule.table(len(self.workers))
-        )
+        count = len(self.workers)
+        self.table = short_table(self._endless, count) if self._endless else schedule.table(count)
         check_updates(self.table, bool(self._endless), optimizer)
         self.stages = stages_of(stages, self.table.n_stages, wiring, ties)
         check(self.table, self.stages.wiring.edges)
         if example is not None:
             check_stages(self.stages, example, self.table.n_microbatches)
         if self._endless:
-            check_endless(self._endless, len(self.workers), self.stages, checkpoint)
+            check_endless(self._endless, count, self.stages, checkpoint)
         self._infos = [get_worker_info(name) for name in self.workers]
         self._limit_s = limit_of(timeout, _WAIT_S)
         self._mean = reduction == "mean"
