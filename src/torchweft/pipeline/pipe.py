@@ -339,13 +339,18 @@ class Pipe:
 
     def _results(self, futures: list[Future[Any]], failures: list[Exception]) -> list[Any]:
         """Waits for all workers; if one fails, ends the step on the others and raises its error."""
-        for future in as_completed(futures):
-            try:
-                future.wait()
-            except Exception as error:
-                if not failures:
-                    self._abort()
-                failures.append(error)
+        try:
+            for future in as_completed(futures):
+                try:
+                    future.wait()
+                except Exception as error:
+                    if not failures:
+                        self._abort()
+                    failures.append(error)
+        except BaseException:  # Ctrl-C
+            self._abort()
+            _cancel(futures)
+            raise
         if not failures:
             return [future.wait() for future in futures]
         # The others failed because of the first, unless it was told to end by one of them.
@@ -489,7 +494,11 @@ class Pipe:
             rpc_async(info, function, args=(self._pipe, *args), timeout=self._limit_s)
             for info in self._infos
         ]
-        return [future.wait() for future in futures]
+        try:
+            return [future.wait() for future in futures]
+        except BaseException:  # One failed, or Ctrl-C
+            _cancel(futures)
+            raise
 
     # The end
 
@@ -528,6 +537,12 @@ class PipeOptimizer:
     def step(self) -> None:
         """Steps the optimizer of each worker; blocks until all are done."""
         self._pipe._all(host.step_optimizer)
+
+
+def _cancel(futures: Iterable[Future[Any]]) -> None:
+    """Gives up calls, so that their later errors are not reported as never looked at."""
+    for future in futures:
+        future.cancel()
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
