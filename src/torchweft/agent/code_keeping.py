@@ -19,7 +19,7 @@ class CodeKeeper:
 
     Args:
         agent: The worker's agent.
-        is_strict: Whether the worker reads no code; then whoever sends some is turned away.
+        is_strict: Whether the worker reads no code, and turns away a worker that sends some.
     """
 
     def __init__(self, agent: Agent, *, is_strict: bool) -> None:
@@ -78,6 +78,6 @@ class CodeKeeper:
         peer.kept_codes.keep(number, forgotten, Code(content))
 
     def peer_lost(self, peer: Peer) -> None:
-        """Drops the code of a lost worker, and what is known of the code that it had."""
+        """Drops the code of a lost worker, and the table of the code that it kept."""
         peer.sent_codes.close()
         peer.kept_codes.close()

@@ -63,7 +63,7 @@ def pack_function(
         try:
             parts = take_apart(function)
         except Exception:
-            pass  # Its annotations run code of the program; the pickler says what is wrong.
+            pass  # Its annotations run code of the program; the pickler reports the error.
     if parts is not None:
         codes.append(parts[0])  # The called function comes first; ``serving`` relies on it.
         packed = _pack_parts(keeper, peer, function, parts, args, kwargs, home_of)

@@ -14,8 +14,8 @@ A ``Code`` has all parts of a function that are texts, and the names of captured
 - which globals and cells are modules, and their names; the submodules that the code refers to;
 - which globals are captured, and how many cells, defaults and annotations there are.
 
-What is taken apart otherwise (a docstring that is no text, constants that a program has put into a
-code object) stays with cloudpickle, which writes it whole.
+An unusual function (an empty cell, a docstring that is no text, constants that a program has put
+into a code object) is left to cloudpickle, which writes it whole.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class Code:
     """The part of a function that never changes. Thread-safe.
 
     Args:
-        content: Its bytes; whoever loads false bytes runs what they say, or crashes.
+        content: Its bytes. A worker that loads false bytes may run or crash on anything.
 
     Attributes:
         size_bytes: Their number.
-        digest: What equal codes have in common; empty at the receiver.
-        loaded: What ``load`` returns, once it was called.
+        digest: The digest of the bytes; empty at the receiver.
+        loaded: The result of ``load``, once it was called.
         is_slow: Whether the last function made of it took long; see ``SlowFunctions``.
     """
 
@@ -100,7 +100,7 @@ class Code:
         self.loaded: Loaded | None = None
 
     def load(self) -> Loaded:
-        """Returns what functions are made of; imports the modules that they use."""
+        """Returns the parts of its functions; imports the modules that they use."""
         if self.loaded is None:
             code, *layout = marshal.loads(self.content)
             self.loaded = Loaded(code, Layout(*layout))
@@ -114,7 +114,7 @@ class _Shape(NamedTuple):
     """How functions with one code object are taken apart, as long as they look like this.
 
     Attributes:
-        layout: What the ``Code`` says beside the code object.
+        layout: The parts of the ``Code`` beside the code object.
         code: The ``Code``.
         absent: Names that are no globals; the receiver looks them up as built-in.
         module_count: The number of imported modules when submodules were looked for.
@@ -127,7 +127,7 @@ class _Shape(NamedTuple):
 
 
 class _Known:
-    """What is known of a code object; it does not keep the code object alive.
+    """The known facts about a code object; they do not keep the code object alive.
 
     Attributes:
         reference: The code object.
@@ -360,7 +360,7 @@ def _submodules(code: CodeType, modules: Iterable[ModuleType]) -> Iterator[str]:
 
 
 class Loaded:
-    """What functions are made of.
+    """The parts of which functions are made.
 
     Attributes:
         count: The number of values that each function captures.

@@ -472,7 +472,7 @@ def sources(draw: st.DrawFn) -> str:
     return "\n".join(filter(None, lines))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(sources(), st.sampled_from(sorted(WAYS)))
 def test_random_functions_arrive_as_cloudpickle_sends_them(source: str, way: str) -> None:
     namespace: dict[str, Any] = {"__name__": "made_up", "__file__": "made_up.py"}
