@@ -19,6 +19,7 @@ from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Copies, Tie, find_copies
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
 from torchweft.pipeline.recording import Recording, WorkerNotes
+from torchweft.pipeline.runner import Assignment
 from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
 from torchweft.pipeline.streaming import (
     OptimizerMaker,
@@ -190,7 +191,7 @@ class Pipe:
                     info, stream_host.set_up, args=(streamed,), timeout=self._limit_s
                 )
             else:
-                assignment = host.Assignment(*given)
+                assignment = Assignment(*given)
                 future = rpc_async(info, host.set_up, args=(assignment,), timeout=self._limit_s)
             futures.append(future)
         self._hosts = [future.wait() for future in futures]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchweft.pipeline import host
+from torchweft.pipeline.runner import Assignment, Runner, Start
 from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream
 from torchweft.pipeline.versions import WeightVersions
 from torchweft.rpc import RRef, rpc_async
@@ -24,7 +25,7 @@ ENTER = 3
 
 
 @dataclass(frozen=True)
-class StreamAssignment(host.Assignment):
+class StreamAssignment(Assignment):
     """What one worker of an asynchronous pipeline needs to know.
 
     Attributes:
@@ -50,7 +51,7 @@ class _Entry(NamedTuple):
     targets: Mapping[int, Any]
 
 
-class StreamRunner(host.Runner):
+class StreamRunner(Runner):
     """Runs the stage of one worker for minibatches without end.
 
     Args:
@@ -72,7 +73,7 @@ class StreamRunner(host.Runner):
         seats = self.assignment.table.replicas(stage)
         return self.assignment.workers[seats[microbatch % len(seats)]]
 
-    def _train(self, start: host.Start) -> None:
+    def _train(self, start: Start) -> None:
         self._begin()
         try:
             self._run_parts(start)
@@ -88,7 +89,7 @@ class StreamRunner(host.Runner):
         self._update = None
         self.peak_held = 0
 
-    def _run_parts(self, start: host.Start) -> None:
+    def _run_parts(self, start: Start) -> None:
         schedule, me = self.assignment.schedule, self.assignment.worker
         n_workers = len(self.assignment.workers)
         minibatch = 0
@@ -111,7 +112,7 @@ class StreamRunner(host.Runner):
         entry: _Entry = self._take((ENTER, 0, 0, minibatch), math.inf)
         return entry
 
-    def _act(self, action: Action, start: host.Start) -> None:
+    def _act(self, action: Action, start: Start) -> None:
         self._end_update()
         self._at = action
         minibatch = action.microbatch

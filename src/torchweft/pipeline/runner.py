@@ -1,0 +1,470 @@
+"""Runs a worker's row of a table, in one thread with a mailbox.
+
+Messages of other workers are put into the mailbox by the threads that read connections. Only the
+runner's own thread takes them out, and only it runs stages.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchweft.agent.peers import Peer
+from torchweft.errors import PipelineError, WeftError, WorkerLost
+from torchweft.pipeline.copies import Copies, added, separated
+from torchweft.pipeline.recording import Notes
+from torchweft.pipeline.schedules import Action, Kind, Table
+from torchweft.pipeline.stage_run import Leaves, Objective, StageRun
+from torchweft.pipeline.values import Packet, describe
+from torchweft.pipeline.wiring import BATCH, Wiring
+from torchweft.rpc import on_worker_lost
+from torchweft.rpc.ports import PORTS
+from torchweft.rpc.worker import current_worker
+from torchweft.wire.frames import Frame
+
+FORWARD, BACKWARD, COPIES = range(3)
+"""The kinds of messages between stages."""
+
+_HEAD = struct.Struct("<qBiiq")
+"""Step, kind, stage, source and micro-batch of a message: bytes are encoded faster than numbers."""
+START = (-1,)
+"""The key of the command to run a row."""
+_END, _MESSAGE = -1, -2
+"""In place of a step: the end of the runner, and a message that was not read yet."""
+_SHOWN = {FORWARD: "the values", BACKWARD: "the gradients"}
+
+Key = tuple[int, ...]
+"""Kind, stage, source and micro-batch of a message."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one worker of a pipeline needs to know.
+
+    Attributes:
+        pipe: Number of the pipeline, unique in the group.
+        worker: The worker's row.
+        workers: The names of all workers, by row.
+        table: The table.
+        wiring: The values between the stages.
+        stages: By number, a function that makes the stage's module, or the module.
+        loss: The loss function, for the worker of the last stage.
+        divisor: The number that each loss is divided by.
+        checkpoint: When activations are dropped: ``"always"``, ``"except_last"`` or ``"never"``.
+        copies: The weights that exist more than once.
+        timeout_s: How long to wait for one message.
+        driver: The name of the driver.
+    """
+
+    pipe: int
+    worker: int
+    workers: tuple[str, ...]
+    table: Table
+    wiring: Wiring
+    stages: Mapping[int, Callable[[], nn.Module] | nn.Module]
+    loss: Callable[[Any, Any], Tensor] | None
+    divisor: int
+    checkpoint: str
+    copies: Copies
+    timeout_s: float
+    driver: str
+
+
+class Start(NamedTuple):
+    """A command: run the row once.
+
+    Attributes:
+        step: Number of the step.
+        is_training: Whether to run backwards as well.
+        zero_grad: Whether to drop the gradients first.
+        inputs: By stage and micro-batch, what the stage takes of the batch.
+        targets: By micro-batch, its target, for the last stage.
+        done: Gets the result.
+    """
+
+    step: int
+    is_training: bool
+    zero_grad: bool
+    inputs: Mapping[int, Mapping[int, Sequence[Any]]]
+    targets: Mapping[int, Any]
+    done: torch.futures.Future[Any]
+
+
+class Aborted(Exception):
+    """The driver has ended the step."""
+
+
+class Runner:
+    """Runs the stages of one worker, in a thread of its own.
+
+    Args:
+        assignment: What it runs.
+    """
+
+    unit = "micro-batch"
+    """The name, in messages, of that which goes through the stages."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.name = assignment.workers[assignment.worker]
+        table, wiring = assignment.table, assignment.wiring
+        last = table.n_stages - 1
+        self.stages = {
+            stage: StageRun(
+                stage,
+                made if isinstance(made, nn.Module) else made(),
+                wiring,
+                Objective(assignment.loss, assignment.divisor)
+                if stage == last and assignment.loss is not None
+                else None,
+                self._checkpoints,
+            )
+            for stage, made in separated(assignment.stages).items()
+        }
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.peak_held = 0
+        self.notes: Notes | None = None
+        self._row = table.rows[assignment.worker]
+        self._rpc = current_worker()
+        self._peers = {name: self._rpc.agent.find(name) for name in assignment.workers}
+        self._ports = self._rpc.agent.slots[PORTS]
+        self._mail: queue.SimpleQueue[tuple[int, Key, Any]] = queue.SimpleQueue()
+        self._ports.open(assignment.pipe, self._put_message)
+        self._arrived: dict[tuple[int, Key], Any] = {}
+        self._step = 0
+        self._at: Action | None = None
+        self._packets_of_action: dict[int, Packet] = {}
+        self._lost: WorkerLost | None = None
+        self._unreadable: Exception | None = None
+        self._forget = on_worker_lost(self._on_worker_lost)
+        self._thread = threading.Thread(
+            target=self._work, name=f"weft-pipeline-{assignment.pipe}", daemon=True
+        )
+        self._thread.start()
+
+    def _checkpoints(self, microbatch: int) -> bool:
+        rule = self.assignment.checkpoint
+        if rule == "except_last":
+            return microbatch < self.assignment.table.n_microbatches - 1
+        return rule == "always"
+
+    # Other threads
+
+    def put(self, step: int, key: Key, content: Any) -> None:
+        """Puts a message into the mailbox; never blocks."""
+        self._mail.put((step, key, content))
+
+    def _put_message(self, peer: Peer, frame: Frame) -> None:
+        self._mail.put((_MESSAGE, (), (peer, frame)))
+
+    def close(self) -> None:
+        """Ends the thread; does not wait for it."""
+        self._forget()
+        self._ports.close(self.assignment.pipe)
+        self._mail.put((_END, (), None))
+
+    def _on_worker_lost(self, error: WorkerLost) -> None:
+        if error.worker in (*self.assignment.workers, self.assignment.driver):
+            self._lost = error
+            self._mail.put((0, (), error))
+
+    # The runner's thread
+
+    def _work(self) -> None:
+        while True:
+            step, key, content = self._mail.get()
+            if step == _END:
+                self._discard_all()
+                return
+            if key == START:
+                self._run(content)
+            elif key:
+                self._keep(step, key, content)
+            elif step == _MESSAGE:
+                try:
+                    self._read(*content)
+                except Exception as error:
+                    self._unreadable = error
+
+    def _discard_all(self) -> None:
+        """Releases at their senders the contents of messages that were not read."""
+        while not self._mail.empty():
+            step, _, content = self._mail.get()
+            if step == _MESSAGE:
+                self._ports.discard(*content)
+
+    def _read(self, peer: Peer, frame: Frame) -> None:
+        """Reads a message of another stage, and keeps it if it is of this step or a later one."""
+        head, mask, structure, *leaves = self._ports.read(peer, frame)
+        step, *key = _HEAD.unpack(head)
+        self._keep(step, tuple(key), Packet(mask, structure, leaves))
+
+    def _keep(self, step: int, key: Key, content: Any) -> None:
+        if step >= self._step:
+            self._arrived[step, key] = content
+
+    def _take(self, key: Key, limit_s: float = 0.0) -> Any:
+        """Returns a message of this step, as soon as it arrives.
+
+        Args:
+            key: Which message.
+            limit_s: How long to wait, if not for the usual time.
+
+        Raises:
+            WorkerLost: A worker of the pipeline was lost.
+            PipelineError: The message has not come in time.
+        """
+        wanted = (self._step, key)
+        arrived = self._arrived
+        if wanted not in arrived:
+            deadline_s = time.monotonic() + (limit_s or self.assignment.timeout_s)
+            while wanted not in arrived:
+                remaining_s = max(deadline_s - time.monotonic(), 0.0)
+                try:
+                    mail = self._mail.get(timeout=min(remaining_s, threading.TIMEOUT_MAX))
+                except queue.Empty:
+                    raise self._too_late(key) from None
+                self._sort(*mail)
+            notes = self.notes
+            if notes is not None:
+                notes.end_wait()
+        return arrived.pop(wanted)
+
+    def _sort(self, step: int, key: Key, content: Any) -> None:
+        """Keeps a message, or raises the end of the step."""
+        if step == _MESSAGE:
+            self._read(*content)
+        elif key:
+            self._keep(step, key, content)
+        elif step == _END:
+            self._mail.put((_END, (), None))
+            raise Aborted
+        elif isinstance(content, WorkerLost):
+            raise content
+        elif step == self._step:
+            raise Aborted
+
+    def _too_late(self, key: Key) -> PipelineError:
+        kind, stage, source, microbatch = key
+        if kind == COPIES:
+            group = self.assignment.copies.groups[stage]
+            stage = next(each.stage for each in group if each.worker == self.assignment.worker)
+            source, sender = group[source].stage, self.assignment.workers[group[source].worker]
+            wanted = "the gradients of a weight that it shares"
+        else:
+            wanted = f"{_SHOWN[kind]} of {self.unit} {microbatch}"
+            sender = self._worker_of(source, microbatch)
+        return PipelineError(
+            f"stage {stage} on worker {self.name!r} waited {self.assignment.timeout_s:g} s for "
+            f"{wanted} from stage {source} on {sender!r}; that stage takes longer, or waits "
+            "itself: see torchweft.rpc.stacks(), or raise timeout",
+            stage=stage,
+            worker=self.name,
+            microbatch=microbatch,
+        )
+
+    def _run(self, start: Start) -> None:
+        """Runs the row once and completes the future of the step."""
+        self._step, self._at = start.step, None
+        for old in [each for each in self._arrived if each[0] < start.step]:
+            del self._arrived[old]
+        try:
+            if self._lost is not None:
+                raise self._lost
+            unreadable, self._unreadable = self._unreadable, None
+            if unreadable is not None:
+                raise unreadable
+            result = self._train(start) if start.is_training else self._infer(start)
+        except Aborted:
+            self._fail(start, PipelineError("the step was ended by its driver", worker=self.name))
+        except WeftError as error:
+            self._fail(start, error)
+        except Exception as error:
+            self._fail(start, self._failure(error))
+        else:
+            start.done.set_result(result)
+
+    def _fail(self, start: Start, error: Exception) -> None:
+        self._step += 1  # Messages of this step that still come are dropped.
+        for stage in self.stages.values():
+            stage.reset()
+        start.done.set_exception(error)
+
+    def _failure(self, error: Exception) -> Exception:
+        at = self._at
+        if at is None:
+            return error
+        taken = ""
+        if at.kind is Kind.FORWARD:
+            taken = f", given {_shown(self._packets_of_action)}"
+        failure = PipelineError(
+            f"stage {at.stage} on worker {self.name!r} failed in the {_ACTIONS[at.kind]} of "
+            f"{self.unit} {at.microbatch}{taken}: {type(error).__name__}: {error}",
+            stage=at.stage,
+            worker=self.name,
+            microbatch=at.microbatch,
+        )
+        failure.__cause__ = error
+        return failure.with_traceback(error.__traceback__)
+
+    def _train(self, start: Start) -> Tensor | None:
+        if start.zero_grad:
+            for stage in self.stages.values():
+                stage.module.zero_grad()
+        losses: dict[int, Tensor] = {}
+        self.peak_held = 0
+        notes = self.notes
+        if notes is not None:
+            notes.begin_step()
+        for action in self._row:
+            self._at = action
+            if action.kind is Kind.FORWARD:
+                self._forward(action, start, losses)
+            elif action.kind is Kind.BACKWARD_WEIGHT:
+                self.stages[action.stage].backward_weight(action.microbatch)
+            else:
+                self._backward(action)
+            if notes is not None:
+                notes.end_action()
+        self._at = None
+        if notes is not None:
+            notes.end_step(self._step, self.peak_held)
+        self._send_copies()
+        self._add_copies()
+        return torch.stack([losses[each] for each in sorted(losses)]) if losses else None
+
+    def _packets(self, stage: StageRun, microbatch: int, start: Start) -> dict[int, Packet]:
+        number = stage.stage
+        packets = {
+            source: self._take((FORWARD, number, source, microbatch)) for source in stage.sources
+        }
+        if number in start.inputs:
+            packets[BATCH] = Packet(0, None, start.inputs[number][microbatch])
+        self._packets_of_action = packets
+        return packets
+
+    def _forward(
+        self,
+        action: Action,
+        start: Start,
+        losses: dict[int, Tensor],
+        weights: Leaves | None = None,
+    ) -> None:
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        packets = self._packets(stage, microbatch, start)
+        target = start.targets.get(microbatch)
+        outgoing, loss = stage.forward(microbatch, packets, target, weights)
+        self.peak_held = max(self.peak_held, sum([each.held for each in self.stages.values()]))
+        if loss is not None:
+            losses[microbatch] = loss
+        for consumer, packet in outgoing.items():
+            self._deliver(FORWARD, consumer, action.stage, microbatch, packet)
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        gradients = {
+            consumer: self._take((BACKWARD, action.stage, consumer, microbatch)).leaves
+            for consumer in stage.expects(microbatch)
+        }
+        run = stage.backward if action.kind is Kind.BACKWARD else stage.backward_input
+        for source, found in run(microbatch, gradients).items():
+            self._deliver(BACKWARD, source, action.stage, microbatch, Packet(0, None, found))
+
+    def _infer(self, start: Start) -> list[tuple[int, Any]] | None:
+        """Runs the forwards of the row; returns the outputs of the last stage by micro-batch."""
+        outputs: dict[int, Any] = {}
+        for action in self._row:
+            if action.kind is not Kind.FORWARD:
+                continue
+            self._at = action
+            stage, microbatch = self.stages[action.stage], action.microbatch
+            output, outgoing = stage.infer(self._packets(stage, microbatch, start))
+            for consumer, packet in outgoing.items():
+                self._deliver(FORWARD, consumer, action.stage, microbatch, packet)
+            if not stage.consumers:
+                outputs[microbatch] = output
+        self._at = None
+        return list(outputs.items()) if outputs else None
+
+    def _deliver(self, kind: int, stage: int, source: int, microbatch: int, packet: Packet) -> None:
+        """Sends values to the worker of a stage; never waits."""
+        self._send(self._worker_of(stage, microbatch), (kind, stage, source, microbatch), packet)
+
+    def _worker_of(self, stage: int, microbatch: int) -> str:
+        """Returns the name of the worker that runs a stage for a micro-batch."""
+        table = self.assignment.table
+        return self.assignment.workers[table.worker_of(stage, microbatch)]
+
+    def _send(self, worker: str, key: Key, packet: Packet) -> None:
+        if worker == self.name:
+            self._keep(self._step, key, packet)
+            return
+        mask, structure, leaves = packet
+        values = (_HEAD.pack(self._step, *key), mask, structure, *leaves)
+        self._ports.post(self._peers[worker], self.assignment.pipe, values)
+
+    def _send_copies(self, microbatch: int = 0) -> None:
+        """Sends the gradients of weights that exist more than once to the other copies.
+
+        Args:
+            microbatch: Distinguishes several exchanges in one step.
+        """
+        copies, me = self.assignment.copies, self.assignment.worker
+        for number in range(len(copies.groups)):
+            others = [worker for worker in copies.workers(number) if worker != me]
+            for place, weights in self._own_copies(number).items():
+                packet = Packet(0, None, [weight.grad for weight in weights])
+                for worker in others:
+                    name = self.assignment.workers[worker]
+                    self._send(name, (COPIES, number, place, microbatch), packet)
+
+    def _add_copies(self, microbatch: int = 0) -> None:
+        """Waits for the gradients of the other copies; all copies get the sum."""
+        for number, members in enumerate(self.assignment.copies.groups):
+            mine = self._own_copies(number)
+            if not mine:
+                continue
+            gradients = [
+                [weight.grad for weight in mine[place]]
+                if place in mine
+                else self._take((COPIES, number, place, microbatch)).leaves
+                for place in range(len(members))
+            ]
+            totals = added(gradients)
+            for weights in mine.values():
+                for weight, total in zip(weights, totals, strict=True):
+                    weight.grad = None if total is None else total.clone()
+
+    def _own_copies(self, group: int) -> dict[int, list[Tensor]]:
+        """Returns the weights of this worker's members of a group, by their place in it."""
+        copies = self.assignment.copies
+        return {
+            place: copies.weights(member, self.stages[member.stage].module)
+            for place, member in enumerate(copies.groups[group])
+            if member.worker == self.assignment.worker
+        }
+
+
+_ACTIONS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward to the inputs",
+    Kind.BACKWARD_WEIGHT: "backward to the weights",
+    Kind.UPDATE: "update",
+}
+
+
+def _shown(packets: Mapping[int, Packet]) -> str:
+    return ", ".join(
+        f"{', '.join(map(describe, packet.leaves))} from "
+        f"{'the batch' if source == BATCH else f'stage {source}'}"
+        for source, packet in packets.items()
+    )
