@@ -297,6 +297,8 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
             memory = bytearray(data[start:position])
             if code not in _NUMPY:
                 tensor, is_whole = _other(code, shape, memory), True
+            elif not size_bytes and 0 in shape:  # Other dimensions may be beyond numpy's limit.
+                tensor, is_whole = torch.empty(shape, dtype=_TORCH[code]), True
             elif ndim == 1 and size_bytes:
                 dtype = _TORCH[code]
                 tensor = torch.frombuffer(memory, dtype=dtype)

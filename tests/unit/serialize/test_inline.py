@@ -510,3 +510,13 @@ def test_a_dtype_that_only_other_workers_have_is_named(
     sizes = (1, 1) if flags & STRIDED else (1,)
     with pytest.raises(SerializationError, match="float8_e5m2"):
         inline.decode(entry(code, flags, sizes, bytes(1)), 0)
+
+
+def test_an_empty_tensor_with_a_dimension_beyond_the_limit_of_numpy_survives() -> None:
+    row = torch.arange(12.0).reshape(4, 3)
+    sent = [row.T, torch.empty(1 << 62, 0), row[1:]]
+    encoded = inline.encode(sent)
+    assert encoded is not None
+    received, _ = inline.decode(encoded[0], 0)
+    assert [each.shape for each in received] == [each.shape for each in sent]
+    assert torch.equal(received[0], sent[0])
