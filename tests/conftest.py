@@ -22,17 +22,19 @@ settings.register_profile("weft", deadline=None, print_blob=True, max_examples=e
 settings.load_profile("weft")
 
 MODULES = 200
-"""The garbage collector looks no more at imported modules once there are so many more."""
+"""The garbage collector stops to scan imported modules when there are so many new ones."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(LeakCheck())
 
 
 def pytest_collection_finish() -> None:
-    """Keeps the objects and loggers that imports create from slowing down every test.
+    """Keeps loggers that imports create from slowing down every test.
 
-    The garbage collector would scan a third of a million objects. Pytest looks at each logger six
-    times a test, and adds its handlers to those that do not propagate. Torch has two hundred.
+    Pytest looks at each logger six times a test, and adds its handlers to those that do not
+    propagate. Torch has two hundred.
     """
-    _Watch.modules = len(sys.modules)
-    gc.freeze()
     loggers = logging.root.manager.loggerDict
     for name, logger in list(loggers.items()):
         if name.startswith("torch.") or not getattr(logger, "propagate", True):
@@ -40,47 +42,52 @@ def pytest_collection_finish() -> None:
             del loggers[name]
 
 
-class _Watch:
-    """The state with which that at the end of a test is compared, and the number of modules."""
-
-    before: State | None = None
-    modules = 0
+_modules = 0
+"""The number of modules whose objects the garbage collector leaves alone."""
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)  # while pytest captures the output
-def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    if _Watch.before is None:
-        _Watch.before = take_state()
-    if len(sys.modules) > _Watch.modules + MODULES:
-        _Watch.modules = len(sys.modules)
+def pytest_runtest_setup() -> None:
+    """Has the garbage collector scan no modules: they have a third of a million objects."""
+    global _modules
+    if len(sys.modules) > _modules + MODULES:
+        _modules = len(sys.modules)
         gc.collect()
-        gc.freeze()  # what tests have imported, such as torch's compiler
-    yield
+        gc.freeze()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[object]:
-    result = yield
-    if fixturedef.scope != "function":
-        _Watch.before = take_state()  # What a wider fixture has is no leak of a test.
-    return result
-
-
-@pytest.hookimpl(wrapper=True, trylast=True)  # while pytest captures the output
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+class LeakCheck:
     """Fails a test that leaves threads, processes, descriptors, shared memory or settings behind.
 
     The state is compared with that at the start of the test, so resources of wider fixtures do not
     count. Long-lived workers that tests share may start a thread or connect to a peer at first use.
-    Such a test declares what may stay: ``@pytest.mark.keeps("threads", "descriptors")``. This is no
-    fixture, because one costs a test more than the comparison.
+    Such a test declares what may stay: ``@pytest.mark.keeps("threads", "descriptors")``. This is a
+    plugin: a fixture costs a test more than the comparison does.
     """
-    before, _Watch.before = _Watch.before, None
-    yield
-    assert before is not None
-    leaks, _Watch.before = settle(before, _kinds_kept(item))
-    if leaks:
-        pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+    def __init__(self) -> None:
+        self._before: State | None = None
+
+    @pytest.hookimpl(wrapper=True, trylast=True)  # while pytest captures the output
+    def pytest_runtest_setup(self) -> Iterator[None]:
+        if self._before is None:
+            self._before = take_state()
+        yield
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Iterator[object]:
+        result = yield
+        if fixturedef.scope != "function":
+            self._before = take_state()
+        return result
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
+        before, self._before = self._before, None
+        yield
+        assert before is not None
+        leaks, self._before = settle(before, _kinds_kept(item))
+        if leaks:
+            pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
 
 
 def _kinds_kept(item: pytest.Item) -> set[str]:

@@ -19,9 +19,9 @@ SHARE = 1 if THOROUGH else int(os.environ.get("WEFT_TEST_SHARE", "60"))
 """The share that this run tries."""
 
 
-def share(count: int, of: int = SHARE) -> int:
+def share(count: int, of: int | None = None) -> int:
     """Returns how many of ``count`` seeds this run tries, or a run with another share."""
-    return -(-count // of)
+    return -(-count // (SHARE if of is None else of))
 
 
 def examples(count: int) -> int:

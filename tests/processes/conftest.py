@@ -13,15 +13,38 @@ from tests.processes.functions import count_references, wait_until
 from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
+from torchweft.launch.nursery import WARM_MODULES
 
 WORKER_THREADS = 2
 """So few that calls which wait for one another would exhaust the threads if each held one."""
 
 
+PRELOAD = (
+    *WARM_MODULES,
+    "encodings.idna",
+    "tests.processes.conftest",
+    "tests.processes.meta_gradient_functions",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
+    "torchweft.mapreduce",
+)
+"""Modules that many workers import, each of them otherwise for itself."""
+
+
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """A warm process; all groups of the session are forked from it."""
-    with Nursery() as warm:
+    with Nursery(preload=PRELOAD) as warm:
+        yield warm
+
+
+@pytest.fixture(scope="session")
+def nursery_with_compiler() -> Iterator[Nursery]:
+    """A warm process that has PyTorch's compiler, which takes each worker a second to import.
+
+    Optimizers that Weft does not make, and ``DistributedDataParallel``, import it.
+    """
+    with Nursery(preload=(*PRELOAD, "torch._dynamo", "torchweft.checkpoint")) as warm:
         yield warm
 
 

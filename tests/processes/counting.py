@@ -26,7 +26,7 @@ from torchweft.agent.current import current
 from torchweft.autograd import context
 
 ROUNDS = 3
-CALLS = 200
+CALLS = 100
 WARM_UP_CALLS = 100
 SYSTEM_CALLS = {
     "epoll.modify",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from tests.processes.functions import wait_until
 from torchweft import checkpoint, rpc
 from torchweft.errors import SnapshotNotFound
 from torchweft.launch import Nursery
-from torchweft.launch.nursery import WARM_MODULES
 from torchweft.nn import RemoteModule
 
 pytestmark = [
@@ -36,10 +34,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    """A warm process with the imports of a first optimizer, which take a second."""
-    with Nursery(preload=(*WARM_MODULES, "torch._dynamo", "torchweft.checkpoint")) as warm:
-        yield warm
+def nursery(nursery_with_compiler: Nursery) -> Nursery:
+    return nursery_with_compiler
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD], ids=["Adam", "momentum"])
