@@ -74,7 +74,8 @@ thorough: $(VENV)/.installed-test
 
 .PHONY: end-to-end
 end-to-end: $(VENV)/.installed-test
-	@$(PY) -m pytest tests/end_to_end tests/tools -n 2
+	@$(PY) -m pytest tests/end_to_end -n 2
+	@$(PY) -m pytest tests/tools -n 2
 	@$(PY) -m pytest tests/conformance
 
 # Unit and simulation tests, and of the process tests those of each area that end soon.
