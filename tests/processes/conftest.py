@@ -10,25 +10,12 @@ import pytest
 
 import torchweft
 from tests.processes.functions import count_references, wait_until
-from tests.processes.open_workers import OpenWorkers, WarmProcess
+from tests.processes.open_workers import PRELOAD, OpenWorkers, WarmProcess
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
-from torchweft.launch.nursery import WARM_MODULES
 
 WORKER_THREADS = 2
 """So few that calls which wait for one another would exhaust the threads if each held one."""
-
-
-PRELOAD = (
-    *WARM_MODULES,
-    "encodings.idna",
-    "tests.processes.conftest",
-    "tests.processes.meta_gradient_functions",
-    "torch.profiler._cupti_monitor",
-    "torch.utils.serialization",
-    "torchweft.mapreduce",
-)
-"""Modules that many workers import, each of them otherwise for itself."""
 
 
 @pytest.fixture(scope="session")

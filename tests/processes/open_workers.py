@@ -5,6 +5,7 @@ A warm process forks them; run as a program, this module is that process.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import os
@@ -19,6 +20,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.leaks import find_leaks, take_state
+
+PRELOAD = (
+    "encodings.idna",
+    "tests.processes.conftest",
+    "tests.processes.meta_gradient_functions",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
+    "torchweft.mapreduce",
+    "torchweft.rpc",
+)
+"""Modules that a warm process imports, so that its workers, many of which need them, do not."""
 
 LIMIT_S = 45.0
 """For any command to a worker; a slower command fails, also on a busy machine."""
@@ -150,6 +162,10 @@ class _Workers:
         missing = [name for name in names if name not in sys.modules]
         for name in missing:
             importlib.import_module(name)
+        if missing:
+            # The collectors of all workers would write to the pages of what is imported.
+            gc.collect()
+            gc.freeze()
         if missing and not self._workers:
             self._before = take_state()
 
@@ -169,9 +185,8 @@ class _Workers:
 
 
 def _serve(commands: Connection) -> None:
-    import torchweft.rpc  # noqa: F401  # The workers have it from here.
-
     workers = _Workers()
+    workers.import_modules(PRELOAD)
     do: dict[str, Callable[..., Any]] = {
         "import": workers.import_modules,
         "begin": lambda key, told: workers[key].connection.send(told),

@@ -135,7 +135,12 @@ def watch_a_reference() -> list[tuple[str, str, str]]:
     """Shares a value with another worker; returns reference counts before, meanwhile, after."""
 
     def counts() -> tuple[str, str, str]:
-        wait_until(lambda: information()["num_pending_futures"] == "0", lambda: str(information()))
+        # The user tells the owner that it has the reference after it has answered the call.
+        under_way = ("num_pending_futures", "num_pending_children")
+        wait_until(
+            lambda: {information()[name] for name in under_way} == {"0"},
+            lambda: str(information()),
+        )
         info = information()
         return info["num_owner_rrefs"], info["num_forks"], info["num_pending_users"]
 

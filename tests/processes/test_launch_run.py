@@ -229,32 +229,3 @@ def test_workers_meet_at_the_port_of_the_environment(start: Start) -> None:
                 time.sleep(0.01)
     """
     assert finish(start(body, count=2))[0] == 0
-
-
-@pytest.mark.parametrize("is_full", [False, True])
-def test_those_who_fail_because_of_another_one_say_so_in_a_line(
-    start: Start, monkeypatch: pytest.MonkeyPatch, is_full: bool
-) -> None:
-    monkeypatch.setenv("WEFT_LAUNCH_GRACE_S", "20")
-    if is_full:
-        monkeypatch.setenv("WEFT_TRACEBACKS", "full")
-    body = """
-    from torchweft import rpc
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # They have the time to tell of their own error.
-    rpc.init_rpc()
-    if os.environ["RANK"] != "1":
-        waiting = rpc.rpc_async("worker1", time.sleep, args=(60,))
-        rpc.barrier()
-        waiting.wait()
-    rpc.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
-    """
-    status, _, err = finish(start(body, "--warm"), 40.0)
-    assert status == 128 + signal.SIGKILL
-    lost = [line for line in err if "worker 'worker1' (rank 1) is lost since " in line]
-    assert {line[:9] for line in lost} == {"[worker0]", "[worker2]"}
-    assert any("Traceback" in line for line in err) == is_full
-    if not is_full:
-        assert len(lost) == 2
-        assert all("] weft: this worker ends because of another one: " in line for line in lost)
-    assert "was killed by SIGKILL" in err[-1]

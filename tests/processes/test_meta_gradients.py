@@ -13,7 +13,7 @@ from tests.processes import meta_gradient_functions as functions
 from tests.processes.conftest import options
 from tests.processes.meta_gradient_checks import by_map, check, flat, nothing_kept, single_process
 from tests.processes.meta_gradient_functions import NOBODY, Inner
-from tests.thorough import spread
+from tests.thorough import CHECKED, spread
 from torchweft import knobs, mapreduce
 from torchweft.launch import Cluster, Nursery
 
@@ -32,8 +32,6 @@ ORDERS = (False, True)
 """Whether second-order derivatives are taken."""
 WAYS = ("backward", "grad")
 FAN_OUTS = (1, 4)
-
-every_way = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +70,7 @@ def test_uneven_parts(
 # Inner loops that call other workers
 
 
-@every_way
-@pytest.mark.parametrize("partitioner", SPLITS, ids=str)
+@pytest.mark.parametrize(("partitioner", "way"), spread(SPLITS, WAYS, all_from=CHECKED), ids=str)
 def test_the_inner_error_is_computed_by_another_worker(
     three: Cluster, partitioner: Any, way: str
 ) -> None:

@@ -20,7 +20,7 @@ from tests.processes import meta_gradient_functions as functions
 from tests.processes.conftest import options
 from tests.processes.meta_gradient_checks import EXACT, by_map, check, difference, nothing_kept
 from tests.processes.meta_gradient_functions import Death, Doom, Inner
-from tests.thorough import spread
+from tests.thorough import CHECKED, spread
 from torchweft import knobs, mapreduce, rpc
 from torchweft.errors import WorkerLost
 from torchweft.launch import Cluster, Nursery
@@ -159,14 +159,12 @@ def test_it_dies_before_gradients_are_sent_to_it(
 
 
 # Inner loops that are maps themselves: over all workers, or over all but the caller.
-INNER_CASES = [
-    (point, workers)
-    for point in ("begin", "inner begin", "inner backward", "backward")
-    for workers in (None, WORKERS)
-]
+INNER_POINTS = ("begin", "inner begin", "inner backward", "backward")
 
 
-@pytest.mark.parametrize(("point", "workers", "way"), spread(INNER_CASES, WAYS))
+@pytest.mark.parametrize(
+    ("point", "workers", "way"), spread(INNER_POINTS, [(None,), (WORKERS,)], WAYS, all_from=CHECKED)
+)
 def test_the_inner_loop_goes_on_with_those_who_are_left(
     nursery: Nursery, tmp_path: Path, workers: tuple[str, ...] | None, point: str, way: str
 ) -> None:

@@ -20,7 +20,7 @@ from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 WORKERS = ("worker0", "worker1", "worker2")
-TASKS = torch.arange(24)
+TASKS = torch.arange(6)
 UNITS = 1000
 WITHIN = 0.05
 WAYS: dict[str, dict[str, str]] = {

@@ -201,61 +201,6 @@ def test_restarts_leave_nothing_open_in_the_launcher(start: Start) -> None:
     assert out[-1] == out[1]
 
 
-REJOIN = """
-from pathlib import Path
-import torch
-from torchweft import rpc
-
-def count():
-    return int(os.environ["WEFT_RESTART_COUNT"])
-
-def until(is_so):
-    deadline_s = time.monotonic() + 15
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-def lives():
-    found = {}
-    for info in rpc.get_worker_infos():
-        try:
-            found[info.name] = rpc.rpc_sync(info.name, count)
-        except Exception:
-            pass
-    return found
-
-rpc.init_rpc(rpc_backend_options=rpc.RpcBackendOptions(rpc_timeout=5, init_timeout=15))
-if count() == 0:
-    until(lambda: len(lives()) == 3)
-    print(os.environ["RANK"], os.getpid())
-victim = sys.argv[1]
-until(lambda: lives() == {f"worker{rank}": int(str(rank) == victim) for rank in range(3)})
-print("all met", count())
-# Whoever leaves first is not there for those that still look around.
-Path(sys.argv[2], os.environ["RANK"]).touch()
-until(lambda: len(list(Path(sys.argv[2]).iterdir())) == 3)
-rpc.shutdown(timeout=10)
-"""
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-def test_in_an_open_group_the_others_talk_to_who_came_back(
-    victim: int, tmp_path: Path, start: Start
-) -> None:
-    (tmp_path / "met").mkdir()
-    process = start(
-        REJOIN,
-        *("--restarts", "1", "--restart", "worker", "--warm", *SOON),
-        arguments=(str(victim), str(tmp_path / "met")),
-    )
-    lives = [list(map(int, read_line(process).split())) for _ in range(3)]
-    pids = dict(lives)
-    os.kill(pids[victim], signal.SIGKILL)
-    status, out, err = finish(process, 40.0)
-    assert status == 0, err
-    assert sorted(out) == sorted(f"[worker{rank}] all met {int(rank == victim)}" for rank in pids)
-
-
 @pytest.mark.parametrize("scope", ["group", "worker"])
 def test_a_bug_that_fails_again_at_once_is_not_tried_three_times(start: Start, scope: str) -> None:
     process = start("import nowhere_at_all", "--restarts", "3", "--restart", scope, *SOON, count=1)

@@ -39,7 +39,7 @@ from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
-LARGE_BYTES = 512 << 20
+LARGE_BYTES = 256 << 20
 SIZES = [FROM - 1, FROM, FROM + 1, 2 * STRIPE + 1, 9 * STRIPE + 7, (16 << 20) + 3]
 
 
